@@ -36,6 +36,19 @@ _SIZES = {  # of model_types whose config has other keys
             "gpt_oss": ("intermediate_size",),
         }.items()
     },
+    **{
+        name: {
+            **_GROUPED,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 12,
+            "v_head_dim": 20,
+            "pad_token_id": None,  # whose embedding transformers' Youtu makes zero after it has read it
+        }
+        for name in ("youtu", "minicpm3")
+    },
     "falcon": {"hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4},
     "bloom": {"hidden_size": 64, "n_head": 4, "n_layer": LAYERS},
     "mpt": {"d_model": 64, "n_heads": 4, "n_layers": LAYERS, "max_seq_len": CONTEXT},
@@ -234,6 +247,26 @@ VARIANTS = {
     "mpt": Variant("mpt"),
     "mpt six heads": Variant("mpt", {"n_heads": 6, "d_model": 96, "attn_config": {"softmax_scale": 0.2}}),
     "gpt2": Variant("gpt2"),
+    "youtu": Variant("youtu"),
+    "youtu one projection, biases": Variant("youtu", {"q_lora_rank": None, "attention_bias": True}),
+    "youtu halves, relu": Variant("youtu", {"rope_interleave": False, "hidden_act": "relu", "v_head_dim": 16}),
+    "youtu yarn rope": Variant(
+        "youtu",
+        {
+            "rope_parameters": {
+                **_ROPE,
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 40,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.7,
+            },
+        },
+    ),
+    "minicpm3": Variant("minicpm3", {"scale_depth": 1.1, "dim_model_base": 32}),
+    "minicpm3 unscaled": Variant(
+        "minicpm3", {"scale_emb": 1, "scale_depth": None, "dim_model_base": None, "mlp_bias": True}
+    ),
     "olmoe": Variant("olmoe"),
     "olmoe normalized": Variant("olmoe", {"norm_topk_prob": True, "num_key_value_heads": 4}),
     "olmoe relu": Variant("olmoe", {"hidden_act": "relu"}),

@@ -141,13 +141,35 @@ class ReferenceDecoder:
         made = made.view(len(x), heads, mixer.head_dim)
         return self._norm(name + "_norm", made) if part != "value" and mixer.query_key_norm.startswith("h") else made
 
+    def _latent(self, layer, x, positions):
+        """Query, key and value of every head, expanded."""
+        mixer, at, tensors = self.block.layers[layer].mixer, f"layers.{layer}.", self.tensors
+        rank, plain = mixer.latent.rank, mixer.latent.plain_dim
+
+        def norm(name, states):
+            states = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + mixer.latent.norm_epsilon)
+            return states * tensors[f"{at}{name}.weight"]
+
+        row = self._linear(at + "key", x)
+        low = x if mixer.latent.query_rank is None else norm("query_norm", self._linear(at + "query_down", x))
+        query = self._linear(at + "query", low).view(len(x), mixer.heads, -1)
+        row, turned = norm("key_norm", row[:, :rank]), row[:, None, rank:]
+        query_turned, turned = (self._rotate(part, positions, mixer.rotary) for part in (query[..., plain:], turned))
+        key = torch.einsum("tc,hcn->thn", row, tensors[at + "key_up.weight"].view(mixer.heads, rank, -1))
+        value = torch.einsum("tc,hvc->thv", row, tensors[at + "value.weight"].view(mixer.heads, -1, rank))
+        key = torch.cat((key, turned.expand(-1, mixer.heads, -1)), -1)
+        return torch.cat((query[..., :plain], query_turned), -1), key, value
+
     def _attention(self, layer, x, positions):
         mixer = self.block.layers[layer].mixer
-        query = self._heads(layer, "query", x, mixer.heads)
-        key, value = (self._heads(layer, part, x, mixer.kv_heads) for part in ("key", "value"))
-        query, key = (self._rotate(states, positions, mixer.rotary) for states in (query, key))
+        if mixer.latent is not None:
+            query, key, value = self._latent(layer, x, positions)
+        else:
+            query = self._heads(layer, "query", x, mixer.heads)
+            key, value = (self._heads(layer, part, x, mixer.kv_heads) for part in ("key", "value"))
+            query, key = (self._rotate(states, positions, mixer.rotary) for states in (query, key))
+            key, value = (states.repeat_interleave(mixer.heads // mixer.kv_heads, 1) for states in (key, value))
         query = query * mixer.query_scale
-        key, value = (states.repeat_interleave(mixer.heads // mixer.kv_heads, 1) for states in (key, value))
         scores = self._capped(torch.einsum("qhd,khd->hqk", query, key), mixer.softcap)
         scores = scores + self._alibi(mixer.alibi, positions)
         distance = positions[None, :, None] - positions[None, None, :]

@@ -11,6 +11,11 @@ Canonical names, "{i}" for the layer; those a model has no use for are absent:
     layers.{i}.query.weight [heads * head_dim, d_model], .bias; key and value with kv_heads
     layers.{i}.query_norm.weight, .bias; key_norm: of the width that `Attention.query_key_norm` says
     layers.{i}.out.weight [d_model, heads * head_dim], .bias
+    of latent attention (`Latent`): layers.{i}.query_down.weight [query_rank, d_model], .bias; query_norm [query_rank];
+        layers.{i}.query.weight [heads * (plain + rotated), query_rank or d_model]; key_norm [rank];
+        layers.{i}.key.weight [rank + rotated, d_model], .bias: of the row that is kept;
+        layers.{i}.key_up.weight [heads * rank, plain]: from a head's query to the keys' space;
+        layers.{i}.value.weight [heads * value_dim, rank]: out of it; out.weight [d_model, heads * value_dim]
     layers.{i}.attention_sub_norm.weight [heads * head_dim]  layers.{i}.ffn_sub_norm.weight [d_ff]: see `sub_norms`
     layers.{i}.sinks [heads]: a score of each head that softmax counts and that belongs to no position
     layers.{i}.ffn.up_bias, .gate_bias [d_ff]   layers.{i}.ffn.down_bias [d_model]
@@ -29,7 +34,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashllm.arch.mixture import ExpertsSpec
-from flashllm.arch.spec import Attention, BlockSpec, Config, LayerSpec
+from flashllm.arch.spec import Attention, BlockSpec, Config, Latent, LayerSpec
 from flashllm.errors import FormatError
 
 Shape = tuple[int, ...]
@@ -62,6 +67,7 @@ class Part:
     step: int = 0
     repeats: int = 1
     transposed: bool = False
+    turned: bool = False  # each run is a matrix whose columns are the rows, one run's after another's
 
 
 def _whole(config: Config) -> Part:
@@ -175,6 +181,22 @@ def _projection(part: str, rows: Callable[[Attention], int]) -> dict[str, _Shape
     }
 
 
+def _latent(layer: LayerSpec) -> Latent:
+    if layer.mixer.latent is None:
+        raise ValueError("these tensors belong to latent attention")
+    return layer.mixer.latent
+
+
+def _query(block: BlockSpec, layer: LayerSpec) -> Shape:
+    latent = layer.mixer.latent
+    return (layer.mixer.projected_dim, (latent.query_rank if latent is not None else None) or block.d_model)
+
+
+def _value(block: BlockSpec, layer: LayerSpec) -> Shape:
+    mixer = layer.mixer
+    return (mixer.kv_dim, block.d_model) if mixer.latent is None else (mixer.mixed_dim, mixer.latent.rank)
+
+
 _NORMS = (
     "embedding_norm",
     "layers.{i}.attention_norm",
@@ -188,6 +210,8 @@ _NORMS = (
 def _head_norm(part: str, heads: Callable[[Attention], int]) -> dict[str, _ShapeOf]:
     def shape(block: BlockSpec, layer: LayerSpec) -> Shape:
         mixer = layer.mixer
+        if mixer.latent is not None:
+            return (mixer.latent.rank if part == "key" else mixer.latent.query_rank or 0,)
         if mixer.query_key_norm == "head":
             return (mixer.head_dim,)
         own = (heads(mixer), mixer.head_dim)
@@ -212,14 +236,18 @@ _SHAPES: dict[str, _ShapeOf] = {
     "project_in.weight": lambda block, layer: (block.d_model, block.embed_dim),
     "project_out.weight": lambda block, layer: (block.embed_dim, block.d_model),
     **{f"{norm}.{part}": lambda block, layer: (block.d_model,) for norm in _NORMS for part in ("weight", "bias")},
-    **_projection("query", lambda mixer: mixer.query_dim),
+    **_projection("query_down", lambda mixer: (mixer.latent and mixer.latent.query_rank) or 0),
+    **_projection("query", lambda mixer: mixer.projected_dim),
+    "layers.{i}.query.weight": _query,
     **_projection("key", lambda mixer: mixer.kv_dim),
     **_projection("value", lambda mixer: mixer.kv_dim),
+    "layers.{i}.value.weight": _value,
+    "layers.{i}.key_up.weight": lambda block, layer: (layer.mixer.heads * _latent(layer).rank, _latent(layer).plain_dim),
     **_head_norm("query", lambda mixer: mixer.heads),
     **_head_norm("key", lambda mixer: mixer.kv_heads),
-    "layers.{i}.out.weight": lambda block, layer: (block.d_model, layer.mixer.query_dim),
+    "layers.{i}.out.weight": lambda block, layer: (block.d_model, layer.mixer.mixed_dim),
     "layers.{i}.out.bias": lambda block, layer: (block.d_model,),
-    **_norm("layers.{i}.attention_sub_norm", lambda block, layer: (layer.mixer.query_dim,)),
+    **_norm("layers.{i}.attention_sub_norm", lambda block, layer: (layer.mixer.mixed_dim,)),
     **_norm("layers.{i}.ffn_sub_norm", lambda block, layer: (layer.neurons,)),
     "layers.{i}.sinks": lambda block, layer: (layer.mixer.heads,),
     "layers.{i}.ffn.expert_down_bias": lambda block, layer: (_experts(layer).count, block.d_model),

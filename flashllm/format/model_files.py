@@ -22,7 +22,9 @@ GENERATION_CONFIG = "generation_config.json"
 MODEL_CARD = "README.md"  # for people: may be edited, so it is not hashed
 _OWN_PREFIX = "flashllm."  # of tensors that are no weights
 _NONE: Mapping[str, str] = MappingProxyType({})
-_CODED = frozenset(("embedding", "head", "project_in", "project_out", "query", "key", "value", "out"))
+_CODED = frozenset(
+    ("embedding", "head", "project_in", "project_out", "query_down", "query", "key", "key_up", "value", "out")
+)
 PREDICTOR_METADATA = {"format": "flashllm-predictors", "version": "1"}
 
 

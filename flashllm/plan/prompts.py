@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from flashllm.arch.spec import BlockSpec
+from flashllm.arch.spec import Attention, BlockSpec
 from flashllm.format.manifest import Manifest
 
 _READ_AHEAD = 6  # streaming blocks in flight while one is used: they last through a layer's attention (bench/log)
@@ -57,6 +57,8 @@ def _part_nbytes(manifest: Manifest, block: BlockSpec) -> int:
     # packed; conversions to the dtype and back.
     floats = 2 * block.d_model + 2 * (block.query_dim + block.kv_dim)
     floats += max(block.query_dim, block.embed_dim) + 2 * max(block.d_model, block.query_dim)
+    # Latent attention's queries as they are projected, with what lies between, and the heads' outputs.
+    floats += max(_latent_floats(layer.mixer) for layer in block.layers)
     floats += 2 * block.embed_dim if block.embed_dim != block.d_model else 0
     floats += (len(manifest.architecture.matrices) - 1) * manifest.stream_block_rows
     if manifest.architecture.experts:  # an expert's tokens, as they are gathered and packed, and their sums
@@ -64,6 +66,13 @@ def _part_nbytes(manifest: Manifest, block: BlockSpec) -> int:
     if block.sub_norms:  # every neuron's value, in a pass of few tokens a sequence
         floats += max(manifest.architecture.every_width)
     return 4 * floats
+
+
+def _latent_floats(mixer: Attention) -> int:
+    if mixer.latent is None:
+        return 0
+    of_head = 2 * (mixer.latent.rank + max(mixer.latent.plain_dim, mixer.latent.value_dim))  # a head's, with the packed
+    return mixer.projected_dim + (mixer.latent.query_rank or 0) + mixer.mixed_dim + of_head
 
 
 def _stretch_nbytes(manifest: Manifest, block: BlockSpec) -> int:

@@ -39,7 +39,8 @@ void init_state(nb::module_& m) {
              const std::string& dtype, int bits) {
             std::vector<LayerKv> layers;
             for (const LayerSpec& layer : read_architecture(block).layers)
-              layers.push_back({layer.attention.kv_heads, layer.attention.head_dim, layer.attention.window});
+              layers.push_back({layer.attention.kv_heads, layer.attention.head_dim, layer.attention.window,
+                                layer.attention.is_latent()});
             new (self) StateShape(layers, context, part_tokens, parse_dtype(dtype), bits);
           },
           nb::arg("block"), nb::arg("context"), nb::arg("part_tokens"), nb::arg("dtype"), nb::arg("bits") = 0)

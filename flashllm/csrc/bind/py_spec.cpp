@@ -77,6 +77,14 @@ void read(const Attributes& from, ExpertsSpec& to) {
   from("normalized", to.normalized);
 }
 
+void read(const Attributes& from, LatentSpec& to) {
+  from("rank", to.rank);
+  from("plain_dim", to.plain_dim);
+  from("value_dim", to.value_dim);
+  from("query_rank", to.query_rank);
+  from("norm_epsilon", to.norm_epsilon);
+}
+
 void read_attention(const Attributes& from, LayerSpec& layer, ModelSpec& model) {
   AttentionSpec& to = layer.attention;
   from("heads", to.heads);
@@ -88,6 +96,7 @@ void read_attention(const Attributes& from, LayerSpec& layer, ModelSpec& model) 
   from("window", to.window);
   from("softcap", to.softcap);
   from("alibi", to.alibi, &read);
+  from("latent", to.latent, &read);
 }
 
 // By their `kind`.

@@ -16,7 +16,8 @@ SimdLevel level_of_all(const ModelWeights& weights, SimdLevel level) {
   for (const RowMatrix* each : {&weights.project_out, &weights.head})
     level = level_of_many(each->codec, level);
   for (const BlockWeights& block : weights.blocks)
-    for (const RowMatrix* each : {&block.query, &block.key, &block.value, &block.out})
+    for (const RowMatrix* each :
+         {&block.query_down, &block.query, &block.key, &block.key_up, &block.value, &block.out})
       level = level_of_many(each->codec, level);
   return level;
 }
@@ -48,7 +49,8 @@ void Model::run_block(std::size_t layer, std::size_t kv_layer, const std::vector
   const AttentionSpec& attention = weights_.blocks[layer].spec.attention;
   for (const Token& token : tokens) {
     const LayerKv& kept = token.sequence->shape().layer(kv_layer);
-    require(kept.kv_heads == attention.kv_heads && kept.head_dim == attention.head_dim,
+    require(kept.kv_heads == attention.kv_heads && kept.head_dim == attention.head_dim &&
+                kept.keys_alone == attention.is_latent(),
             "a sequence must have room for this layer's keys and values");
   }
   watch_.restart();

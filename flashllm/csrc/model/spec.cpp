@@ -11,6 +11,20 @@ bool fits(const RowMatrix& weights, const BlockSpec& spec, std::size_t rows, std
          weights.rows == rows && weights.columns == columns;
 }
 
+// What latent attention has besides.
+void check_latent(const BlockSpec& spec, const BlockWeights& weights) {
+  const AttentionSpec& attention = weights.spec.attention;
+  const LatentSpec& latent = attention.latent;
+  require(attention.kv_heads == 1 && attention.head_norm == HeadNorm::none &&
+              latent.rank <= attention.head_dim && latent.plain_dim != 0 && latent.value_dim != 0,
+          "latent attention has one key for all heads, of its rank and what is rotated");
+  require(fits(weights.key_up, spec, attention.heads * latent.rank, latent.plain_dim) &&
+              fits(weights.value, spec, attention.mixed_dim(), latent.rank) &&
+              weights.key_norm.width == latent.rank && weights.query_norm.width == latent.query_rank &&
+              (latent.query_rank == 0 || fits(weights.query_down, spec, latent.query_rank, spec.d_model)),
+          "a block's latent projections do not fit the model");
+}
+
 }  // namespace
 
 void check_block(const ModelSpec& model, const BlockWeights& weights) {
@@ -27,19 +41,24 @@ void check_block(const ModelSpec& model, const BlockWeights& weights) {
               wide(weights.attention_output_norm, output) && wide(weights.ffn_output_norm, output),
           "a block's norms do not fit the model");
   const bool together = attention.head_norm == HeadNorm::projection;
-  require(attention.head_norm == HeadNorm::none ||
+  require(attention.is_latent() || attention.head_norm == HeadNorm::none ||
               (weights.query_norm.width == (together ? attended : attention.head_dim) &&
                weights.key_norm.width == (together ? cached : attention.head_dim)),
           "a block's norms of queries and keys do not fit the model");
-  require(
-      fits(weights.query, spec, attended, spec.d_model) && fits(weights.key, spec, cached, spec.d_model) &&
-          fits(weights.value, spec, cached, spec.d_model) && fits(weights.out, spec, spec.d_model, attended),
-      "a block's projections do not fit the model");
+  const bool is_latent = attention.is_latent();
+  const std::size_t mixed = attention.mixed_dim();
+  require(fits(weights.query, spec, attention.heads * attention.projected_dim(),
+               attention.query_inputs(spec.d_model)) &&
+              fits(weights.key, spec, cached, spec.d_model) &&
+              (is_latent || fits(weights.value, spec, cached, spec.d_model)) &&
+              fits(weights.out, spec, spec.d_model, mixed),
+          "a block's projections do not fit the model");
+  if (is_latent) check_latent(spec, weights);
   require(weights.ffn == nullptr || weights.ffn->width() == spec.d_model,
           "a block's FFN does not fit the model");
   require(!spec.rounded_inputs || (layer.norms == NormPlace::input && !layer.parallel),
           "inputs are rounded where a block's norms are, before attention and FFN");
-  require(weights.mixed_norm.width == 0 || weights.mixed_norm.width == attended,
+  require(weights.mixed_norm.width == 0 || weights.mixed_norm.width == mixed,
           "the norm before a block's output projection does not fit the model");
   require(attention.rotary < 0 ||
               (attention.rotary < static_cast<int>(model.rotary.size()) &&

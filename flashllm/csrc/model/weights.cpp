@@ -62,10 +62,25 @@ BlockWeights read_block(NamedTensors& tensors, const std::string& layer, const A
                            style.epsilon, model.rounded_inputs};
     require(static_cast<bool>(weights.neuron_norm), layer + "ffn_sub_norm.weight is missing");
   }
-  weights.query = tensors.linear(layer + "query", attended, d_model);
+  if (attention.is_latent()) {
+    const LatentSpec& latent = attention.latent;
+    const auto norm = [&](const char* name, std::size_t width) {
+      return tensors.norm(layer + name, {Norm::Kind::rms, latent.norm_epsilon, style.shift}, width);
+    };
+    if (latent.query_rank != 0) {
+      weights.query_down = tensors.linear(layer + "query_down", latent.query_rank, d_model);
+      weights.query_norm = norm("query_norm", latent.query_rank);
+    }
+    weights.key_norm = norm("key_norm", latent.rank);
+    weights.key_up = tensors.linear(layer + "key_up", attention.heads * latent.rank, latent.plain_dim);
+  }
+  weights.query = tensors.linear(layer + "query", attention.heads * attention.projected_dim(),
+                                 attention.query_inputs(d_model));
   weights.key = tensors.linear(layer + "key", cached, d_model);
-  weights.value = tensors.linear(layer + "value", cached, d_model);
-  weights.out = tensors.linear(layer + "out", d_model, attended);
+  weights.value = attention.is_latent()
+                      ? tensors.linear(layer + "value", attention.mixed_dim(), attention.latent.rank)
+                      : tensors.linear(layer + "value", cached, d_model);
+  weights.out = tensors.linear(layer + "out", d_model, attention.mixed_dim());
   weights.sinks = tensors.floats(layer + "sinks", attention.heads);
   return weights;
 }

@@ -38,7 +38,7 @@ from flashllm.offload.shape import ModelShape, is_assembled, shape_of
 from flashllm.offload.stages import Stage, whole
 
 Array = NDArray[Any]
-ATTENTION = ("query", "key", "value", "out")
+ATTENTION = ("query_down", "query", "key", "key_up", "value", "out")  # which a layer has, or most of them
 _TILE = 64  # rows and columns
 _CODED_NBYTES = 16 << 20  # of a resident matrix in codes, read at a time
 
@@ -81,8 +81,9 @@ class WeightSource(ABC, Closing):
 
     @property
     def matrices(self) -> tuple[str, ...]:
-        """A layer's matrices: query, key, value, out, up, (gate,) down."""
-        return (*ATTENTION, *self.architecture.matrices)
+        """A layer's matrices: query, key, value, out, those of latent attention, up, (gate,) down."""
+        attention = (name for name in ATTENTION if matrix_name(0, name) in self._shapes)
+        return (*attention, *self.architecture.matrices)
 
     @property
     def shapes(self) -> Mapping[str, Shape]:
@@ -200,7 +201,7 @@ class _CheckpointWeights(WeightSource):
         where = self._checkpoint.extent(self._names[name])
         if self._dtype_of(name) is not self.dtype or where is None or where[1] % info.itemsize:
             return None
-        if claim.part.transposed or claim.part.repeats > 1:
+        if claim.part.transposed or claim.part.turned or claim.part.repeats > 1:
             return None
         row_nbytes = prod(claim.shape[1:]) * info.itemsize
         return Extent(where[0], where[1] + claim.part.first * row_nbytes, claim.rows * row_nbytes)
