@@ -242,7 +242,10 @@ _SHAPES: dict[str, _ShapeOf] = {
     **_projection("key", lambda mixer: mixer.kv_dim),
     **_projection("value", lambda mixer: mixer.kv_dim),
     "layers.{i}.value.weight": _value,
-    "layers.{i}.key_up.weight": lambda block, layer: (layer.mixer.heads * _latent(layer).rank, _latent(layer).plain_dim),
+    "layers.{i}.key_up.weight": lambda block, layer: (
+        layer.mixer.heads * _latent(layer).rank,
+        _latent(layer).plain_dim,
+    ),
     **_head_norm("query", lambda mixer: mixer.heads),
     **_head_norm("key", lambda mixer: mixer.kv_heads),
     "layers.{i}.out.weight": lambda block, layer: (block.d_model, layer.mixer.mixed_dim),

@@ -99,7 +99,6 @@ def test_every_language_model_of_transformers_runs_or_has_a_sentence_with_help(m
     ("model_type", "told"),
     [
         ("deepseek_v3", "a mixture of experts with latent attention"),
-        ("minicpm3", "a dense decoder with latent attention"),
         ("glm4_moe", "a mixture of experts whose architecture nobody"),
         ("dbrx", "a mixture of experts whose architecture nobody"),
         ("mamba2", "keep a state in its place"),

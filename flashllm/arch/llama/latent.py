@@ -6,7 +6,6 @@ value. The plain rows are read turned, so that they bring a query to the latent 
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Literal
 
 from flashllm.arch.family import decoder_block, linear_tensors, says
@@ -81,9 +80,11 @@ def _has_one(config: Config) -> bool:
 
 
 LATENT = (
-    *(
-        replace(tensor, when=lambda config, also=tensor.when: _has_two(config) and also(config))
-        for tensor in linear_tensors("layers.{i}.query_down", "self_attn.q_a_proj", bias=says("attention_bias"))
+    ResidentTensor(name="layers.{i}.query_down.weight", source="self_attn.q_a_proj.weight", when=_has_two),
+    ResidentTensor(
+        name="layers.{i}.query_down.bias",
+        source="self_attn.q_a_proj.bias",
+        when=lambda config: _has_two(config) and bool(config["attention_bias"]),
     ),
     ResidentTensor(name="layers.{i}.query.weight", source="self_attn.q_proj.weight", when=_has_one),
     ResidentTensor(name="layers.{i}.query.weight", source="self_attn.q_b_proj.weight", when=_has_two),
