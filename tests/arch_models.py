@@ -34,6 +34,10 @@ _SIZES = {  # of model_types whose config has other keys
             "qwen2_moe": ("moe_intermediate_size", "shared_expert_intermediate_size"),
             "qwen3_moe": ("moe_intermediate_size",),
             "gpt_oss": ("intermediate_size",),
+            "minimax_m2": ("intermediate_size",),
+            "ernie4_5_moe": ("moe_intermediate_size",),
+            "glm4_moe": ("moe_intermediate_size",),
+            "dots1": ("moe_intermediate_size",),
         }.items()
     },
     **{
@@ -54,6 +58,10 @@ _SIZES = {  # of model_types whose config has other keys
     "mpt": {"d_model": 64, "n_heads": 4, "n_layers": LAYERS, "max_seq_len": CONTEXT},
     "gpt2": {"n_embd": 64, "n_inner": 96, "n_head": 4, "n_positions": CONTEXT},
 }
+_SIZES["minimax_m2"] |= {"head_dim": 16}
+_SIZES["dots1"] |= {"n_shared_experts": 2, "first_k_dense_replace": 1}
+for _name in ("glm4_moe", "dots1"):
+    _SIZES[_name]["n_routed_experts"] = _SIZES[_name].pop("num_experts")
 _WIDTHS = [96, 160, 40]  # neurons of layers that differ
 _TEACHERS = {
     "sparsellama": "llama",
@@ -292,6 +300,32 @@ VARIANTS = {
     ),
 }
 
+_GROUPS = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+VARIANTS |= {
+    "ernie4_5_moe": Variant("ernie4_5_moe"),
+    "ernie4_5_moe every other layer": Variant(
+        "ernie4_5_moe",
+        {
+            "moe_layer_interval": 2,
+            "moe_layer_start_index": 0,
+            "moe_num_shared_experts": 0,
+            "use_bias": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "ernie4_5_moe with a floor": Variant("ernie4_5_moe", {"moe_norm_min": 0.5, "moe_layer_end_index": 1}),
+    "glm4_moe": Variant("glm4_moe"),
+    "glm4_moe norms of heads, biases": Variant(
+        "glm4_moe",
+        {"use_qk_norm": True, "attention_bias": True, "first_k_dense_replace": 0, "norm_topk_prob": False},
+    ),
+    "glm4_moe groups": Variant("glm4_moe", _GROUPS | {"first_k_dense_replace": 2}),
+    "dots1": Variant("dots1", {"norm_topk_prob": True, "routed_scaling_factor": 2.5}),
+    "dots1 window": Variant("dots1", _GROUPS | {"sliding_window": 50, "max_window_layers": 1, "attention_bias": True}),
+    "minimax_m2": Variant("minimax_m2"),
+    "minimax_m2 half turned": Variant("minimax_m2", {"rotary_dim": 8, "num_key_value_heads": 4}),
+}
+
 
 def make_config(variant: Variant) -> PreTrainedConfig:
     """The variant's config, as transformers completes it."""
@@ -388,9 +422,13 @@ def make_checkpoint(path: Path, variant: Variant, *, dtype: str = "float32", see
         give_layers(model, {**model.config.to_dict(), **variant.config})
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in sorted(model.named_parameters()):
+        biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias")]
+        for name, parameter in [*sorted(model.named_parameters()), *biases]:
             noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name or ".ln_" in name:
+            if name.endswith("correction_bias"):
+                # By far below the scores in one variant: what is left out must not count as zero.
+                parameter.copy_((-3.0 if variant == VARIANTS["glm4_moe groups"] else 0.0) + 0.2 * noise)
+            elif "norm" in name or ".ln_" in name:
                 middle = 1.0 if name.endswith("weight") and variant.model_type not in _SHIFTED else 0.0
                 parameter.copy_(middle + 0.1 * noise)
             elif name.endswith(("fc1.bias", "gate_proj.bias", "dense_h_to_4h.bias", "up_proj.bias")):

@@ -230,14 +230,22 @@ class ReferenceDecoder:
 
     def _routed(self, layer, x):
         """Weights [tokens, experts] of the experts; 0 of those not chosen."""
-        experts = self.block.experts
-        products = self._linear(f"layers.{layer}.router", x)
-        scores = products.softmax(-1) if experts.softmax_of == "all" else products
-        chosen = scores.topk(experts.chosen)
-        values = chosen.values if experts.softmax_of == "all" else chosen.values.softmax(-1)
-        if experts.normalized:
-            values = values / values.sum(-1, keepdim=True)
-        return torch.zeros_like(products).scatter(-1, chosen.indices, values)
+        experts, router = self.block.experts, self.block.experts.router
+        name = f"layers.{layer}.{'wide_' * (f'layers.{layer}.wide_router.weight' in self.tensors)}router"
+        products = self._linear(name, x)
+        scores = {"softmax": products.softmax(-1), "sigmoid": products.sigmoid()}.get(router.score, products)
+        keys = scores + self.tensors.get(f"layers.{layer}.choice.bias", 0.0)
+        groups = keys.view(len(x), router.groups, -1)
+        best = groups.topk(min(2 if router.groups_by == "two" else 1, groups.shape[-1])).values.sum(-1)
+        counted = torch.zeros_like(best).scatter(-1, best.topk(router.chosen_groups).indices, 1.0).bool()
+        keys = groups.masked_fill(~counted[..., None], -torch.inf).view(products.shape)
+        chosen = keys.topk(experts.chosen).indices
+        values = scores.gather(-1, chosen)
+        if router.score == "softmax_of_chosen":
+            values = values.softmax(-1)
+        if router.normalized:
+            values = values / (values.sum(-1, keepdim=True) + router.epsilon).clamp(min=router.least_sum)
+        return torch.zeros_like(products).scatter(-1, chosen, values * router.factor)
 
     def _neurons(self, layer, x, weights=1.0):
         """What they add, each multiplied by its weight [tokens, d_ff]."""

@@ -21,7 +21,9 @@ Canonical names, "{i}" for the layer; those a model has no use for are absent:
     layers.{i}.ffn.up_bias, .gate_bias [d_ff]   layers.{i}.ffn.down_bias [d_model]
     layers.{i}.ffn.expert_down_bias [experts, d_model]: what each expert adds, times its weight
     layers.{i}.gate.weight [d_ff, d_model], where it is resident (format/manifest.py) and not in the neurons' rows
-    layers.{i}.router.weight [experts, d_model], .bias [experts]
+    layers.{i}.router.weight [experts, d_model], .bias [experts]; or of a router that computes in fp32
+    layers.{i}.wide_router.weight [experts, d_model], in fp32 whatever the model's dtype, as is
+    layers.{i}.choice.bias [experts]: of the scores by which experts are chosen (`RouterSpec`)
     layers.{i}.shared_gate.weight [1, d_model]: its sigmoid is the weight of the shared neurons
     final_norm.weight, .bias [d_model]          head.weight [vocab, embed], absent where tied to the embedding
     head.bias [vocab]
@@ -38,6 +40,11 @@ from flashllm.arch.spec import Attention, BlockSpec, Config, Latent, LayerSpec
 from flashllm.errors import FormatError
 
 Shape = tuple[int, ...]
+
+
+def is_wide(name: str) -> bool:
+    """True for the canonical name of a tensor that is in fp32 whatever the model's dtype."""
+    return name.endswith((".wide_router.weight", ".choice.bias"))
 
 
 def _always(config: Config) -> bool:
@@ -259,6 +266,8 @@ _SHAPES: dict[str, _ShapeOf] = {
     "layers.{i}.ffn.down_bias": lambda block, layer: (block.d_model,),
     "layers.{i}.router.weight": lambda block, layer: (_experts(layer).count, block.d_model),
     "layers.{i}.router.bias": lambda block, layer: (_experts(layer).count,),
+    "layers.{i}.wide_router.weight": lambda block, layer: (_experts(layer).count, block.d_model),
+    "layers.{i}.choice.bias": lambda block, layer: (_experts(layer).count,),
     "layers.{i}.shared_gate.weight": lambda block, layer: (1, block.d_model),
     "head.weight": lambda block, layer: (block.vocab_size, block.embed_dim),
     "head.bias": lambda block, layer: (block.vocab_size,),

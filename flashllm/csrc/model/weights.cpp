@@ -88,14 +88,18 @@ BlockWeights read_block(NamedTensors& tensors, const std::string& layer, const A
 std::unique_ptr<Router> read_router(NamedTensors& tensors, const std::string& layer, const ExpertsSpec& spec,
                                     std::size_t d_model) {
   if (spec.count == 0) return nullptr;
-  const Dtype dtype = tensors.dtype();
-  const auto matrix = [&](const char* name, std::size_t rows) {
-    return tensors.matrix(layer + name, rows, d_model, codec_of(dtype));
+  // A router of fp32 has a name of its own.
+  const bool is_wide = tensors.contains(layer + "wide_router.weight");
+  const Dtype dtype = is_wide ? Dtype::f32 : tensors.dtype();
+  const auto matrix = [&](const char* name, std::size_t rows, Dtype of) {
+    return tensors.matrix(layer + name, rows, d_model, codec_of(of));
   };
-  auto made = std::make_unique<Router>(
-      spec, matrix("router", spec.count),
-      tensors.contains(layer + "shared_gate.weight") ? matrix("shared_gate", 1) : RowMatrix{}, dtype,
-      tensors.level());
+  auto made = std::make_unique<Router>(spec, matrix(is_wide ? "wide_router" : "router", spec.count, dtype),
+                                       tensors.contains(layer + "shared_gate.weight")
+                                           ? matrix("shared_gate", 1, tensors.dtype())
+                                           : RowMatrix{},
+                                       dtype, tensors.level());
+  made->set_choice_bias(tensors.wide_floats(layer + "choice.bias", spec.count));
   made->set_down_bias(tensors.floats(layer + "ffn.expert_down_bias", spec.count * d_model));
   return made;
 }
