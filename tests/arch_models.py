@@ -51,7 +51,7 @@ _SIZES = {  # of model_types whose config has other keys
             "v_head_dim": 20,
             "pad_token_id": None,  # whose embedding transformers' Youtu makes zero after it has read it
         }
-        for name in ("youtu", "minicpm3")
+        for name in ("youtu", "minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
     },
     "falcon": {"hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4},
     "bloom": {"hidden_size": 64, "n_head": 4, "n_layer": LAYERS},
@@ -62,6 +62,12 @@ _SIZES["minimax_m2"] |= {"head_dim": 16}
 _SIZES["dots1"] |= {"n_shared_experts": 2, "first_k_dense_replace": 1}
 for _name in ("glm4_moe", "dots1"):
     _SIZES[_name]["n_routed_experts"] = _SIZES[_name].pop("num_experts")
+for _name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"):
+    _SIZES[_name] |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+    _SIZES[_name] |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "pad_token_id": 1}
+# Far from 1e-6: of all norms of GLM-4.7-Flash; transformers has another for two of them.
+_SIZES["glm4_moe_lite"] |= {"rms_norm_eps": 0.03}
+del _SIZES["glm4_moe_lite"]["first_k_dense_replace"]
 _WIDTHS = [96, 160, 40]  # neurons of layers that differ
 _TEACHERS = {
     "sparsellama": "llama",
@@ -322,6 +328,26 @@ VARIANTS |= {
     "glm4_moe groups": Variant("glm4_moe", _GROUPS | {"first_k_dense_replace": 2}),
     "dots1": Variant("dots1", {"norm_topk_prob": True, "routed_scaling_factor": 2.5}),
     "dots1 window": Variant("dots1", _GROUPS | {"sliding_window": 50, "max_window_layers": 1, "attention_bias": True}),
+    "deepseek_v2": Variant("deepseek_v2", {"routed_scaling_factor": 2.5}),
+    "deepseek_v2 groups": Variant(
+        "deepseek_v2", _GROUPS | {"topk_method": "group_limited_greedy", "q_lora_rank": None}
+    ),
+    "deepseek_v2 yarn rope": Variant(
+        "deepseek_v2",
+        {
+            "rope_parameters": {
+                **_ROPE,
+                "rope_type": "yarn",
+                "factor": 40.0,
+                "original_max_position_embeddings": 40,
+                "mscale": 0.707,
+                "mscale_all_dim": 0.707,
+            },
+        },
+    ),
+    "deepseek_v3": Variant("deepseek_v3", _GROUPS),
+    "deepseek_v3 biases": Variant("deepseek_v3", {"attention_bias": True, "norm_topk_prob": False}),
+    "glm4_moe_lite": Variant("glm4_moe_lite"),
     "minimax_m2": Variant("minimax_m2"),
     "minimax_m2 half turned": Variant("minimax_m2", {"rotary_dim": 8, "num_key_value_heads": 4}),
 }
@@ -397,7 +423,12 @@ def open_model(path: Path) -> PreTrainedModel:
         model.load_state_dict(load_file(path / "model.safetensors"), strict=True)
         return model.eval()
     if teacher is None:
-        return AutoModelForCausalLM.from_pretrained(path).eval()
+        model = AutoModelForCausalLM.from_pretrained(path).eval()
+        if config["model_type"] == "glm4_moe_lite":  # as its vendor's later code, and other engines, have it
+            for layer in model.model.layers:
+                for norm in (layer.self_attn.q_a_layernorm, layer.self_attn.kv_a_layernorm):
+                    norm.variance_epsilon = config["rms_norm_eps"]
+        return model
     known = CONFIG_MAPPING[teacher].from_dict({**config, "model_type": teacher, "hidden_act": "relu"})
     model = AutoModelForCausalLM.from_pretrained(path, config=known).eval()
     for index, layer in enumerate(model.model.layers):

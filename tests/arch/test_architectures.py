@@ -55,7 +55,7 @@ def test_a_llama_config_is_understood():
 # What people most often bring that does not run: each is told what it is and what would help.
 COMMON = (
     *("phimoe", "granitemoe", "granitemoeshared", "dbrx", "jetmoe", "minimax", "switch_transformers"),
-    *("llama4", "llama4_text", "deepseek_v2", "deepseek_v3", "kimi_k2", "qwen3_next", "hunyuan_v1_moe"),
+    *("llama4", "llama4_text", "kimi_k2", "qwen3_next", "hunyuan_v1_moe"),
     *("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "jamba", "bamba", "zamba2", "falcon_h1", "nemotron_h"),
     *("t5", "mt5", "bart", "whisper", "bert", "roberta", "distilbert", "modernbert", "electra", "deberta-v2"),
     *("gemma3", "gemma3n", "gemma3n_text", "gemma4", "mllama", "llava", "qwen2_vl", "qwen2_5_vl", "mistral3", "clip"),
@@ -98,7 +98,7 @@ def test_every_language_model_of_transformers_runs_or_has_a_sentence_with_help(m
 @pytest.mark.parametrize(
     ("model_type", "told"),
     [
-        ("deepseek_v3", "a mixture of experts with latent attention"),
+        ("longcat_flash", "a mixture of experts with latent attention"),
         ("dbrx", "a mixture of experts whose architecture nobody"),
         ("mamba2", "keep a state in its place"),
         ("qwen3_next", "keep a state in its place"),
@@ -131,9 +131,11 @@ def test_what_is_said_to_run_under_another_name_does(runs, name):
         resolve({**config.to_dict(), "model_type": name})
 
 
-# Of glm4_moe and dots1 transformers' defaults are no model: heads that do not divide the width, no experts.
+# Of glm4_moe, dots1 and deepseek_v2 transformers' defaults are no model: heads that do not divide the width, no
+# experts for a token.
 @pytest.mark.parametrize(
-    "model_type", sorted(set(ARCHITECTURES) - {"bamboo", "sparsellama", "differing", "glm4_moe", "dots1"})
+    "model_type",
+    sorted(set(ARCHITECTURES) - {"bamboo", "sparsellama", "differing", "glm4_moe", "dots1", "deepseek_v2"}),
 )
 def test_an_empty_config_means_what_transformers_makes_of_it(model_type):
     """Defaults of every model_type, and the config that transformers saves of it."""
@@ -155,6 +157,10 @@ def test_configs_of_the_hub_before_transformers_5():
     block = block_spec({"model_type": "phi3", "rope_scaling": phi3, "max_position_embeddings": 131072})
     assert block.context == 4096  # beyond, transformers computes other frequencies
     assert block.layers[0].mixer.rotary.scaling == pytest.approx((1 + np.log(32) / np.log(4096)) ** 0.5)
+
+
+def test_a_latent_position_keeps_one_key_and_its_rotated_part():
+    assert block_spec({"model_type": "glm4_moe_lite"}).kv_nbytes_per_token(2) == 47 * (512 + 64) * 2
 
 
 def test_kv_bytes():

@@ -4,6 +4,7 @@ A router names the experts of a token exactly, so these models run sparsely what
 """
 
 from flashllm.arch.experts.biased import BIASED_CHOICE
+from flashllm.arch.experts.latent import WITH_LATENT
 from flashllm.arch.experts.plain import PLAIN
 
-MIXTURES = (*PLAIN, *BIASED_CHOICE)
+MIXTURES = (*PLAIN, *BIASED_CHOICE, *WITH_LATENT)

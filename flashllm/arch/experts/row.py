@@ -73,8 +73,8 @@ def row(
         defaults={**_DEFAULTS, **defaults},
         derived=derived,
         ffn_tensors=tuple(replace(tensor, layers=mixtures) for tensor in (*named, *values.pop("ffn_tensors", ()))),
-        ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",),
         **{
+            "ignored": ("model.layers.*.self_attn.rotary_emb.inv_freq",),
             "renamed": renamed,
             "stacked": {  # as transformers 5 has them in memory
                 "model.layers.{i}.mlp.experts.gate_up_proj": (one["gate"], one["up"]),
