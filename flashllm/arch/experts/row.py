@@ -49,8 +49,8 @@ def row(
     **others: Any,
 ) -> ArchitectureSpec:
     """A model_type whose config says how many experts there are, or means `experts`. Names within a layer: of the
-    `router`, which computes in fp32 where it `is_wide`, and of the bias of the `choice`, if there is one; in transformers 5's
-    memory it may be called `newer_choice`."""
+    `router`, which computes in fp32 where it `is_wide`, and of the bias of the `choice`, if there is one, which
+    transformers 5 may call `newer_choice`."""
 
     def derived(config: Config) -> Mapping[str, Any]:
         given = (config.get(key) for key in _COUNTS)
