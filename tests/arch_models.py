@@ -36,7 +36,24 @@ _SIZES = {  # of model_types whose config has other keys
             "gpt_oss": ("intermediate_size",),
             "qwen3_next": ("moe_intermediate_size", "shared_expert_intermediate_size"),
             "qwen3_5_moe_text": ("moe_intermediate_size", "shared_expert_intermediate_size"),
+            "minimax_m2": ("intermediate_size",),
+            "ernie4_5_moe": ("moe_intermediate_size",),
+            "glm4_moe": ("moe_intermediate_size",),
+            "dots1": ("moe_intermediate_size",),
         }.items()
+    },
+    **{
+        name: {
+            **_GROUPED,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 12,
+            "v_head_dim": 20,
+            "pad_token_id": None,  # whose embedding transformers' Youtu makes zero after it has read it
+        }
+        for name in ("youtu", "minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
     },
     "falcon": {"hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4},
     "bloom": {"hidden_size": 64, "n_head": 4, "n_layer": LAYERS},
@@ -54,6 +71,16 @@ for _name in _WITH_STATES:
         "linear_value_head_dim": 20,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     }
+_SIZES["minimax_m2"] |= {"head_dim": 16}
+_SIZES["dots1"] |= {"n_shared_experts": 2, "first_k_dense_replace": 1}
+for _name in ("glm4_moe", "dots1"):
+    _SIZES[_name]["n_routed_experts"] = _SIZES[_name].pop("num_experts")
+for _name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"):
+    _SIZES[_name] |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+    _SIZES[_name] |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "pad_token_id": 1}
+# Far from 1e-6: of all norms of GLM-4.7-Flash; transformers has another for two of them.
+_SIZES["glm4_moe_lite"] |= {"rms_norm_eps": 0.03}
+del _SIZES["glm4_moe_lite"]["first_k_dense_replace"]
 _WIDTHS = [96, 160, 40]  # neurons of layers that differ
 _TEACHERS = {
     "sparsellama": "llama",
@@ -247,6 +274,26 @@ VARIANTS = {
     "mpt": Variant("mpt"),
     "mpt six heads": Variant("mpt", {"n_heads": 6, "d_model": 96, "attn_config": {"softmax_scale": 0.2}}),
     "gpt2": Variant("gpt2"),
+    "youtu": Variant("youtu"),
+    "youtu one projection, biases": Variant("youtu", {"q_lora_rank": None, "attention_bias": True}),
+    "youtu halves, relu": Variant("youtu", {"rope_interleave": False, "hidden_act": "relu", "v_head_dim": 16}),
+    "youtu yarn rope": Variant(
+        "youtu",
+        {
+            "rope_parameters": {
+                **_ROPE,
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 40,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.7,
+            },
+        },
+    ),
+    "minicpm3": Variant("minicpm3", {"scale_depth": 1.1, "dim_model_base": 32}),
+    "minicpm3 unscaled": Variant(
+        "minicpm3", {"scale_emb": 1, "scale_depth": None, "dim_model_base": None, "mlp_bias": True}
+    ),
     "olmoe": Variant("olmoe"),
     "olmoe normalized": Variant("olmoe", {"norm_topk_prob": True, "num_key_value_heads": 4}),
     "olmoe relu": Variant("olmoe", {"hidden_act": "relu"}),
@@ -286,6 +333,52 @@ VARIANTS = {
             "attention_bias": False,
         },
     ),
+}
+
+_GROUPS = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+VARIANTS |= {
+    "ernie4_5_moe": Variant("ernie4_5_moe"),
+    "ernie4_5_moe every other layer": Variant(
+        "ernie4_5_moe",
+        {
+            "moe_layer_interval": 2,
+            "moe_layer_start_index": 0,
+            "moe_num_shared_experts": 0,
+            "use_bias": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "ernie4_5_moe with a floor": Variant("ernie4_5_moe", {"moe_norm_min": 0.5, "moe_layer_end_index": 1}),
+    "glm4_moe": Variant("glm4_moe"),
+    "glm4_moe norms of heads, biases": Variant(
+        "glm4_moe",
+        {"use_qk_norm": True, "attention_bias": True, "first_k_dense_replace": 0, "norm_topk_prob": False},
+    ),
+    "glm4_moe groups": Variant("glm4_moe", _GROUPS | {"first_k_dense_replace": 2}),
+    "dots1": Variant("dots1", {"norm_topk_prob": True, "routed_scaling_factor": 2.5}),
+    "dots1 window": Variant("dots1", _GROUPS | {"sliding_window": 50, "max_window_layers": 1, "attention_bias": True}),
+    "deepseek_v2": Variant("deepseek_v2", {"routed_scaling_factor": 2.5}),
+    "deepseek_v2 groups": Variant(
+        "deepseek_v2", _GROUPS | {"topk_method": "group_limited_greedy", "q_lora_rank": None}
+    ),
+    "deepseek_v2 yarn rope": Variant(
+        "deepseek_v2",
+        {
+            "rope_parameters": {
+                **_ROPE,
+                "rope_type": "yarn",
+                "factor": 40.0,
+                "original_max_position_embeddings": 40,
+                "mscale": 0.707,
+                "mscale_all_dim": 0.707,
+            },
+        },
+    ),
+    "deepseek_v3": Variant("deepseek_v3", _GROUPS),
+    "deepseek_v3 biases": Variant("deepseek_v3", {"attention_bias": True, "norm_topk_prob": False}),
+    "glm4_moe_lite": Variant("glm4_moe_lite"),
+    "minimax_m2": Variant("minimax_m2"),
+    "minimax_m2 half turned": Variant("minimax_m2", {"rotary_dim": 8, "num_key_value_heads": 4}),
 }
 
 
@@ -359,7 +452,12 @@ def open_model(path: Path) -> PreTrainedModel:
         model.load_state_dict(load_file(path / "model.safetensors"), strict=True)
         return model.eval()
     if teacher is None:
-        return AutoModelForCausalLM.from_pretrained(path).eval()
+        model = AutoModelForCausalLM.from_pretrained(path).eval()
+        if config["model_type"] == "glm4_moe_lite":  # as its vendor's later code, and other engines, have it
+            for layer in model.model.layers:
+                for norm in (layer.self_attn.q_a_layernorm, layer.self_attn.kv_a_layernorm):
+                    norm.variance_epsilon = config["rms_norm_eps"]
+        return model
     known = CONFIG_MAPPING[teacher].from_dict({**config, "model_type": teacher, "hidden_act": "relu"})
     model = AutoModelForCausalLM.from_pretrained(path, config=known).eval()
     for index, layer in enumerate(model.model.layers):
@@ -384,9 +482,13 @@ def make_checkpoint(path: Path, variant: Variant, *, dtype: str = "float32", see
         give_layers(model, {**model.config.to_dict(), **variant.config})
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in sorted(model.named_parameters()):
+        biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias")]
+        for name, parameter in [*sorted(model.named_parameters()), *biases]:
             noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name or ".ln_" in name:
+            if name.endswith("correction_bias"):
+                # By far below the scores in one variant: what is left out must not count as zero.
+                parameter.copy_((-3.0 if variant == VARIANTS["glm4_moe groups"] else 0.0) + 0.2 * noise)
+            elif "norm" in name or ".ln_" in name:
                 plain = variant.model_type not in _SHIFTED or ".linear_attn." in name
                 middle = 1.0 if name.endswith("weight") and plain else 0.0
                 parameter.copy_(middle + 0.1 * noise)

@@ -142,13 +142,35 @@ class ReferenceDecoder:
         made = made.view(len(x), heads, mixer.head_dim)
         return self._norm(name + "_norm", made) if part != "value" and mixer.query_key_norm.startswith("h") else made
 
+    def _latent(self, layer, x, positions):
+        """Query, key and value of every head, expanded."""
+        mixer, at, tensors = self.block.layers[layer].mixer, f"layers.{layer}.", self.tensors
+        rank, plain = mixer.latent.rank, mixer.latent.plain_dim
+
+        def norm(name, states):
+            states = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + mixer.latent.norm_epsilon)
+            return states * tensors[f"{at}{name}.weight"]
+
+        row = self._linear(at + "key", x)
+        low = x if mixer.latent.query_rank is None else norm("query_norm", self._linear(at + "query_down", x))
+        query = self._linear(at + "query", low).view(len(x), mixer.heads, -1)
+        row, turned = norm("key_norm", row[:, :rank]), row[:, None, rank:]
+        query_turned, turned = (self._rotate(part, positions, mixer.rotary) for part in (query[..., plain:], turned))
+        key = torch.einsum("tc,hcn->thn", row, tensors[at + "key_up.weight"].view(mixer.heads, rank, -1))
+        value = torch.einsum("tc,hvc->thv", row, tensors[at + "value.weight"].view(mixer.heads, -1, rank))
+        key = torch.cat((key, turned.expand(-1, mixer.heads, -1)), -1)
+        return torch.cat((query[..., :plain], query_turned), -1), key, value
+
     def _attention(self, layer, x, positions):
         mixer = self.block.layers[layer].mixer
-        query = self._heads(layer, "query", x, mixer.heads)
-        key, value = (self._heads(layer, part, x, mixer.kv_heads) for part in ("key", "value"))
-        query, key = (self._rotate(states, positions, mixer.rotary) for states in (query, key))
+        if mixer.latent is not None:
+            query, key, value = self._latent(layer, x, positions)
+        else:
+            query = self._heads(layer, "query", x, mixer.heads)
+            key, value = (self._heads(layer, part, x, mixer.kv_heads) for part in ("key", "value"))
+            query, key = (self._rotate(states, positions, mixer.rotary) for states in (query, key))
+            key, value = (states.repeat_interleave(mixer.heads // mixer.kv_heads, 1) for states in (key, value))
         query = query * mixer.query_scale
-        key, value = (states.repeat_interleave(mixer.heads // mixer.kv_heads, 1) for states in (key, value))
         scores = self._capped(torch.einsum("qhd,khd->hqk", query, key), mixer.softcap)
         scores = scores + self._alibi(mixer.alibi, positions)
         distance = positions[None, :, None] - positions[None, None, :]
@@ -238,14 +260,22 @@ class ReferenceDecoder:
 
     def _routed(self, layer, x):
         """Weights [tokens, experts] of the experts; 0 of those not chosen."""
-        experts = self.block.experts
-        products = self._linear(f"layers.{layer}.router", x)
-        scores = products.softmax(-1) if experts.softmax_of == "all" else products
-        chosen = scores.topk(experts.chosen)
-        values = chosen.values if experts.softmax_of == "all" else chosen.values.softmax(-1)
-        if experts.normalized:
-            values = values / values.sum(-1, keepdim=True)
-        return torch.zeros_like(products).scatter(-1, chosen.indices, values)
+        experts, router = self.block.experts, self.block.experts.router
+        name = f"layers.{layer}.{'wide_' * (f'layers.{layer}.wide_router.weight' in self.tensors)}router"
+        products = self._linear(name, x)
+        scores = {"softmax": products.softmax(-1), "sigmoid": products.sigmoid()}.get(router.score, products)
+        keys = scores + self.tensors.get(f"layers.{layer}.choice.bias", 0.0)
+        groups = keys.view(len(x), router.groups, -1)
+        best = groups.topk(min(2 if router.groups_by == "two" else 1, groups.shape[-1])).values.sum(-1)
+        counted = torch.zeros_like(best).scatter(-1, best.topk(router.chosen_groups).indices, 1.0).bool()
+        keys = groups.masked_fill(~counted[..., None], -torch.inf).view(products.shape)
+        chosen = keys.topk(experts.chosen).indices
+        values = scores.gather(-1, chosen)
+        if router.score == "softmax_of_chosen":
+            values = values.softmax(-1)
+        if router.normalized:
+            values = values / (values.sum(-1, keepdim=True) + router.epsilon).clamp(min=router.least_sum)
+        return torch.zeros_like(products).scatter(-1, chosen, values * router.factor)
 
     def _neurons(self, layer, x, weights=1.0):
         """What they add, each multiplied by its weight [tokens, d_ff]."""

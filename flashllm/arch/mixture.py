@@ -4,21 +4,53 @@ A layer's neurons are those of its experts, one expert after the other, and behi
 token uses. Plain values; knows no model_type.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSpec:
+    """What a router makes of its products with a token: which experts it goes to, and their weights.
+
+    The experts with the highest scores are chosen. Where the model has a bias of the choice, it is added to the scores
+    for the choice alone, and not to the weights (Wang et al., 2024: auxiliary-loss-free load balancing).
+    """
+
+    # A softmax over all experts; a softmax over the chosen, by their products; or a sigmoid of each product.
+    score: Literal["softmax", "softmax_of_chosen", "sigmoid"] = "softmax"
+    # The experts come in `groups` of as many, of which only the `chosen_groups` count that score highest, each by the
+    # sum of its two highest experts or by its highest (DeepSeek-AI, 2024: DeepSeek-V3, and V2).
+    groups: int = 1
+    chosen_groups: int = 1
+    groups_by: Literal["two", "one"] = "two"
+    normalized: bool = False  # the weights of the chosen are divided by their sum, and so:
+    epsilon: float = 0.0  # that is added to the sum
+    least_sum: float = 0.0  # what they are divided by is no less
+    factor: float = 1.0  # that the weights are multiplied by, afterwards
+
+    def __post_init__(self) -> None:
+        for name, known in (("score", ("softmax", "softmax_of_chosen", "sigmoid")), ("groups_by", ("two", "one"))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"router: {name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
+        if not 1 <= self.chosen_groups <= self.groups:
+            raise ValueError(f"router: {self.chosen_groups} of {self.groups} groups cannot be chosen")
+        for name in ("epsilon", "least_sum", "factor"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"router: {name} must be a number from 0, not {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
-    """A layer's experts (Shazeer et al., 2017). A token goes to those with the highest products of router and input,
-    and their weights, which their neurons' values are multiplied by, come of a softmax of these products."""
+    """A layer's experts (Shazeer et al., 2017). A token goes to those that the router chooses, and their weights are
+    what their neurons' values are multiplied by."""
 
     count: int
     chosen: int  # of them, for a token
     size: int  # neurons of an expert
     shared: int = 0  # neurons behind the experts', which every token uses
-    softmax_of: Literal["all", "chosen"] = "all"  # the softmax is over all experts, or over the chosen alone
-    normalized: bool = False  # the weights of the chosen are divided by their sum
+    router: RouterSpec = field(default_factory=RouterSpec)
 
     def __post_init__(self) -> None:
         for name, least in (("count", 1), ("chosen", 1), ("size", 1), ("shared", 0)):
@@ -27,8 +59,11 @@ class ExpertsSpec:
                 raise ValueError(f"experts: {name} must be an integer from {least}, not {str(value)[:80]!r}")
         if self.chosen > self.count:
             raise ValueError(f"a token cannot go to {self.chosen} of {self.count} experts")
-        if self.softmax_of not in ("all", "chosen"):
-            raise ValueError(f"softmax_of must be all or chosen, not {self.softmax_of!r}")
+        groups, chosen_groups = self.router.groups, self.router.chosen_groups
+        if self.count % groups or self.chosen > self.count // groups * chosen_groups:
+            raise ValueError(
+                f"{self.chosen} of {self.count} experts cannot be chosen from {chosen_groups} of {groups} groups"
+            )
 
     @property
     def neurons(self) -> int:

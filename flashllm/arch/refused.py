@@ -37,6 +37,7 @@ _OTHERS = {
         ("gemma3", "shieldgemma2"),
         "Gemma 3 with its picture encoder; the text model alone has model_type gemma3_text and runs",
     ),
+    "kimi_k2": "deepseek_v3 under another name: set model_type to deepseek_v3 in its config.json",
     "jais": "the first Jais, with a SwiGLU of its own and distances added to its scores; Jais 2 runs",
     "gptj": "GPT-J; GPT-NeoX, Pythia, Falcon and Phi run",
     "gpt_neo": "GPT-Neo; GPT-NeoX, Pythia and GPT-2 run",

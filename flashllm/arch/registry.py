@@ -14,6 +14,7 @@ from flashllm.arch.gpt import GPT_LIKE
 from flashllm.arch.llama.bitnet import BITNET
 from flashllm.arch.llama.delta import WITH_STATES
 from flashllm.arch.llama.dense import DENSE
+from flashllm.arch.llama.latent import LATENT_DENSE
 from flashllm.arch.llama.sparse import SPARSE
 from flashllm.arch.opt import OPT
 from flashllm.arch.refused import describe_refused
@@ -25,7 +26,8 @@ from flashllm.errors import FormatError, UnsupportedModelError
 _MAX_LABELS = 10_000
 
 ARCHITECTURES: dict[str, ArchitectureSpec] = {
-    spec.model_type: spec for spec in (OPT, *DENSE, *SPARSE, BITNET, *GPT_LIKE, *WITH_ALIBI, *MIXTURES, *WITH_STATES)
+    spec.model_type: spec
+    for spec in (OPT, *DENSE, *LATENT_DENSE, *SPARSE, BITNET, *GPT_LIKE, *WITH_ALIBI, *MIXTURES, *WITH_STATES)
 }
 
 
@@ -203,6 +205,8 @@ def source_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {}
     for claim in claims(config).values():
         rows, rest = claim.rows, claim.shape[1:]
+        if claim.part.turned:
+            rows, rest = claim.part.repeats * claim.shape[1], (rows // claim.part.repeats,)
         if claim.source in shapes:
             rows += shapes[claim.source][1 if claim.part.transposed else 0]
         shapes[claim.source] = (*rest, rows) if claim.part.transposed else (rows, *rest)

@@ -56,6 +56,28 @@ class Alibi:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-AI, 2024: DeepSeek-V2): a position keeps one key for all heads, whose first
+    `rank` numbers, after a norm, are its value too; the others are the part that is rotated.
+
+    A head's query, [plain | rotated], is brought to that space by a matrix of its own, its output out of it by another:
+    the absorbed form, which multiplies the same numbers as keys and values of every head.
+    """
+
+    rank: int
+    plain_dim: int  # of a head's query, what is not rotated
+    value_dim: int  # of a head's output
+    query_rank: int | None = None  # of the query's projection, which has a norm between its halves; None: it is one
+    norm_epsilon: float  # of that norm, and of the keys'
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "plain_dim", "value_dim"):
+            check_size(name, getattr(self, name))
+        if self.query_rank is not None:
+            check_size("query_rank", self.query_rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
     """The mixer that attends to keys and values by a softmax (Vaswani et al., 2017)."""
 
@@ -73,6 +95,7 @@ class Attention:
     softcap: float | None = None  # scores are cap * tanh(score / cap) (Gemma 2)
     alibi: Alibi | None = None
     gate: Literal["none", "sigmoid"] = "none"  # of a product with what goes in, that what is mixed is multiplied by
+    latent: Latent | None = None  # a key is head_dim = rank and rotated dimensions wide, and there is one
 
     def __post_init__(self) -> None:
         for name in ("heads", "kv_heads", "head_dim"):
@@ -86,26 +109,49 @@ class Attention:
         if self.alibi is not None and len(self.alibi.slopes) != self.heads:
             raise ValueError(f"{len(self.alibi.slopes)} slopes do not fit {self.heads} heads")
         _check_cap("softcap", self.softcap)
+        if self.latent is None:
+            return
+        if self.kv_heads != 1 or self.query_key_norm != "none" or self.latent.rank > self.head_dim:
+            raise ValueError("latent attention has one key for all heads, at least as wide as its rank")
+        if self.rotary is not None and self.rotary.dims != self.rotated_dim:
+            raise ValueError(f"{self.rotary.dims} rotary dimensions are not those behind the rank")
 
     @property
     def query_dim(self) -> int:
-        """Outputs of the query projection, inputs of the output projection."""
+        """Numbers of all heads' queries where they meet the keys, and of their outputs there."""
         return self.heads * self.head_dim
 
     @property
     def kv_dim(self) -> int:
-        """Outputs of the key projection, and of the value projection."""
+        """Outputs of the key projection, and of the value projection, of which latent attention has none."""
         return self.kv_heads * self.head_dim
 
     @property
     def rows(self) -> Mapping[str, int]:
         """Outputs of each projection by its canonical name within a layer."""
-        return {"query": self.query_dim, "key": self.kv_dim, "value": self.kv_dim, "out_gate": self.query_dim}
+        value = self.kv_dim if self.latent is None else self.mixed_dim
+        rows = {"query": self.projected_dim, "key": self.kv_dim, "value": value, "out_gate": self.mixed_dim}
+        return rows | ({} if self.latent is None else {"query_down": self.latent.query_rank or 0})
+
+    @property
+    def kv_rows(self) -> int:
+        """Rows of `kv_dim` that a position keeps: key and value, or a latent key."""
+        return 2 if self.latent is None else 1
+
+    @property
+    def rotated_dim(self) -> int:
+        """Dimensions of a latent key behind its rank."""
+        return 0 if self.latent is None else self.head_dim - self.latent.rank
+
+    @property
+    def projected_dim(self) -> int:
+        """Outputs of the query projection."""
+        return self.query_dim if self.latent is None else self.heads * (self.latent.plain_dim + self.rotated_dim)
 
     @property
     def mixed_dim(self) -> int:
         """Inputs of the output projection."""
-        return self.query_dim
+        return self.query_dim if self.latent is None else self.heads * self.latent.value_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +171,7 @@ class DeltaRule:
     query_key_norm: ClassVar[str] = "none"
     rotary: ClassVar[None] = None
     window: ClassVar[None] = None
+    latent: ClassVar[None] = None
 
     key_heads: int  # divide the value heads
     value_heads: int
@@ -210,13 +257,14 @@ class LayerSpec:
     def has_norm(self, name: str) -> bool:
         """True where it has the norm of this canonical name."""
         before, behind, of_heads = self.norms != "output", self.norms in ("output", "both"), self.mixer.query_key_norm
+        latent = self.mixer.latent
         return {
             "attention_norm": before,
             "ffn_norm": before and not self.shared_norm,
             "attention_output_norm": behind,
             "ffn_output_norm": behind,
-            "query_norm": of_heads != "none",
-            "key_norm": of_heads != "none",
+            "query_norm": of_heads != "none" or (latent is not None and latent.query_rank is not None),
+            "key_norm": of_heads != "none" or latent is not None,
             "mixed_norm": isinstance(self.mixer, DeltaRule),
         }.get(name, True)
 
@@ -315,7 +363,7 @@ class BlockSpec:
 
     def kv_nbytes_per_token(self, itemsize: int) -> int:
         """Bytes of keys and values of one token over all layers."""
-        return 2 * itemsize * sum(mixer.kv_dim for mixer in self.attentions)
+        return itemsize * sum(mixer.kv_rows * mixer.kv_dim for mixer in self.attentions)
 
     @property
     def state_nbytes(self) -> int:

@@ -15,12 +15,19 @@ Canonical names, "{i}" for the layer; those a model has no use for are absent:
     layers whose mixer is a `DeltaRule`, with r = value_heads * value_dim: query, key, value, out_gate, out as it says;
         layers.{i}.beta.weight, decay.weight [value_heads, d_model]     layers.{i}.conv.weight [channels, 1, kernel]
         layers.{i}.decay_log, decay_bias [value_heads]                  layers.{i}.mixed_norm.weight [value_dim]
+    of latent attention (`Latent`): layers.{i}.query_down.weight [query_rank, d_model], .bias; query_norm [query_rank];
+        layers.{i}.query.weight [heads * (plain + rotated), query_rank or d_model]; key_norm [rank];
+        layers.{i}.key.weight [rank + rotated, d_model], .bias: of the row that is kept;
+        layers.{i}.key_up.weight [heads * rank, plain]: from a head's query to the keys' space;
+        layers.{i}.value.weight [heads * value_dim, rank]: out of it; out.weight [d_model, heads * value_dim]
     layers.{i}.attention_sub_norm.weight [heads * head_dim]  layers.{i}.ffn_sub_norm.weight [d_ff]: see `sub_norms`
     layers.{i}.sinks [heads]: a score of each head that softmax counts and that belongs to no position
     layers.{i}.ffn.up_bias, .gate_bias [d_ff]   layers.{i}.ffn.down_bias [d_model]
     layers.{i}.ffn.expert_down_bias [experts, d_model]: what each expert adds, times its weight
     layers.{i}.gate.weight [d_ff, d_model], where it is resident (format/manifest.py) and not in the neurons' rows
-    layers.{i}.router.weight [experts, d_model], .bias [experts]
+    layers.{i}.router.weight [experts, d_model], .bias [experts]; or of a router that computes in fp32
+    layers.{i}.wide_router.weight [experts, d_model], in fp32 whatever the model's dtype, as is
+    layers.{i}.choice.bias [experts]: of the scores by which experts are chosen (`RouterSpec`)
     layers.{i}.shared_gate.weight [1, d_model]: its sigmoid is the weight of the shared neurons
     final_norm.weight, .bias [d_model]          head.weight [vocab, embed], absent where tied to the embedding
     head.bias [vocab]
@@ -33,10 +40,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashllm.arch.mixture import ExpertsSpec
-from flashllm.arch.spec import Attention, BlockSpec, Config, DeltaRule, LayerSpec
+from flashllm.arch.spec import Attention, BlockSpec, Config, DeltaRule, Latent, LayerSpec
 from flashllm.errors import FormatError
 
 Shape = tuple[int, ...]
+
+
+def is_wide(name: str) -> bool:
+    """True for the canonical name of a tensor that is in fp32 whatever the model's dtype."""
+    return name.endswith((".wide_router.weight", ".choice.bias"))
 
 
 def _always(config: Config) -> bool:
@@ -76,6 +88,7 @@ class Part:
     step: int = 0
     repeats: int = 1
     transposed: bool = False
+    turned: bool = False  # each run is a matrix whose columns are the rows, one run's after another's
 
 
 def _whole(config: Config) -> Part:
@@ -184,7 +197,7 @@ _ShapeOf = Callable[[BlockSpec, LayerSpec], Shape]
 
 def _projection(part: str) -> dict[str, _ShapeOf]:
     return {
-        f"layers.{{i}}.{part}.weight": lambda block, layer: (layer.mixer.rows[part], block.d_model),
+        f"layers.{{i}}.{part}.weight": lambda block, layer: (layer.mixer.rows[part], _inputs(part, block, layer)),
         f"layers.{{i}}.{part}.bias": lambda block, layer: (layer.mixer.rows[part],),
     }
 
@@ -193,6 +206,20 @@ def _delta_rule(layer: LayerSpec) -> DeltaRule:
     if not isinstance(layer.mixer, DeltaRule):
         raise ValueError("the layer keeps no state")
     return layer.mixer
+
+
+def _latent(layer: LayerSpec) -> Latent:
+    if layer.attention.latent is None:
+        raise ValueError("these tensors belong to latent attention")
+    return layer.attention.latent
+
+
+def _inputs(part: str, block: BlockSpec, layer: LayerSpec) -> int:
+    """Inputs of a projection: d_model, or a rank of latent attention."""
+    latent = layer.mixer.latent
+    if latent is None or part not in ("query", "value"):
+        return block.d_model
+    return latent.rank if part == "value" else latent.query_rank or block.d_model
 
 
 _NORMS = (
@@ -208,6 +235,8 @@ _NORMS = (
 def _head_norm(part: str, heads: Callable[[Attention], int]) -> dict[str, _ShapeOf]:
     def shape(block: BlockSpec, layer: LayerSpec) -> Shape:
         mixer = layer.attention
+        if mixer.latent is not None:
+            return (mixer.latent.rank if part == "key" else mixer.latent.query_rank or 0,)
         if mixer.query_key_norm == "head":
             return (mixer.head_dim,)
         own = (heads(mixer), mixer.head_dim)
@@ -234,9 +263,13 @@ _SHAPES: dict[str, _ShapeOf] = {
     **{f"{norm}.{part}": lambda block, layer: (block.d_model,) for norm in _NORMS for part in ("weight", "bias")},
     **{
         name: shape
-        for part in ("query", "key", "value", "out_gate", "beta", "decay")
+        for part in ("query_down", "query", "key", "value", "out_gate", "beta", "decay")
         for name, shape in _projection(part).items()
     },
+    "layers.{i}.key_up.weight": lambda block, layer: (
+        layer.attention.heads * _latent(layer).rank,
+        _latent(layer).plain_dim,
+    ),
     "layers.{i}.conv.weight": lambda block, layer: (_delta_rule(layer).channels, 1, _delta_rule(layer).kernel),
     "layers.{i}.decay_log": lambda block, layer: (_delta_rule(layer).value_heads,),
     "layers.{i}.decay_bias": lambda block, layer: (_delta_rule(layer).value_heads,),
@@ -254,6 +287,8 @@ _SHAPES: dict[str, _ShapeOf] = {
     "layers.{i}.ffn.down_bias": lambda block, layer: (block.d_model,),
     "layers.{i}.router.weight": lambda block, layer: (_experts(layer).count, block.d_model),
     "layers.{i}.router.bias": lambda block, layer: (_experts(layer).count,),
+    "layers.{i}.wide_router.weight": lambda block, layer: (_experts(layer).count, block.d_model),
+    "layers.{i}.choice.bias": lambda block, layer: (_experts(layer).count,),
     "layers.{i}.shared_gate.weight": lambda block, layer: (1, block.d_model),
     "head.weight": lambda block, layer: (block.vocab_size, block.embed_dim),
     "head.bias": lambda block, layer: (block.vocab_size,),

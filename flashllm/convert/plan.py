@@ -23,7 +23,7 @@ from flashllm.arch.registry import (
     spec_of,
 )
 from flashllm.arch.spec import Architecture, BlockSpec
-from flashllm.arch.tensors import ArchitectureSpec, Shape
+from flashllm.arch.tensors import ArchitectureSpec, Shape, is_wide
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, WeightDtype
 from flashllm.base.files import CHUNK_NBYTES
 from flashllm.base.group_codes import usual_activations
@@ -150,9 +150,9 @@ def plan_conversion(checkpoint: Checkpoint, **choices: Unpack[Choices]) -> Conve
     dtype = choices.get("dtype") or checkpoint.preferred_dtype
     gate = choices.get("gate", "rows")
     architecture, block = resolve(checkpoint.config), block_spec(checkpoint.config)
-    names, expected = checked_tensors(checkpoint)
+    names, _ = checked_tensors(checkpoint)
     claimed = claims(checkpoint.config)
-    source_dtype = _source_dtype(checkpoint, [names[name] for name in expected], mixed_allowed=dtype is not None)
+    source_dtype = _source_dtype(checkpoint, names, claimed, mixed_allowed=dtype is not None)
     target = source_dtype if dtype is None else WEIGHT_DTYPES[dtype]
     _check_gate(checkpoint, architecture, gate)
     storage = storage_of(Sources(checkpoint, names, claimed), architecture, target, choices)
@@ -243,7 +243,7 @@ def _check_tensors(
             hint = what_wraps(spec, names)
             raise FormatError(f"{checkpoint.path}: tensor {name} is missing from the checkpoint{hint}")
         found = checkpoint.tensors[names[name]].shape
-        if found != shape:
+        if found not in (shape, (1, *shape)):  # ERNIE's bias is a row
             raise FormatError(
                 f"{checkpoint.where(names[name])}: has shape {list(found)}, the config says {list(shape)}"
             )
@@ -273,16 +273,21 @@ def _same_bytes(checkpoint: Checkpoint, first: str, second: str) -> bool:
     return True
 
 
-def _source_dtype(checkpoint: Checkpoint, names: list[str], *, mixed_allowed: bool) -> WeightDtype:
-    first = checkpoint.tensors[names[0]].dtype
-    for name in names:
+def _source_dtype(
+    checkpoint: Checkpoint, names: Mapping[str, str], claimed: Mapping[str, Claim], *, mixed_allowed: bool
+) -> WeightDtype:
+    """That of all tensors but those that are in fp32 whatever the model's is."""
+    wide = {names[claim.source] for claim in claimed.values() if is_wide(claim.name)}
+    used = list(dict.fromkeys(names[claim.source] for claim in claimed.values()))
+    first = checkpoint.tensors[used[0]].dtype
+    for name in used:
         code = checkpoint.tensors[name].dtype
         if code not in WEIGHT_DTYPE_BY_CODE:
             known = ", ".join(WEIGHT_DTYPE_BY_CODE)
             raise UnsupportedModelError(f"{checkpoint.where(name)}: has dtype {code}; supported: {known}")
-        if code != first and not mixed_allowed:
+        if code != first and name not in wide and not mixed_allowed:
             message = (
-                f"has dtype {code}, {names[0]} has {first}; say which one the result shall have: `flashllm convert "
+                f"has dtype {code}, {used[0]} has {first}; say which one the result shall have: `flashllm convert "
                 "--dtype bfloat16`, float16 or float32"
             )
             raise UnsupportedModelError(f"{checkpoint.where(name)}: {message}")

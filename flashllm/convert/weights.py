@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm.arch.registry import Claim
+from flashllm.arch.tensors import is_wide
 from flashllm.base.dtypes import WEIGHT_DTYPES, WeightDtype, cast
 from flashllm.base.files import CHUNK_NBYTES
 from flashllm.convert.checkpoint.coded import Vectors
@@ -114,19 +115,23 @@ class Weights:
         source = self._plan.dtype_of(name)
         values = np.empty((count, *claim.shape[1:]), source.storage)
         read_rows(self._plan.checkpoint, name, claim, first, values)
-        return self._cast(name, values, source)
+        return self._cast(name, values, source, self._dtype_of(claim))
 
     def _stored(self, claim: Claim, encoding: RowEncoding, values: NDArray[Any]) -> NDArray[Any]:
         """Vectors in the result's dtype as `encoding` stores them."""
         try:
-            return encoding.stored(values, self._plan.dtype)
+            return encoding.stored(values, self._dtype_of(claim))
         except OverflowError as error:
             where = self._plan.checkpoint.where(self._plan.names[claim.source])
             raise UnsupportedModelError(f"{where}: {error}; leave these weights at 16 bits") from error
 
-    def _cast(self, name: str, values: NDArray[Any], source: WeightDtype) -> NDArray[Any]:
+    def _dtype_of(self, claim: Claim) -> WeightDtype:
+        """The dtype that its values are read in."""
+        return WEIGHT_DTYPES["float32"] if is_wide(claim.name) else self._plan.dtype
+
+    def _cast(self, name: str, values: NDArray[Any], source: WeightDtype, target: WeightDtype) -> NDArray[Any]:
         try:
-            return cast(values, source, self._plan.dtype)
+            return cast(values, source, target)
         except OverflowError as error:
             raise UnsupportedModelError(
                 f"{self._plan.checkpoint.where(name)}: {error}; choose another dtype"

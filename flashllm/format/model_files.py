@@ -6,6 +6,7 @@ Reads no data. Whether the bytes are right is for `verify` and for the row check
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from flashllm.arch.tensors import is_wide
 from flashllm.base.codes.carried import SCALE_FORMS, plane_shapes
 from flashllm.errors import FormatError
 from flashllm.format.rows import ROW_ENCODINGS, RowEncoding, RowLayout
@@ -22,7 +23,21 @@ GENERATION_CONFIG = "generation_config.json"
 MODEL_CARD = "README.md"  # for people: may be edited, so it is not hashed
 _OWN_PREFIX = "flashllm."  # of tensors that are no weights
 _NONE: Mapping[str, str] = MappingProxyType({})
-_CODED = frozenset(("embedding", "head", "project_in", "project_out", "query", "key", "value", "out", "out_gate"))
+_CODED = frozenset(
+    (
+        "embedding",
+        "head",
+        "project_in",
+        "project_out",
+        "query_down",
+        "query",
+        "key",
+        "key_up",
+        "value",
+        "out",
+        "out_gate",
+    )
+)
 PREDICTOR_METADATA = {"format": "flashllm-predictors", "version": "1"}
 
 
@@ -59,8 +74,11 @@ def resident_encoding(
     """How a resident tensor is stored: matrices that tokens are multiplied by, and the embedding, as `matrices` says.
 
     `dtype`: the model's, of everything else; of the matrices too where `matrices` is None. `rows`: of resident gates,
-    which are stored as the neurons' rows are. `others`: by name, of matrices that are stored otherwise.
+    which are stored as the neurons' rows are. `others`: by name, of matrices that are stored otherwise. What `is_wide`
+    is in fp32.
     """
+    if is_wide(name):
+        return ROW_ENCODINGS["float32"]
     if name in others:
         return ROW_ENCODINGS[others[name]]
     owner, _, part = name.rpartition(".")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flashllm.arch.registry import block_spec, resolve, spec_of
-from flashllm.arch.spec import Architecture, BlockSpec
+from flashllm.arch.spec import Architecture, Attention, BlockSpec
 from flashllm.base.files import is_there, read_json_object
 from flashllm.errors import FormatError, UnsupportedModelError, UsageError
 from flashllm.format.manifest import MANIFEST
@@ -40,6 +40,7 @@ class ModelShape:
     most_ffn: int = 0  # of the layer that has most; 0: of every layer
     most_active: int = 0  # of the layer of which a token uses most
     experts: int = 0  # of a layer
+    latent: tuple[tuple[str, int, int], ...] = ()  # name, outputs, inputs of latent attention's matrices
     gated: bool = False
     assembled: bool = False  # matrices of the FFN are nowhere in the model's files as they are
     tied: bool = True
@@ -65,11 +66,25 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """Outputs and inputs of a layer's matrices."""
+        outputs = {"query": self.query_dim, "key": self.kv_dim, "value": self.kv_dim}
+        attention = {name: (rows, self.hidden) for name, rows in outputs.items()}
+        attention |= {"out": (self.hidden, self.query_dim)}
+        if self.latent:
+            attention = {name: (rows, columns) for name, rows, columns in self.latent}
+        ffn = dict.fromkeys(("gate", "up") if self.gated else ("up",), (self.ffn, self.hidden))
+        return attention | ffn | {"down": (self.hidden, self.ffn)}
+
+    @property
     def matrix_params(self) -> tuple[int, ...]:
-        """Parameters of a layer's matrices: query, key, value, output, (gate,) up, down."""
-        attention = (self.hidden * self.query_dim, self.hidden * self.kv_dim, self.hidden * self.kv_dim)
-        ffn = (self.hidden * self.ffn,) * (3 if self.gated else 2)
-        return (*attention, self.query_dim * self.hidden, *ffn)
+        """Parameters of a layer's matrices."""
+        return tuple(rows * columns for rows, columns in self.matrices.values())
+
+    @property
+    def latent_dim(self) -> int:
+        """Outputs of latent attention's matrices, but for those that any attention has room for."""
+        return sum(rows for name, rows, _ in self.latent if name not in ("key", "key_up", "out"))
 
     @property
     def layer_params(self) -> int:
@@ -112,8 +127,8 @@ class ModelShape:
 
     @property
     def kv_token_bytes(self) -> int:
-        """Key and value of one token in one layer, uncompressed; 4·h1 for OPT."""
-        return 2 * self.kv_dim * self.dtype_bytes
+        """What a layer keeps of one token, uncompressed: its key and value; 4·h1 for OPT."""
+        return (1 if self.latent else 2) * self.kv_dim * self.dtype_bytes
 
     @property
     def activation_token_bytes(self) -> int:
@@ -151,6 +166,7 @@ def shape_of(
         heads=mixer.heads,
         kv_heads=mixer.kv_heads,
         head_dim=mixer.head_dim,
+        latent=_latent_matrices(block, mixer),
         vocab=block.vocab_size,
         positions=block.context + block.position_offset if block.learned_positions else 0,
         gated=block.gated,
@@ -158,6 +174,21 @@ def shape_of(
         tied=block.tied_head,
         dtype_bytes=_PLAN_DTYPE_BYTES if dtype is None else _DTYPE_BYTES[dtype],
         dtype=dtype,
+    )
+
+
+def _latent_matrices(block: BlockSpec, mixer: Attention) -> tuple[tuple[str, int, int], ...]:
+    latent = mixer.latent
+    if latent is None:
+        return ()
+    sizes = [("query_down", latent.query_rank, block.d_model)] if latent.query_rank is not None else []
+    return (
+        *sizes,
+        ("query", mixer.projected_dim, latent.query_rank or block.d_model),
+        ("key", mixer.kv_dim, block.d_model),
+        ("key_up", mixer.heads * latent.rank, latent.plain_dim),
+        ("value", mixer.mixed_dim, latent.rank),
+        ("out", block.d_model, mixer.mixed_dim),
     )
 
 

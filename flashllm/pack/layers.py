@@ -33,9 +33,11 @@ Rounder = Callable[[str, Floats, Sums | None], Floats]
 # Rounded to the nearest, as feedback makes them worse: a sequence's first token takes most of the attention of all
 # others (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023), so an error of its value goes
 # into every token, while in the sums it counts as one of many.
-NEAREST = ("value",)
+NEAREST = ("value", "key_up")  # the latter, of latent attention, is a matrix for each head
 _SUMS_NBYTES = 512 << 20  # of experts, gathered together
-_SAME_INPUTS = {"key": "query", "value": "query", "gate": "up"}  # matrices that take what another takes
+# Matrices that take what another takes; those of NEAREST only have to be named.
+_SAME_INPUTS = {"key": "query", "value": "query", "key_up": "query", "gate": "up"}
+_SAME_LATENT_INPUTS = _SAME_INPUTS | {"key": "query_down"}  # where the query's projection has two halves
 
 
 class Layer(NamedTuple):
@@ -135,7 +137,7 @@ class Calibration:
             taken = {bundle + name: widths[bundle + name] for name in names}
             return {name: _Inputs(width, self._span, width if bundle else 0) for name, width in taken.items()}
 
-        attention = inputs("", "query", "out")
+        attention = inputs("", *(name for name in ("query_down", "query", "out") if name in layer.matrices))
         turns: dict[int, Iterator[_Inputs]] = {-1: cycle(attention.values())}
         first, *_ = layer.bundles
         nbytes = 4 * (widths[first + "up"] ** 2 + widths[first + "down"] ** 2)
@@ -165,8 +167,9 @@ class Calibration:
     def _change(self, layer: Layer, inputs: Mapping[str, _Inputs], rounder: Rounder) -> None:
         """Change the matrices that take any of `inputs`."""
         dtype, wide = self._source.dtype, WEIGHT_DTYPE_BY_CODE["F32"]
+        same = _SAME_LATENT_INPUTS if "query_down" in layer.matrices else _SAME_INPUTS
         for bundle, name, array in layer.parts():
-            taken = inputs.get(bundle + _SAME_INPUTS.get(name, name))
+            taken = inputs.get(bundle + same.get(name, name))
             if taken is not None:
                 values = np.ascontiguousarray(cast(array, dtype, wide), np.float32)
                 array[...] = cast(rounder(bundle + name, values, taken.sums), wide, dtype)

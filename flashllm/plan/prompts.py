@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from flashllm.arch.spec import BlockSpec
+from flashllm.arch.spec import Attention, BlockSpec
 from flashllm.format.manifest import Manifest
 
 _READ_AHEAD = 6  # streaming blocks in flight while one is used: they last through a layer's attention (bench/log)
@@ -61,6 +61,8 @@ def _part_nbytes(manifest: Manifest, block: BlockSpec) -> int:
     # Of a delta rule: what is convolved and what comes of it, gates, mixed values.
     rules = [2 * mixer.channels + 4 * mixer.mixed_dim + 2 * mixer.value_heads for mixer in block.delta_rules]
     floats += max(rules, default=0)
+    # Latent attention's queries as they are projected, with what lies between, and the heads' outputs.
+    floats += max(map(_latent_floats, block.attentions), default=0)
     floats += 2 * block.embed_dim if block.embed_dim != block.d_model else 0
     floats += (len(manifest.architecture.matrices) - 1) * manifest.stream_block_rows
     if manifest.architecture.experts:  # an expert's tokens, as they are gathered and packed, and their sums
@@ -68,6 +70,13 @@ def _part_nbytes(manifest: Manifest, block: BlockSpec) -> int:
     if block.sub_norms:  # every neuron's value, in a pass of few tokens a sequence
         floats += max(manifest.architecture.every_width)
     return 4 * floats
+
+
+def _latent_floats(mixer: Attention) -> int:
+    if mixer.latent is None:
+        return 0
+    of_head = 2 * (mixer.latent.rank + max(mixer.latent.plain_dim, mixer.latent.value_dim))  # a head's, with the packed
+    return mixer.projected_dim + (mixer.latent.query_rank or 0) + mixer.mixed_dim + of_head
 
 
 def _stretch_nbytes(manifest: Manifest, block: BlockSpec) -> int:

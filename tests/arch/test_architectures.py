@@ -54,8 +54,8 @@ def test_a_llama_config_is_understood():
 
 # What people most often bring that does not run: each is told what it is and what would help.
 COMMON = (
-    *("phimoe", "granitemoe", "granitemoeshared", "dbrx", "jetmoe", "glm4_moe", "minimax", "switch_transformers"),
-    *("llama4", "llama4_text", "deepseek_v2", "deepseek_v3", "kimi_k2", "ernie4_5_moe", "hunyuan_v1_moe"),
+    *("phimoe", "granitemoe", "granitemoeshared", "dbrx", "jetmoe", "minimax", "switch_transformers"),
+    *("llama4", "llama4_text", "kimi_k2", "hunyuan_v1_moe"),
     *("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "jamba", "bamba", "zamba2", "falcon_h1", "nemotron_h"),
     *("t5", "mt5", "bart", "whisper", "bert", "roberta", "distilbert", "modernbert", "electra", "deberta-v2"),
     *("gemma3", "gemma3n", "gemma3n_text", "gemma4", "mllama", "llava", "qwen2_vl", "qwen2_5_vl", "mistral3", "clip"),
@@ -98,9 +98,7 @@ def test_every_language_model_of_transformers_runs_or_has_a_sentence_with_help(m
 @pytest.mark.parametrize(
     ("model_type", "told"),
     [
-        ("deepseek_v3", "a mixture of experts with latent attention"),
-        ("minicpm3", "a dense decoder with latent attention"),
-        ("glm4_moe", "a mixture of experts whose architecture nobody"),
+        ("longcat_flash", "a mixture of experts with latent attention"),
         ("dbrx", "a mixture of experts whose architecture nobody"),
         ("mamba2", "keep a state in its place"),
         ("lfm2", "keep a state in its place"),
@@ -132,7 +130,12 @@ def test_what_is_said_to_run_under_another_name_does(runs, name):
         resolve({**config.to_dict(), "model_type": name})
 
 
-@pytest.mark.parametrize("model_type", sorted(set(ARCHITECTURES) - {"bamboo", "sparsellama", "differing"}))
+# Of glm4_moe, dots1 and deepseek_v2 transformers' defaults are no model: heads that do not divide the width, no
+# experts for a token.
+@pytest.mark.parametrize(
+    "model_type",
+    sorted(set(ARCHITECTURES) - {"bamboo", "sparsellama", "differing", "glm4_moe", "dots1", "deepseek_v2"}),
+)
 def test_an_empty_config_means_what_transformers_makes_of_it(model_type):
     """Defaults of every model_type, and the config that transformers saves of it."""
     saved = CONFIG_MAPPING[model_type]().to_dict()
@@ -153,6 +156,10 @@ def test_configs_of_the_hub_before_transformers_5():
     block = block_spec({"model_type": "phi3", "rope_scaling": phi3, "max_position_embeddings": 131072})
     assert block.context == 4096  # beyond, transformers computes other frequencies
     assert block.layers[0].mixer.rotary.scaling == pytest.approx((1 + np.log(32) / np.log(4096)) ** 0.5)
+
+
+def test_a_latent_position_keeps_one_key_and_its_rotated_part():
+    assert block_spec({"model_type": "glm4_moe_lite"}).kv_nbytes_per_token(2) == 47 * (512 + 64) * 2
 
 
 def test_kv_bytes():
@@ -285,6 +292,8 @@ def test_tensors_are_those_of_the_hugging_face_model(name):
     given = {key: value for key, value in VARIANTS[name].config.items() if key in ("intermediate_size", "kinds")}
     config = config.to_dict() | given | ({"model_type": "differing"} if "kinds" in given else {})
     expected = in_checkpoints(expected, spec_of(config), LAYERS)
+    # ERNIE's bias is a row, which counts as a vector.
+    expected |= {key: shape[1:] for key, shape in expected.items() if key.endswith("correction_bias") and shape[1:]}
     assert set(resident_sources(config)) == set(resident_shapes(config))
     assert source_shapes(config) == expected
     # Every row of every tensor is claimed exactly once.
@@ -295,7 +304,10 @@ def test_tensors_are_those_of_the_hugging_face_model(name):
     for claim in claims(config).values():
         part = claim.part
         count = claim.rows if part.count is None else part.count
-        assert part.repeats * count == claim.rows
+        if part.turned:
+            assert count == claim.shape[1]
+        else:
+            assert part.repeats * count == claim.rows
         for run in range(part.repeats):
             first = part.first + run * part.step
             taken[claim.source][first : first + count] += 1

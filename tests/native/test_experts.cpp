@@ -39,7 +39,49 @@ double dot(const float* a, const float* b) {
 
 bool is_close(double a, double b) { return std::fabs(a - b) < 1e-4 * (1.0 + std::fabs(b)); }
 
-void check_weights(const ExpertsSpec& spec, std::mt19937& random) {
+// What `RouterSpec` says, in double precision and in the order of the sentence.
+std::vector<double> plain_weights(const ExpertsSpec& spec, const std::vector<float>& weights,
+                                  const std::vector<float>& choice, const std::vector<float>& x) {
+  const RouterSpec& router = spec.router;
+  std::vector<double> scores, keys, of_groups;
+  double sum = 0.0;
+  for (std::size_t e = 0; e < spec.count; ++e) {
+    const double product = dot(weights.data() + e * kWidth, x.data());
+    const bool is_sigmoid = router.score == RouterSpec::Score::sigmoid;
+    scores.push_back(is_sigmoid ? 1.0 / (1.0 + std::exp(-product)) : std::exp(product));
+    sum += scores.back();
+  }
+  if (router.score == RouterSpec::Score::softmax)
+    for (double& score : scores) score /= sum;
+  for (std::size_t e = 0; e < spec.count; ++e)
+    keys.push_back(scores[e] + (choice.empty() ? 0.0F : choice[e]));
+  const auto size = static_cast<std::ptrdiff_t>(spec.count / router.groups);
+  for (auto group = keys.begin(); group != keys.end(); group += size) {
+    std::vector<double> sorted(group, group + size);
+    std::sort(sorted.rbegin(), sorted.rend());
+    of_groups.push_back(sorted[0] + (router.groups_by_two && size > 1 ? sorted[1] : 0.0));
+  }
+  std::vector<double> sorted = of_groups;
+  std::sort(sorted.rbegin(), sorted.rend());
+  for (std::size_t g = 0; g < router.groups; ++g)
+    if (of_groups[g] < sorted[router.chosen_groups - 1])
+      std::fill_n(keys.begin() + static_cast<std::ptrdiff_t>(g) * size, size, -1e30);
+  std::vector<double> found(spec.count, 0.0);
+  double of_chosen = 0.0;
+  for (std::size_t i = 0; i < spec.chosen; ++i) {
+    const auto best = static_cast<std::size_t>(std::max_element(keys.begin(), keys.end()) - keys.begin());
+    found[best] = scores[best];
+    of_chosen += scores[best];
+    keys[best] = -1e31;
+  }
+  const bool divides = router.normalized || router.score == RouterSpec::Score::softmax_of_chosen;
+  for (double& weight : found)
+    weight *= router.factor /
+              (divides ? std::max(of_chosen + router.epsilon, static_cast<double>(router.least_sum)) : 1.0);
+  return found;
+}
+
+void check_weights(const ExpertsSpec& spec, const std::vector<float>& choice, std::mt19937& random) {
   ThreadPool pool(2);
   std::vector<float> weights = normals(spec.count * kWidth, random);
   const std::vector<float> shared = normals(kWidth, random), x = normals(kWidth, random);
@@ -48,26 +90,15 @@ void check_weights(const ExpertsSpec& spec, std::mt19937& random) {
   Router router(spec, matrix(weights, spec.count), spec.shared != 0 ? matrix(shared, 1) : RowMatrix{},
                 Dtype::f32, best_simd_level());
   std::vector<float> found;
+  if (!choice.empty()) router.set_choice_bias(choice.data());
   router.route(x.data(), pool, found);
   CHECK(found.size() == spec.runs());
 
-  std::vector<double> products;
-  for (std::size_t e = 0; e < spec.count; ++e) products.push_back(dot(weights.data() + e * kWidth, x.data()));
-  double of_all = 0.0, of_chosen = 0.0;
-  std::size_t chosen = 0;
+  const std::vector<double> expected = plain_weights(spec, weights, choice, x);
   for (std::size_t e = 0; e < spec.count; ++e) {
-    of_all += std::exp(products[e]);
-    if (found[e] == 0.0F) continue;
-    ++chosen;
-    of_chosen += std::exp(products[e]);
-    for (std::size_t other = 0; other < spec.count; ++other)
-      if (found[other] == 0.0F) CHECK(products[e] > products[other] - 1e-6);
+    CHECK((found[e] != 0.0F) == (expected[e] != 0.0));
+    CHECK(is_close(found[e], expected[e]));
   }
-  CHECK(chosen == spec.chosen);
-  if (found[spec.count - 1] != 0.0F) CHECK(found[spec.count - 2] != 0.0F);
-  const double sum = spec.softmax_of_all && !spec.normalized ? of_all : of_chosen;
-  for (std::size_t e = 0; e < spec.count; ++e)
-    if (found[e] != 0.0F) CHECK(is_close(found[e], std::exp(products[e]) / sum));
   if (spec.shared != 0)
     CHECK(is_close(found[spec.count], 1.0 / (1.0 + std::exp(-dot(shared.data(), x.data())))));
 
@@ -155,15 +186,28 @@ void test_experts(int scale) {
     for (const std::size_t count : {2, 5, 64})
       for (const std::size_t chosen : {std::size_t{1}, std::size_t{2}})
         for (const std::size_t shared : {0, 3})
-          for (const int kind : {0, 1, 2}) {
+          for (const int kind : {0, 1, 2, 3, 4, 5}) {
             ExpertsSpec spec;
             spec.count = count;
             spec.chosen = chosen;
             spec.size = 7;
             spec.shared = shared;
-            spec.softmax_of_all = kind != 2;
-            spec.normalized = kind == 1;
-            check_weights(spec, random);
+            RouterSpec& router = spec.router;
+            std::vector<float> choice;
+            router.normalized = kind != 0 && kind != 2;
+            if (kind == 2) router.score = RouterSpec::Score::softmax_of_chosen;
+            if (kind >= 3) {
+              choice = normals(count, random);
+              for (float& bias : choice) bias -= kind == 4 ? 5.0F : 0.0F;  // all keys are below zero
+              router.score = kind == 5 ? RouterSpec::Score::softmax : RouterSpec::Score::sigmoid;
+              router.epsilon = 0.2F;
+              router.least_sum = kind == 5 ? 0.9F : 0.0F;
+              router.factor = 2.5F;
+              router.groups = count == 64 ? 8 : 1;
+              router.chosen_groups = count == 64 ? 2 : 1;
+              router.groups_by_two = kind == 4;
+            }
+            check_weights(spec, choice, random);
             check_many_tokens(spec, random);
           }
 }

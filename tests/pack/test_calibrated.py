@@ -39,7 +39,7 @@ def logits(directory, sequences):
         return np.concatenate([model.step([(model.new_sequence(), ids)], all_logits=True) for ids in sequences])
 
 
-@pytest.mark.parametrize("name", ["opt", "llama", "bloom"])
+@pytest.mark.parametrize("name", ["opt", "llama", "bloom", "youtu"])
 def test_codes_chosen_on_a_text_lose_less_on_it(tmp_path, text, name):
     source = make_checkpoint(tmp_path / "hf", VARIANTS[name])
     manifest = convert_calibrated(source, tmp_path / "chosen", text, **BITS)
@@ -48,7 +48,7 @@ def test_codes_chosen_on_a_text_lose_less_on_it(tmp_path, text, name):
     assert verify(tmp_path / "chosen").ok
     assert (manifest.rows.encoding, manifest.resident_encoding) == ("int4_32", "int4_32_min")
     assert manifest.other_encodings == {"embedding.weight": "int8_32"} | (
-        {} if manifest.architecture.model_type in ("opt", "bloom") else {"head.weight": "int8_32"}
+        {} if manifest.architecture.model_type in ("opt", "bloom", "youtu") else {"head.weight": "int8_32"}
     )
     assert not (tmp_path / "chosen.codes").exists()
     sequences = [ids[:60] for ids in calibration_tokens(source, text.read_text(), text)[:3]]

@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from flashllm.arch.experts.plain import dense_layers
+from flashllm.arch.experts.row import experts_of
 from flashllm.arch.family import decoder, decoder_block, head_size, kv_heads, linear_tensors, never, says
 from flashllm.arch.llama.names import BEFORE, GATED
-from flashllm.arch.mixture import ExpertsSpec
+from flashllm.arch.mixture import ExpertsSpec, RouterSpec
 from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, DeltaRule, LayerSpec, check_size
 from flashllm.arch.tensors import ArchitectureSpec, Part, ResidentTensor, attentions, delta_rules, mixtures
 from flashllm.errors import UnsupportedModelError
@@ -120,23 +122,14 @@ def _block(config: Config, **traits: Any) -> BlockSpec:
 
 
 def _experts(config: Config, *, normalized: bool) -> ExpertsSpec:
-    return ExpertsSpec(
-        count=check_size("num_experts", config["num_experts"]),
-        chosen=check_size("num_experts_per_tok", config["num_experts_per_tok"]),
-        size=check_size("moe_intermediate_size", config["moe_intermediate_size"]),
-        shared=check_size("shared_expert_intermediate_size", config["shared_expert_intermediate_size"]),
-        normalized=normalized,
-    )
+    key = "shared_expert_intermediate_size"
+    shared = check_size(key, config[key])
+    return experts_of(config, "moe_intermediate_size", RouterSpec(normalized=normalized), shared=shared)
 
 
 def _qwen3_next(config: Config) -> BlockSpec:
-    step = check_size("decoder_sparse_step", config["decoder_sparse_step"], 2**30)
-    named = config["mlp_only_layers"] or []
-    if not isinstance(named, list) or any(type(layer) is not int for layer in named):
-        raise ValueError(f"mlp_only_layers must be a list of layers, not {str(named)[:80]}")
-    dense = {i for i in range(config["num_hidden_layers"]) if i in named or (i + 1) % step}
     experts = _experts(config, normalized=bool(config["norm_topk_prob"]))
-    return _block(config, experts=experts, dense_layers=dense)
+    return _block(config, experts=experts, dense_layers=dense_layers(config))
 
 
 _DEFAULTS: dict[str, Any] = {

@@ -23,6 +23,9 @@ def read_rows(checkpoint: Checkpoint, name: str, claim: Claim, first: int, out: 
     if claim.part.transposed:
         _read_columns(checkpoint, name, claim, first, out)
         return
+    if claim.part.turned:
+        _read_turned(checkpoint, name, claim, first, out)
+        return
     row_nbytes = out[:1].nbytes
     done = 0
     for start, count in runs(claim, first, len(out)):
@@ -58,3 +61,16 @@ def _read_columns(checkpoint: Checkpoint, name: str, claim: Claim, first: int, o
         for start, count in wanted:
             out[done : done + count, column : column + len(block)] = block[:, start : start + count].T
             done += count
+
+
+def _read_turned(checkpoint: Checkpoint, name: str, claim: Claim, first: int, out: NDArray[Any]) -> None:
+    """The same where each run's columns are the rows; runs are read whole."""
+    part, columns = claim.part, claim.rows // claim.part.repeats
+    run = np.empty((claim.shape[1], columns), out.dtype)
+    done = 0
+    while done < len(out):
+        index, within = divmod(first + done, columns)
+        count = min(columns - within, len(out) - done)
+        checkpoint.read(name, (part.first + index * part.step) * run[0].nbytes, run)
+        out[done : done + count] = run[:, within : within + count].T
+        done += count

@@ -142,7 +142,9 @@ def keep_weights(
         if names.get(claim.source) in checkpoint.quantised
     }
     usable = {
-        name: tensor for name, tensor in found.items() if tensor.kind in KINDS and not claimed[name].part.transposed
+        name: tensor
+        for name, tensor in found.items()
+        if tensor.kind in KINDS and not (claimed[name].part.transposed or claimed[name].part.turned)
     }
     encodings = {name: _encoding(KINDS[tensor.kind]) for name, tensor in usable.items()}
     resident = {name: encodings[name] for name in residents if name in usable and is_coded_matrix(name)}

@@ -68,19 +68,19 @@ class TileAttention {
                    : nullptr),
         wide_kernels_(kernel_table(level, Dtype::f32)),
         group_kernels_(group_kernels(level)),
-        depth_(round_up(shape.head_dim, kPad)),
+        depth_(round_up(pairs_ != nullptr ? shape.out_dim() : shape.head_dim, kPad)),
         panel_(pairs_ != nullptr ? std::numeric_limits<std::size_t>::max() / kPad * kPad : attention_.panel),
         queries_(shape.head_dim * round_up(most_columns, kPad)),
         scores_(kKvBlock * round_up(most_columns, kPad)),
         sums_(round_up(most_columns, kPad) * depth_),
         state_(3 * round_up(most_columns, kPad)),
-        keys_(kKvBlock * depth_),
+        keys_(kKvBlock * round_up(shape.head_dim, kPad)),
         values_(kKvBlock * depth_),
-        zeros_(depth_),
+        zeros_(round_up(shape.head_dim, kPad)),
         ends_(most_columns),
         begins_(most_columns),
         rows_(most_columns) {
-    std::fill_n(zeros_.get(), depth_, 0.0F);
+    std::fill_n(zeros_.get(), round_up(shape.head_dim, kPad), 0.0F);
   }
 
   void attend(const Tile& tile) {
@@ -305,13 +305,13 @@ class TileAttention {
   // values_: words [keys_seen_ / 2, depth], and scores_: words [keys_seen_ / 2, width]; nothing follows the
   // last of an odd number of keys.
   void load_value_pairs() {
-    const std::size_t dim = shape_.head_dim;
+    const std::size_t row = shape_.head_dim, dim = shape_.out_dim();
     const auto* rows = reinterpret_cast<const std::uint16_t*>(kv_.value_rows(kv_head(), start_ / kKvBlock));
     const auto* nothing = reinterpret_cast<const std::uint16_t*>(zeros_.get());
     for (std::size_t k = 0; k < keys_seen_; k += 2) {
       const bool has_later = k + 1 < keys_seen_;
       std::uint32_t* values = words(values_) + k / 2 * depth_;
-      pairs_->pair_rows(rows + k * dim, has_later ? rows + (k + 1) * dim : nothing, dim, values);
+      pairs_->pair_rows(rows + k * row, has_later ? rows + (k + 1) * row : nothing, dim, values);
       std::fill(values + dim, values + depth_, 0U);
       const float* weights = scores_.get() + k * width_;
       pairs_->pair_floats(weights, has_later ? weights + width_ : weights, width_,
@@ -325,7 +325,7 @@ class TileAttention {
       const float inverse = 1.0F / sum_[c];
       float* out = out_ + rows_[c];
       // Plus zero: keys that weigh nothing may have turned a zero's sign.
-      for (std::size_t j = 0; j < shape_.head_dim; ++j) out[j] = sums[j] * inverse + 0.0F;
+      for (std::size_t j = 0; j < shape_.out_dim(); ++j) out[j] = sums[j] * inverse + 0.0F;
     }
   }
 
@@ -340,7 +340,7 @@ class TileAttention {
   const PairKernels* pairs_;         // nullptr: rows are widened to fp32
   const KernelTable& wide_kernels_;  // of fp32
   const GroupKernels& group_kernels_;
-  std::size_t depth_;  // head_dim, padded
+  std::size_t depth_;  // elements of values that are added, padded
   std::size_t panel_;
   Scratch<float> queries_, scores_, sums_, state_, keys_, values_, zeros_;
   std::vector<std::size_t> ends_, begins_,

@@ -68,7 +68,7 @@ class CachedRows {
 // Adds the values of the `kept` positions from `first` on that weigh most, and of the last one, in their
 // order. Weights are not negative, so that their bits are in their order; a NaN comes before all.
 void add_heaviest(const CachedRows& cached, const float* weights, std::size_t first, std::size_t seen,
-                  std::size_t kept, std::size_t head_dim, float* out) {
+                  std::size_t kept, std::size_t out_dim, float* out) {
   std::vector<std::uint64_t> heaviest(seen);
   for (std::size_t i = 0; i < seen; ++i) {
     std::uint32_t bits;
@@ -85,7 +85,7 @@ void add_heaviest(const CachedRows& cached, const float* weights, std::size_t fi
   const KernelTable* kernels = nullptr;
   std::size_t n = 0;
   const auto add = [&] {
-    if (n > 0) kernels->add_scaled_rows(rows, of_rows, n, 0, head_dim, out);
+    if (n > 0) kernels->add_scaled_rows(rows, of_rows, n, 0, out_dim, out);
     n = 0;
   };
   for (const std::uint64_t i : heaviest) {
@@ -122,7 +122,7 @@ void attend_heads(const AttentionShape& shape, const AttendingToken& token, std:
       std::min(std::ceil(shape.share * static_cast<double>(seen)), static_cast<double>(seen)));
   if (kept < seen) {
     for (std::size_t h = 0; h < heads; ++h)
-      add_heaviest(cached, scores + h * terms, first, seen, kept, shape.head_dim, out + h * shape.head_dim);
+      add_heaviest(cached, scores + h * terms, first, seen, kept, shape.out_dim(), out + h * shape.head_dim);
     return;
   }
   const void* rows[kKvBlock];
@@ -131,7 +131,7 @@ void attend_heads(const AttentionShape& shape, const AttendingToken& token, std:
     n = values.n;
     for (std::size_t i = 0; i < n; ++i) rows[i] = values.data + i * values.stride;
     for (std::size_t h = 0; h < heads; ++h)
-      values.kernels.add_scaled_rows(rows, scores + h * terms + p - first, n, 0, shape.head_dim,
+      values.kernels.add_scaled_rows(rows, scores + h * terms + p - first, n, 0, shape.out_dim(),
                                      out + h * shape.head_dim);
   }
 }
@@ -169,17 +169,21 @@ void attend_each(const AttentionShape& shape, const AttendingToken* tokens, std:
                  SimdLevel level) {
   const Softmax softmax = softmax_kernel(level);
   const std::size_t group = shape.heads / shape.kv_heads;
-  // Heads that share keys are one task, so that keys are read from memory once, if that leaves every thread
-  // one.
-  const std::size_t together = n * shape.kv_heads < static_cast<std::size_t>(pool.threads()) ? 1 : group;
-  const std::size_t tasks = shape.heads / together;  // of a token
+  // Heads that share keys are one task, so that keys are read from memory once, or as few as leave every
+  // thread one.
+  const std::size_t tokens_heads = std::max<std::size_t>(1, n * shape.kv_heads);
+  const std::size_t wanted = (static_cast<std::size_t>(pool.threads()) + tokens_heads - 1) / tokens_heads;
+  const std::size_t together = (group + wanted - 1) / wanted;
+  const std::size_t parts = (group + together - 1) / together, tasks = shape.kv_heads * parts;  // of a token
   std::size_t longest = 0;
   for (std::size_t i = 0; i < n; ++i) longest = std::max(longest, tokens[i].length);
   pool.parallel_for(n * tasks, 1, [&](std::size_t begin, std::size_t end) {
     const Scratch<float> scores(together * (longest + 1));
-    for (std::size_t task = begin; task < end; ++task)
-      attend_heads(shape, tokens[task / tasks], task % tasks * together, together, scores.get(), level,
-                   softmax);
+    for (std::size_t task = begin; task < end; ++task) {
+      const std::size_t kv_head = task % tasks / parts, first = task % parts * together;
+      attend_heads(shape, tokens[task / tasks], kv_head * group + first, std::min(together, group - first),
+                   scores.get(), level, softmax);
+    }
   });
 }
 

@@ -54,6 +54,7 @@ struct AttentionShape {
   std::size_t heads = 0;
   std::size_t kv_heads = 0;  // divides heads: grouped queries
   std::size_t head_dim = 0;
+  std::size_t value_dim = 0;  // a key's first elements that are its value; 0: values have rows of their own
   Dtype dtype = Dtype::f32;
   float scale = 1.0F;      // of scores
   float softcap = 0.0F;    // scaled scores become cap * tanh(score / cap) (Gemma 2); 0: they stay
@@ -68,6 +69,8 @@ struct AttentionShape {
   const float* sinks = nullptr;
   const Alibi* alibi = nullptr;  // added after the scale and the soft cap; nullptr: nothing is
 
+  // Elements of a head's output that are computed, the first of head_dim.
+  std::size_t out_dim() const { return value_dim == 0 ? head_dim : value_dim; }
   // The first of `length` positions that the last one sees.
   std::size_t first_seen(std::size_t length) const {
     return window == 0 || window >= length ? 0 : length - window;

@@ -23,18 +23,19 @@ Rows grouped(Byte* data, std::size_t scales, std::size_t code_stride) {
 }  // namespace
 
 KvBlockFormat::KvBlockFormat(std::size_t kv_heads, std::size_t head_dim, Dtype dtype, KvLayout layout,
-                             int bits)
+                             int bits, bool keys_alone)
     : kv_heads_(kv_heads),
       head_dim_(head_dim),
       dtype_(dtype),
       kernels_(&kernel_table(best_simd_level(), dtype)),
       layout_(layout),
-      bits_(bits) {
+      bits_(bits),
+      keys_alone_(keys_alone) {
   if (kv_heads == 0 || head_dim == 0)
     throw CoreError(ErrorKind::usage, "a KV block needs at least one head of at least one element");
   if (is_packed()) check_bits(bits);
   keys_ = groups(layout == KvLayout::kivi);
-  values_ = groups(false);
+  values_ = keys_alone ? keys_ : groups(false);
   block_nbytes_ = round_up(plain_nbytes(), kPage);
   sealed_nbytes_ = is_packed() ? round_up(packed_nbytes(), kPage) : block_nbytes_;
 }
@@ -45,7 +46,7 @@ KvBlockFormat::Groups KvBlockFormat::groups(bool by_channel) const {
 }
 
 KvView KvBlockFormat::view(const std::byte* const* pages, std::size_t offset) const {
-  return {pages, offset, head_nbytes(), kv_heads_ * head_nbytes()};
+  return {pages, offset, head_nbytes(), keys_alone_ ? 0 : kv_heads_ * head_nbytes()};
 }
 
 void KvBlockFormat::write(const float* key, const float* value, std::size_t position,
@@ -53,7 +54,7 @@ void KvBlockFormat::write(const float* key, const float* value, std::size_t posi
   std::byte* to = block + position % kKvBlock * row_nbytes();
   for (std::size_t h = 0; h < kv_heads_; ++h, to += head_nbytes()) {
     kernels_->from_f32(key + h * head_dim_, head_dim_, to);
-    kernels_->from_f32(value + h * head_dim_, head_dim_, to + kv_heads_ * head_nbytes());
+    if (!keys_alone_) kernels_->from_f32(value + h * head_dim_, head_dim_, to + kv_heads_ * head_nbytes());
   }
 }
 
@@ -75,6 +76,7 @@ bool KvBlockFormat::pack(const KvView& plain, std::size_t page, std::byte* packe
   std::byte* to = packed;
   for (std::size_t h = 0; h < kv_heads_; ++h) {
     for (const Groups* groups : {&keys_, &values_}) {
+      if (groups == &values_ && keys_alone_) continue;
       const std::byte* from = groups == &keys_ ? plain.key_rows(h, page) : plain.value_rows(h, page);
       if (!widen_rows(from, row_nbytes(), kKvBlock, head_dim_, kernels, attention, rows.get(),
                       unpacked_row()))
@@ -89,11 +91,11 @@ bool KvBlockFormat::pack(const KvView& plain, std::size_t page, std::byte* packe
 }
 
 const std::byte* KvBlockFormat::packed_keys(const std::byte* sealed, std::size_t kv_head) const {
-  return sealed + kv_head * (keys_.nbytes + values_.nbytes);
+  return sealed + kv_head * packed_head_nbytes();
 }
 
 const std::byte* KvBlockFormat::packed_values(const std::byte* sealed, std::size_t kv_head) const {
-  return packed_keys(sealed, kv_head) + keys_.nbytes;
+  return packed_keys(sealed, kv_head) + (keys_alone_ ? 0 : keys_.nbytes);
 }
 
 void KvBlockFormat::unpack(const std::byte* from, const Groups& groups, std::size_t first, std::size_t n,

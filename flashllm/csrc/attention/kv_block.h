@@ -2,7 +2,8 @@
 // (model/sequence_state.h) or alone in an arena, wherever its owner likes; nothing here knows sequences,
 // layers or tiers.
 //
-// A plain block: keys [kv_heads, kKvBlock, head_dim], then values likewise, of the model's dtype. A sealed
+// A plain block: keys [kv_heads, kKvBlock, head_dim], then values likewise, of the model's dtype; or keys
+// alone, whose first elements are the values (multi-head latent attention, DeepSeek-AI 2024). A sealed
 // block is a full one as it leaves the tail of its sequence: plain, or quantised in groups (group_codec.h),
 // for each KV head keys, then values, each as scales, minimums, codes. In an arena either is padded to whole
 // sectors.
@@ -32,7 +33,8 @@ class KvBlockFormat {
   static constexpr std::size_t kPage = 4096;  // blocks are whole pages, for direct reads and writes
 
   // `bits` is of packed layouts. Throws CoreError (usage) for sizes of zero and widths there are none of.
-  KvBlockFormat(std::size_t kv_heads, std::size_t head_dim, Dtype dtype, KvLayout layout, int bits);
+  KvBlockFormat(std::size_t kv_heads, std::size_t head_dim, Dtype dtype, KvLayout layout, int bits,
+                bool keys_alone = false);
 
   std::size_t kv_heads() const { return kv_heads_; }
   std::size_t head_dim() const { return head_dim_; }
@@ -40,8 +42,8 @@ class KvBlockFormat {
   bool is_packed() const { return layout_ != KvLayout::plain; }
   std::size_t row_nbytes() const { return head_dim_ * dtype_nbytes(dtype_); }
   std::size_t head_nbytes() const { return kKvBlock * row_nbytes(); }  // keys, or values, of a plain block
-  std::size_t plain_nbytes() const { return 2 * kv_heads_ * head_nbytes(); }
-  std::size_t packed_nbytes() const { return kv_heads_ * (keys_.nbytes + values_.nbytes); }
+  std::size_t plain_nbytes() const { return (keys_alone_ ? 1 : 2) * kv_heads_ * head_nbytes(); }
+  std::size_t packed_nbytes() const { return kv_heads_ * packed_head_nbytes(); }
   std::size_t block_nbytes() const { return block_nbytes_; }    // plain, in an arena
   std::size_t sealed_nbytes() const { return sealed_nbytes_; }  // in this layout, in an arena
 
@@ -71,6 +73,7 @@ class KvBlockFormat {
     std::size_t nbytes;  // with the codes
   };
   Groups groups(bool by_channel) const;
+  std::size_t packed_head_nbytes() const { return keys_.nbytes + (keys_alone_ ? 0 : values_.nbytes); }
   const std::byte* packed_keys(const std::byte* sealed, std::size_t kv_head) const;
   const std::byte* packed_values(const std::byte* sealed, std::size_t kv_head) const;
   void unpack(const std::byte* from, const Groups& groups, std::size_t first, std::size_t n, float* to,
@@ -81,6 +84,7 @@ class KvBlockFormat {
   const KernelTable* kernels_;  // of the dtype
   KvLayout layout_;
   int bits_;
+  bool keys_alone_;
   Groups keys_, values_;
   std::size_t block_nbytes_, sealed_nbytes_;
 };

@@ -223,16 +223,17 @@ class PyBatchAttention {
  public:
   PyBatchAttention(std::size_t heads, std::size_t kv_heads, std::size_t head_dim, const std::string& dtype,
                    float scale, std::shared_ptr<ThreadPool> pool, const std::string& layout, int bits,
-                   float softcap, nb::handle alibi, const std::string& simd)
+                   float softcap, nb::handle alibi, std::size_t value_dim, const std::string& simd)
       : pool_(std::move(pool)),
         simd_(parse_simd(simd)),
         alibi_(read_alibi(alibi)),
         format_(kv_heads, head_dim, parse_dtype(dtype), by_name("a layout of KV blocks", layout, kLayouts),
-                bits) {
+                bits, value_dim != 0) {
     require(heads != 0 && heads % kv_heads == 0, "heads must be a multiple of kv_heads");
     shape_.heads = heads;
     shape_.kv_heads = kv_heads;
     shape_.head_dim = head_dim;
+    shape_.value_dim = value_dim;
     shape_.dtype = format_.dtype();
     shape_.scale = scale;
     shape_.softcap = softcap;
@@ -420,11 +421,12 @@ void init_offload(nb::module_& m) {
 
   nb::class_<PyBatchAttention>(m, "BatchAttention")
       .def(nb::init<std::size_t, std::size_t, std::size_t, const std::string&, float,
-                    std::shared_ptr<ThreadPool>, const std::string&, int, float, nb::handle,
+                    std::shared_ptr<ThreadPool>, const std::string&, int, float, nb::handle, std::size_t,
                     const std::string&>(),
            nb::kw_only(), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("dtype"),
            nb::arg("scale"), nb::arg("pool"), nb::arg("layout") = "plain", nb::arg("bits") = 4,
-           nb::arg("softcap") = 0.0F, nb::arg("alibi").none() = nb::none(), nb::arg("simd") = "auto")
+           nb::arg("softcap") = 0.0F, nb::arg("alibi").none() = nb::none(), nb::arg("value_dim") = 0,
+           nb::arg("simd") = "auto")
       .def_prop_ro("block_nbytes", &PyBatchAttention::block_nbytes)
       .def_prop_ro("sealed_nbytes", &PyBatchAttention::sealed_nbytes)
       .def("write", &PyBatchAttention::write, nb::arg("keys"), nb::arg("values"), nb::arg("arena"),

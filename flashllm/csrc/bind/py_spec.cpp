@@ -22,7 +22,10 @@ constexpr Named<Norm::Kind> kNorms[] = {{"layer", Norm::Kind::layer}, {"rms", No
 constexpr Named<Rotary::Style> kStyles[] = {{"half", Rotary::Style::half},
                                             {"interleaved", Rotary::Style::interleaved}};
 constexpr Named<bool> kGates[] = {{"none", false}, {"sigmoid", true}};
-constexpr Named<bool> kSoftmaxes[] = {{"all", true}, {"chosen", false}};
+constexpr Named<RouterSpec::Score> kScores[] = {{"softmax", RouterSpec::Score::softmax},
+                                                {"softmax_of_chosen", RouterSpec::Score::softmax_of_chosen},
+                                                {"sigmoid", RouterSpec::Score::sigmoid}};
+constexpr Named<bool> kGroupScores[] = {{"one", false}, {"two", true}};
 
 // Attributes of a Python object, each read into what it is here. One that is None leaves what is there.
 class Attributes {
@@ -69,13 +72,31 @@ void read(const Attributes& from, int& index, std::vector<Rotary>& all) {
   if (same == all.end()) all.push_back(std::move(to));
 }
 
+void read(const Attributes& from, RouterSpec& to) {
+  from("score", to.score, kScores);
+  from("groups", to.groups);
+  from("chosen_groups", to.chosen_groups);
+  from("groups_by", to.groups_by_two, kGroupScores);
+  from("normalized", to.normalized);
+  from("epsilon", to.epsilon);
+  from("least_sum", to.least_sum);
+  from("factor", to.factor);
+}
+
 void read(const Attributes& from, ExpertsSpec& to) {
   from("count", to.count);
   from("chosen", to.chosen);
   from("size", to.size);
   from("shared", to.shared);
-  from("softmax_of", to.softmax_of_all, kSoftmaxes);
-  from("normalized", to.normalized);
+  from("router", to.router, &read);
+}
+
+void read(const Attributes& from, LatentSpec& to) {
+  from("rank", to.rank);
+  from("plain_dim", to.plain_dim);
+  from("value_dim", to.value_dim);
+  from("query_rank", to.query_rank);
+  from("norm_epsilon", to.norm_epsilon);
 }
 
 void read_attention(const Attributes& from, LayerSpec& layer, ModelSpec& model) {
@@ -89,6 +110,7 @@ void read_attention(const Attributes& from, LayerSpec& layer, ModelSpec& model) 
   from("window", to.window);
   from("softcap", to.softcap);
   from("alibi", to.alibi, &read);
+  from("latent", to.latent, &read);
   from("gate", to.gated, kGates);
 }
 

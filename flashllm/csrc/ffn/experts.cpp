@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 
 #include "io/error.h"
@@ -37,6 +38,10 @@ Router::Router(const ExpertsSpec& spec, const RowMatrix& weights, const RowMatri
   require(shared_gate.data == nullptr ||
               (spec.shared != 0 && shared_gate.rows == 1 && shared_gate.columns == weights.columns),
           "the gate of shared neurons does not fit the router");
+  const RouterSpec& router = spec.router;
+  require(router.groups != 0 && spec.count % router.groups == 0 && router.chosen_groups <= router.groups &&
+              spec.chosen <= spec.count / router.groups * router.chosen_groups,
+          "groups of experts do not hold those that a router chooses");
 }
 
 void Router::route(const float* x, ThreadPool& pool, std::vector<float>& weights) {
@@ -48,26 +53,29 @@ void Router::route(const float* x, ThreadPool& pool, std::vector<float>& weights
       throw CoreError(ErrorKind::numbers,
                       "a router computed a number that is not finite: an overflow, or damaged weights; check "
                       "the model with `flashllm verify`, or convert it with --dtype float32");
-  // 1. The experts with the highest products.
+  // 1. The experts with the highest products, or scores where others count besides them.
+  const RouterSpec& router = spec_.router;
+  keys_ = logits_;
+  if (router.score == RouterSpec::Score::softmax) {
+    const float sum = exponentials(logits_);
+    for (float& score : logits_) score /= sum;
+  } else if (router.score == RouterSpec::Score::sigmoid) {
+    for (float& score : logits_) score = sigmoid(score);
+  }
+  if (choice_bias_ != nullptr || router.groups > 1) {
+    keys_ = logits_;
+    for (std::size_t e = 0; choice_bias_ != nullptr && e < keys_.size(); ++e) keys_[e] += choice_bias_[e];
+    if (router.groups > 1) leave_groups_out(keys_);
+  }
   std::iota(order_.begin(), order_.end(), std::size_t{0});
   const auto chosen = order_.begin() + static_cast<std::ptrdiff_t>(spec_.chosen);
   std::partial_sort(order_.begin(), chosen, order_.end(), [this](std::size_t a, std::size_t b) {
-    return logits_[a] != logits_[b] ? logits_[a] > logits_[b] : a < b;
+    return keys_[a] != keys_[b] ? keys_[a] > keys_[b] : a < b;
   });
   // 2. Their weights.
-  if (spec_.softmax_of_all) {
-    const float sum = exponentials(logits_);
-    scores_.clear();
-    for (auto expert = order_.begin(); expert != chosen; ++expert) scores_.push_back(logits_[*expert] / sum);
-    const float of_chosen = std::accumulate(scores_.begin(), scores_.end(), 0.0F);
-    if (spec_.normalized)
-      for (float& score : scores_) score /= of_chosen;
-  } else {
-    scores_.clear();
-    for (auto expert = order_.begin(); expert != chosen; ++expert) scores_.push_back(logits_[*expert]);
-    const float sum = exponentials(scores_);
-    for (float& score : scores_) score /= sum;
-  }
+  scores_.clear();
+  for (auto expert = order_.begin(); expert != chosen; ++expert) scores_.push_back(logits_[*expert]);
+  weigh_chosen(scores_);
   round(scores_);
   weights.assign(spec_.runs(), 0.0F);
   for (std::size_t i = 0; i < spec_.chosen; ++i) weights[order_[i]] = scores_[i];
@@ -81,6 +89,45 @@ void Router::route(const float* x, ThreadPool& pool, std::vector<float>& weights
     round(scores_);
   }
   weights[spec_.count] = scores_[0];
+}
+
+// Sets the keys of all experts to minus infinity but those of the groups that count.
+void Router::leave_groups_out(std::vector<float>& keys) {
+  const RouterSpec& router = spec_.router;
+  const auto size = static_cast<std::ptrdiff_t>(keys.size() / router.groups);
+  scores_.clear();
+  for (auto group = keys.begin(); group != keys.end(); group += size) {
+    const auto first = std::max_element(group, group + size);
+    float score = *first;
+    if (router.groups_by_two && size > 1) {
+      const auto other = std::max_element(group, first);
+      const auto behind = std::max_element(first + 1, group + size);
+      score += other == first ? *behind : behind == group + size ? *other : std::max(*other, *behind);
+    }
+    scores_.push_back(score);
+  }
+  for (std::size_t g = 0; g < router.groups; ++g) {
+    const auto before = std::count_if(scores_.begin(), scores_.end(), [&](const float& score) {
+      return score > scores_[g] || (score == scores_[g] && &score < &scores_[g]);
+    });
+    const auto first = keys.begin() + static_cast<std::ptrdiff_t>(g) * size;
+    if (static_cast<std::size_t>(before) >= router.chosen_groups)
+      std::fill(first, first + size, -std::numeric_limits<float>::infinity());
+  }
+}
+
+// The chosen experts' weights, in place of their scores.
+void Router::weigh_chosen(std::vector<float>& weights) const {
+  const RouterSpec& router = spec_.router;
+  if (router.score == RouterSpec::Score::softmax_of_chosen) {
+    const float sum = exponentials(weights);
+    for (float& weight : weights) weight /= sum;
+  }
+  if (router.normalized) {
+    const float sum = std::accumulate(weights.begin(), weights.end(), 0.0F) + router.epsilon;
+    for (float& weight : weights) weight /= std::max(sum, router.least_sum);
+  }
+  for (float& weight : weights) weight *= router.factor;
 }
 
 void Router::round(std::vector<float>& values) const {

@@ -19,14 +19,26 @@
 
 namespace flashllm {
 
+// What a router makes of the products: which experts, and their weights (flashllm/arch/mixture.py).
+struct RouterSpec {
+  // A softmax over all experts, or over the chosen alone; or a sigmoid of each.
+  enum class Score { softmax, softmax_of_chosen, sigmoid };
+  Score score = Score::softmax;
+  // Experts in equal runs, of which only the highest count: by their highest expert, or the sum of two.
+  std::size_t groups = 1, chosen_groups = 1;
+  bool groups_by_two = false;
+  bool normalized = false;  // the weights of the chosen are divided by their sum
+  float epsilon = 0.0F;     // that is added to the sum
+  float least_sum = 0.0F;   // the sum is no less
+  float factor = 1.0F;      // of the weights, afterwards
+};
+
 struct ExpertsSpec {
   std::size_t count = 0;
   std::size_t chosen = 0;  // of them, for a token
   std::size_t size = 0;    // neurons of an expert
   std::size_t shared = 0;  // neurons behind the experts', which every token uses
-  // A softmax over all experts gives the weights, or one over the chosen alone.
-  bool softmax_of_all = true;
-  bool normalized = false;  // the weights of the chosen are divided by their sum
+  RouterSpec router;
 
   // Runs of neurons with one weight each: the experts, and the shared neurons if there are any.
   std::size_t runs() const { return count + (shared != 0 ? 1 : 0); }
@@ -37,13 +49,16 @@ struct ExpertsSpec {
 class Router {
  public:
   // weights: [count, d_model] with its bias in it; shared_gate: [1, d_model], whose sigmoid is the weight of
-  // the shared neurons, or no data, where that is 1. `dtype`: of the model, to which products and weights are
-  // rounded. Keeps the pointers. Throws CoreError where they do not fit each other.
+  // the shared neurons, or no data, where that is 1. `dtype`: of the router, to which products and weights
+  // are rounded. Keeps the pointers. Throws CoreError where they do not fit each other.
   Router(const ExpertsSpec& spec, const RowMatrix& weights, const RowMatrix& shared_gate, Dtype dtype,
          SimdLevel level);
 
   const ExpertsSpec& spec() const { return spec_; }
   std::size_t width() const { return weights_.columns; }
+  // [count] or nullptr: is added to the experts' scores when they are chosen, and not to their weights. Kept
+  // as a pointer.
+  void set_choice_bias(const float* bias) { choice_bias_ = bias; }
   // [count, d_model] or nullptr: what an expert adds, times its weight, beside its neurons. Kept as a
   // pointer.
   void set_down_bias(const float* bias) { down_bias_ = bias; }
@@ -57,15 +72,18 @@ class Router {
 
  private:
   void round(std::vector<float>& values) const;
+  void leave_groups_out(std::vector<float>& keys);
+  void weigh_chosen(std::vector<float>& weights) const;
 
   const ExpertsSpec spec_;
   const RowMatrix weights_, shared_gate_;
   const SimdLevel level_;
   const KernelTable& kernels_;
   const bool rounds_;
+  const float* choice_bias_ = nullptr;
   const float* down_bias_ = nullptr;
   // Scratch.
-  std::vector<float> logits_, scores_;
+  std::vector<float> logits_, keys_, scores_;
   std::vector<std::size_t> order_;
   mutable std::vector<std::byte> rounded_;
 };

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "kernels/scratch.h"
+
 namespace flashllm {
 
 namespace {
@@ -38,16 +40,20 @@ void Arithmetic::round_inputs(std::size_t count, std::size_t width, float* x) {
 
 void Arithmetic::take_inputs(const float* x, std::size_t count, std::size_t width, bool many,
                              std::ptrdiff_t neuron) {
+  set_inputs(x, width, many);
+  if (watch_) watch_(x, count, width, neuron);
+}
+
+void Arithmetic::set_inputs(const float* x, std::size_t width, bool many) {
   inputs_ = x;
   width_ = width;
   many_ = many;
   packed_.reset();
-  if (watch_) watch_(x, count, width, neuron);
 }
 
 void Arithmetic::project(const RowMatrix& weights, std::size_t count, float* out, bool rounded) {
   const std::size_t n = count * weights.rows;
-  if (!many_ && (!batches_ || is_coded(weights.codec))) {
+  if (!as_many(weights.codec)) {
     linear(weights, inputs_, count, out, pool_, level_);
     if (rounded) round(out, n);
     return;
@@ -63,6 +69,40 @@ void Arithmetic::project(const RowMatrix& weights, std::size_t count, float* out
   products_.resize(n * dtype_nbytes(dtype_));
   linear_many(weights, *packed_, dtype_, products_.data(), pool_, level);
   widen(products_.data(), n, out);
+}
+
+void Arithmetic::project_heads(const RowMatrix& weights, std::size_t heads, const float* x,
+                               std::size_t x_stride, std::size_t count, bool many, float* out,
+                               std::size_t out_stride) {
+  const std::size_t rows = weights.rows / heads, columns = weights.columns;
+  const auto gather = [&](std::size_t head, float* to) {
+    for (std::size_t t = 0; t < count; ++t)
+      std::copy_n(x + (t * heads + head) * x_stride, columns, to + t * columns);
+  };
+  set_inputs(nullptr, columns, many);
+  if (!as_many(weights.codec)) {
+    pool_.parallel_for(heads, 1, [&](std::size_t begin, std::size_t end) {
+      const Scratch<float> own(count * columns);
+      for (std::size_t head = begin; head < end; ++head) {
+        gather(head, own.get());
+        const RowInputs inputs(own.get(), count, columns, weights.inputs);
+        dot_block(weights, head * rows, rows, inputs, 0, count, out + head * out_stride, heads * out_stride,
+                  level_);
+      }
+    });
+    return;
+  }
+  of_head_.resize(count * columns);
+  made_.resize(count * rows);
+  RowMatrix part = weights;
+  part.rows = rows;
+  for (std::size_t head = 0; head < heads; ++head, part.data += rows * part.stride) {
+    gather(head, of_head_.data());
+    set_inputs(of_head_.data(), columns, many);
+    project(part, count, made_.data(), false);
+    for (std::size_t t = 0; t < count; ++t)
+      std::copy_n(made_.data() + t * rows, rows, out + (t * heads + head) * out_stride);
+  }
 }
 
 void Arithmetic::project_by_columns(const RowMatrix& weights, std::size_t count, float* out) {

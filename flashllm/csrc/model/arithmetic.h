@@ -40,6 +40,10 @@ class Arithmetic {
                    std::ptrdiff_t neuron = -1);
   // out [count, rows]: the inputs taken times the weights; rounded, or as they are summed.
   void project(const RowMatrix& weights, std::size_t count, float* out, bool rounded = true);
+  // out [count, heads, out_stride], as it is summed: each head's rows of the weights times its own inputs,
+  // the first of x [count, heads, x_stride], which take the place of the inputs taken.
+  void project_heads(const RowMatrix& weights, std::size_t heads, const float* x, std::size_t x_stride,
+                     std::size_t count, bool many, float* out, std::size_t out_stride);
   // out [count, columns], rounded, of weights that lie by their inputs (linear_by_columns).
   void project_by_columns(const RowMatrix& weights, std::size_t count, float* out);
   // Sees the inputs [count, width] as they are taken; none: nobody does.
@@ -55,6 +59,8 @@ class Arithmetic {
   void widen(const std::byte* from, std::size_t n, float* to);
 
  private:
+  bool as_many(RowCodec codec) const { return many_ || (batches_ && !is_coded(codec)); }
+  void set_inputs(const float* x, std::size_t width, bool many);
   template <typename Body>
   void each_share(std::size_t n, const Body& body);
 
@@ -70,6 +76,7 @@ class Arithmetic {
   std::unique_ptr<PackedTokens> packed_;  // the same, where they are many, at `packed_for_`
   SimdLevel packed_for_ = SimdLevel::scalar;
   std::vector<std::byte> narrow_, products_, rounded_;
+  std::vector<float> of_head_, made_;  // inputs and products of one
 };
 
 }  // namespace flashllm

@@ -33,6 +33,17 @@ enum class HeadNorm {
   projection,  // all heads together
 };
 
+// Of multi-head latent attention (DeepSeek-AI 2024): a position keeps one key, whose first `rank` elements
+// are its value, too; the others are the part that is rotated. A head's query and output are brought to that
+// space, and out of it, by matrices of its own.
+struct LatentSpec {
+  std::size_t rank = 0;        // 0: attention is not latent
+  std::size_t plain_dim = 0;   // of a head's query, before it is brought there, what is not rotated
+  std::size_t value_dim = 0;   // of a head's output, after
+  std::size_t query_rank = 0;  // of the query's projection, which has a norm between its halves; 0: it is one
+  float norm_epsilon = 0.0F;   // of that norm, and of the one of a key's first elements
+};
+
 // The mixer that attends to keys and values.
 struct AttentionSpec {
   std::size_t heads = 0;
@@ -45,9 +56,20 @@ struct AttentionSpec {
   float softcap = 0.0F;      // scores are cap * tanh(score / cap); 0: as they are
   Alibi alibi;
   bool gated = false;  // what is mixed is multiplied by the sigmoid of `out_gate`'s product
+  LatentSpec latent;
 
+  bool is_latent() const { return latent.rank != 0; }
+  // Of queries and outputs where they meet keys and values.
   std::size_t query_dim() const { return heads * head_dim; }
   std::size_t kv_dim() const { return kv_heads * head_dim; }
+  // Of a head's query as it is projected, and of its output as it goes into the output projection.
+  std::size_t projected_dim() const {
+    return is_latent() ? latent.plain_dim + head_dim - latent.rank : head_dim;
+  }
+  std::size_t query_inputs(std::size_t d_model) const {
+    return latent.query_rank == 0 ? d_model : latent.query_rank;
+  }
+  std::size_t mixed_dim() const { return heads * (is_latent() ? latent.value_dim : head_dim); }
 };
 
 // The mixer whose heads keep a state, by the gated delta rule (delta_mixer.h).
@@ -89,12 +111,16 @@ struct BlockWeights {
   LayerSpec spec;
   Norm attention_norm, ffn_norm;                // those that NormPlace wants
   Norm attention_output_norm, ffn_output_norm;  // the same
-  Norm query_norm, key_norm;                    // of one head, or of the projection
+  // Of one head, or of the projection; of latent attention of the query between its two projections, and of a
+  // key's first elements.
+  Norm query_norm, key_norm;
   Norm mixed_norm;  // of all heads' outputs, before `out`, or of each head's of a delta rule; width 0: none
   NeuronNorm neuron_norm;  // before the down columns
   RowMatrix query, key, value, out;
-  RowMatrix out_gate;                                       // where the mixer has a gate
-  RowMatrix beta, decay;                                    // of a delta rule, as the rest of these
+  RowMatrix query_down,
+      key_up;             // of latent attention, whose heads have rows of their own in key_up and value
+  RowMatrix out_gate;     // where the mixer has a gate
+  RowMatrix beta, decay;  // of a delta rule, as the rest of these
   const float* convolution = nullptr;                       // [channels, kernel]
   const float *decay_log = nullptr, *decay_bias = nullptr;  // [value_heads]
   const float* sinks = nullptr;                             // [heads] or nullptr: see AttentionShape

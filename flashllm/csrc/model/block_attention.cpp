@@ -1,5 +1,6 @@
 #include "model/block_attention.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstddef>
@@ -20,33 +21,44 @@ void BlockAttention::set_positions(const Part& part) {
 
 void BlockAttention::attend(const BlockWeights& weights, const Part& part, float* out) {
   const AttentionSpec& spec = weights.spec.attention;
-  const std::size_t count = part.count, attended = spec.query_dim(), cached = spec.kv_dim();
+  const std::size_t count = part.count, attended = spec.query_dim(), mixed = spec.mixed_dim();
   query_.resize(count * attended);
-  keys_.resize(count * cached);
-  values_.resize(count * cached);
+  keys_.resize(count * spec.kv_dim());
+  values_.resize(count * (spec.is_latent() ? mixed : spec.kv_dim()));
   mixed_.resize(count * attended);
-  arithmetic_.project(weights.query, count, query_.data());
-  arithmetic_.project(weights.key, count, keys_.data());
-  arithmetic_.project(weights.value, count, values_.data());
   if (spec.gated) {
-    gate_.resize(count * attended);
+    gate_.resize(count * mixed);
     arithmetic_.project(weights.out_gate, count, gate_.data());
   }
-  prepare_heads(weights, part);
-  memory_.attend(shape(weights), part, query_.data(), keys_.data(), values_.data(), mixed_.data());
+  spec.is_latent() ? project_latent(weights, part) : project_heads(weights, part);
+  memory_.attend(shape(weights), part, query_.data(), keys_.data(),
+                 spec.is_latent() ? keys_.data() : values_.data(), mixed_.data());
   arithmetic_.round(mixed_.data(), count * attended);
+  float* outputs = mixed_.data();
+  if (spec.is_latent()) {
+    outputs = values_.data();
+    arithmetic_.project_heads(weights.value, spec.heads, mixed_.data(), spec.head_dim, count,
+                              part.is_prompt(), outputs, spec.latent.value_dim);
+    arithmetic_.round(outputs, count * mixed);
+  }
   if (spec.gated) {
     arithmetic_.pool().parallel_for(count, Arithmetic::kTokenGrain, [&](std::size_t begin, std::size_t end) {
-      for (std::size_t i = begin * attended; i < end * attended; ++i)
-        mixed_[i] *= 1.0F / (1.0F + std::exp(-gate_[i]));
+      for (std::size_t i = begin * mixed; i < end * mixed; ++i)
+        outputs[i] *= 1.0F / (1.0F + std::exp(-gate_[i]));
     });
-    arithmetic_.round(mixed_.data(), count * attended);
+    arithmetic_.round(outputs, count * mixed);
   }
-  if (weights.mixed_norm.width != 0)
-    arithmetic_.normalize(weights.mixed_norm, count, mixed_.data(), mixed_.data());
-  if (spec_.rounded_inputs) arithmetic_.round_inputs(count, attended, mixed_.data());
-  arithmetic_.take_inputs(mixed_.data(), count, attended, part.is_prompt());
+  if (weights.mixed_norm.width != 0) arithmetic_.normalize(weights.mixed_norm, count, outputs, outputs);
+  if (spec_.rounded_inputs) arithmetic_.round_inputs(count, mixed, outputs);
+  arithmetic_.take_inputs(outputs, count, mixed, part.is_prompt());
   arithmetic_.project(weights.out, count, out);
+}
+
+void BlockAttention::project_heads(const BlockWeights& weights, const Part& part) {
+  arithmetic_.project(weights.query, part.count, query_.data());
+  arithmetic_.project(weights.key, part.count, keys_.data());
+  arithmetic_.project(weights.value, part.count, values_.data());
+  prepare_heads(weights, part);
 }
 
 // query_ and keys_: their norms, their rotation, the scale of the queries.
@@ -64,7 +76,7 @@ void BlockAttention::prepare_heads(const BlockWeights& weights, const Part& part
     arithmetic_.round(query_.data(), count * attended);
     arithmetic_.round(keys_.data(), count * cached);
   }
-  const RotaryTable* rotary = spec.rotary >= 0 ? &rotary_[static_cast<std::size_t>(spec.rotary)] : nullptr;
+  const RotaryTable* rotary = rotary_of(spec);
   if (rotary == nullptr && spec.query_scale == 1.0F) return;
   arithmetic_.pool().parallel_for(count, Arithmetic::kTokenGrain, [&](std::size_t begin, std::size_t end) {
     for (std::size_t t = begin; t < end; ++t) {
@@ -81,12 +93,54 @@ void BlockAttention::prepare_heads(const BlockWeights& weights, const Part& part
   arithmetic_.round(query_.data(), count * attended);
 }
 
+// query_ and keys_ of latent attention: a head's plain part goes to the keys' space, its rotated part is
+// that.
+void BlockAttention::project_latent(const BlockWeights& weights, const Part& part) {
+  const AttentionSpec& spec = weights.spec.attention;
+  const LatentSpec& latent = spec.latent;
+  const std::size_t count = part.count, row = spec.head_dim, rank = latent.rank, plain = latent.plain_dim;
+  const std::size_t projected = spec.projected_dim();
+  projected_.resize(count * spec.heads * projected);
+  arithmetic_.project(weights.key, count, keys_.data());
+  if (latent.query_rank != 0) {
+    low_.resize(count * latent.query_rank);
+    arithmetic_.project(weights.query_down, count, low_.data());
+    arithmetic_.normalize(weights.query_norm, count, low_.data(), low_.data());
+    arithmetic_.take_inputs(low_.data(), count, latent.query_rank, part.is_prompt());
+  }
+  arithmetic_.project(weights.query, count, projected_.data());
+  arithmetic_.project_heads(weights.key_up, spec.heads, projected_.data(), projected, count, part.is_prompt(),
+                            query_.data(), row);
+  const RotaryTable* rotary = rotary_of(spec);
+  arithmetic_.pool().parallel_for(count, Arithmetic::kTokenGrain, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t t = begin; t < end; ++t) {
+      float *key = keys_.data() + t * row, *heads = projected_.data() + t * spec.heads * projected,
+            *query = query_.data() + t * spec.heads * row;
+      normalize(weights.key_norm, key, key);
+      if (rotary != nullptr) {
+        rotary->apply(part.first + t, key + rank, 1, row);
+        rotary->apply(part.first + t, heads + plain, spec.heads, projected);
+      }
+      for (std::size_t h = 0; h < spec.heads; ++h)
+        std::copy_n(heads + h * projected + plain, row - rank, query + h * row + rank);
+      for (std::size_t i = 0; i < spec.query_dim(); ++i) query[i] *= spec.query_scale;
+    }
+  });
+  arithmetic_.round(keys_.data(), count * row);
+  arithmetic_.round(query_.data(), count * spec.query_dim());
+}
+
+const RotaryTable* BlockAttention::rotary_of(const AttentionSpec& spec) const {
+  return spec.rotary >= 0 ? &rotary_[static_cast<std::size_t>(spec.rotary)] : nullptr;
+}
+
 AttentionShape BlockAttention::shape(const BlockWeights& weights) const {
   const AttentionSpec& spec = weights.spec.attention;
   AttentionShape shape;
   shape.heads = spec.heads;
   shape.kv_heads = spec.kv_heads;
   shape.head_dim = spec.head_dim;
+  shape.value_dim = spec.latent.rank;
   shape.dtype = spec_.dtype;
   shape.softcap = spec.softcap;
   shape.window = spec.window;

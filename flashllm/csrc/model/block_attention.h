@@ -49,15 +49,20 @@ class BlockAttention {
   void attend(const BlockWeights& weights, const Part& part, float* out);
 
  private:
+  void project_heads(const BlockWeights& weights, const Part& part);
   void prepare_heads(const BlockWeights& weights, const Part& part);
+  void project_latent(const BlockWeights& weights, const Part& part);
+  const RotaryTable* rotary_of(const AttentionSpec& spec) const;
   AttentionShape shape(const BlockWeights& weights) const;
 
   const BlockSpec& spec_;
   Arithmetic& arithmetic_;
   AttentionMemory& memory_;
   std::vector<RotaryTable> rotary_;
-  // Scratch of a part: [tokens, heads * head_dim], and of the last two [tokens, kv_heads * head_dim].
-  std::vector<float> query_, mixed_, gate_, keys_, values_;
+  // Scratch of a part: [tokens, heads * head_dim], and [tokens, kv_heads * head_dim]. Of latent attention
+  // values_ are the heads' outputs, projected_ their queries before they meet keys; low_ is of the query's
+  // rank.
+  std::vector<float> query_, mixed_, gate_, keys_, values_, projected_, low_;
 };
 
 }  // namespace flashllm

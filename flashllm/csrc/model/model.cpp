@@ -16,8 +16,8 @@ SimdLevel level_of_all(const ModelWeights& weights, SimdLevel level) {
   for (const RowMatrix* each : {&weights.project_out, &weights.head})
     level = level_of_many(each->codec, level);
   for (const BlockWeights& block : weights.blocks)
-    for (const RowMatrix* each :
-         {&block.query, &block.key, &block.value, &block.out, &block.out_gate, &block.beta, &block.decay})
+    for (const RowMatrix* each : {&block.query_down, &block.query, &block.key, &block.key_up, &block.value,
+                                  &block.out, &block.out_gate, &block.beta, &block.decay})
       level = level_of_many(each->codec, level);
   return level;
 }
@@ -50,7 +50,7 @@ void Model::run_block(std::size_t layer, std::size_t kv_layer, const std::vector
   for (const Token& token : tokens) {
     const LayerKv& kept = token.sequence->shape().layer(kv_layer);
     require(spec.delta.value_heads == 0 && kept.kv_heads == spec.attention.kv_heads &&
-                kept.head_dim == spec.attention.head_dim,
+                kept.head_dim == spec.attention.head_dim && kept.keys_alone == spec.attention.is_latent(),
             "a sequence must have room for this layer's keys and values");
   }
   watch_.restart();

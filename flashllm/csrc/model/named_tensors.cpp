@@ -20,7 +20,7 @@ const std::byte* NamedTensors::tensor(const std::string& name, std::size_t eleme
   const std::optional<Tensor> found = tensors_(name);
   require(found.has_value(), name + " is missing");
   require(is_coded(codec) ? found->element == Element::u8 && found->nbytes() == nbytes
-                          : found->size() == elements && found->itemsize == dtype_nbytes(dtype_),
+                          : found->size() == elements && found->itemsize == dtype_nbytes(dtype_of(codec)),
           name + " does not fit the model");
   return found->data;
 }
@@ -91,13 +91,15 @@ Norm NamedTensors::norm(const std::string& name, const NormStyle& style, std::si
   return norm;
 }
 
+const float* NamedTensors::wide_floats(const std::string& name, std::size_t n) const {
+  const std::optional<Tensor> found = tensors_(name);
+  if (!found.has_value()) return nullptr;
+  require(found->is(Element::f32, {n}), name + " does not fit the model");
+  return found->as<float>();
+}
+
 const float* NamedTensors::floats(const std::string& name, std::size_t n, float shift) {
-  if (!contains(name)) return nullptr;
-  if (encodings_.wide_vectors) {
-    const Tensor found = *tensors_(name);
-    require(found.is(Element::f32, {n}), name + " does not fit the model");
-    return found.as<float>();
-  }
+  if (!contains(name) || encodings_.wide_vectors) return wide_floats(name, n);
   auto values = std::make_unique<float[]>(n);
   kernels_.to_f32(tensor(name, n, codec_of(dtype_), 0), n, values.get());
   if (shift != 0.0F)

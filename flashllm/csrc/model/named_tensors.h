@@ -53,6 +53,8 @@ class NamedTensors {
   }
   // A vector in fp32, plus `shift`; nullptr where there is none.
   const float* floats(const std::string& name, std::size_t n, float shift = 0.0F);
+  // A vector that is in fp32 whatever the model's dtype, where it lies; nullptr where there is none.
+  const float* wide_floats(const std::string& name, std::size_t n) const;
   // Of a layer's down columns, whose tensors are called `prefix` and a part's name.
   ScalePlane plane(const std::string& prefix, std::size_t neurons, std::size_t width);
 

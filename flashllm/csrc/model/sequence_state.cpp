@@ -59,7 +59,8 @@ StateShape::StateShape(const std::vector<LayerKv>& layers, std::size_t context, 
     const auto kind = static_cast<std::size_t>(same - kinds_.begin());
     const KvLayout layout = bits == 0 ? KvLayout::plain : KvLayout::kivi;
     if (same == kinds_.end())
-      kinds_.push_back({layer, KvBlockFormat(layer.kv_heads, layer.head_dim, dtype, layout, bits)});
+      kinds_.push_back(
+          {layer, KvBlockFormat(layer.kv_heads, layer.head_dim, dtype, layout, bits, layer.keys_alone)});
     layers_.push_back({kind, kinds_[kind].layers++});
   }
   require(!kinds_.empty(), "a sequence's state needs a layer with keys and values");

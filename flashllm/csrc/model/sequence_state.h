@@ -37,11 +37,13 @@ namespace flashllm {
 struct LayerKv {
   std::size_t kv_heads = 0;
   std::size_t head_dim = 0;
-  std::size_t window = 0;  // positions that a query sees, its own included; 0: all before it
+  std::size_t window = 0;   // positions that a query sees, its own included; 0: all before it
+  bool keys_alone = false;  // whose first elements are the values
   std::size_t state_floats = 0;
 
   bool operator==(const LayerKv& other) const {
-    return kv_heads == other.kv_heads && head_dim == other.head_dim && window == other.window;
+    return kv_heads == other.kv_heads && head_dim == other.head_dim && window == other.window &&
+           keys_alone == other.keys_alone;
   }
 };
 

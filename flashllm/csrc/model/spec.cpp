@@ -28,6 +28,20 @@ void check_delta(const BlockSpec& spec, const BlockWeights& weights) {
           "a delta rule's weights do not fit the model");
 }
 
+// What latent attention has besides.
+void check_latent(const BlockSpec& spec, const BlockWeights& weights) {
+  const AttentionSpec& attention = weights.spec.attention;
+  const LatentSpec& latent = attention.latent;
+  require(attention.kv_heads == 1 && attention.head_norm == HeadNorm::none &&
+              latent.rank <= attention.head_dim && latent.plain_dim != 0 && latent.value_dim != 0,
+          "latent attention has one key for all heads, of its rank and what is rotated");
+  require(fits(weights.key_up, spec, attention.heads * latent.rank, latent.plain_dim) &&
+              fits(weights.value, spec, attention.mixed_dim(), latent.rank) &&
+              weights.key_norm.width == latent.rank && weights.query_norm.width == latent.query_rank &&
+              (latent.query_rank == 0 || fits(weights.query_down, spec, latent.query_rank, spec.d_model)),
+          "a block's latent projections do not fit the model");
+}
+
 void check_attention(const ModelSpec& model, const BlockWeights& weights) {
   const BlockSpec& spec = model.block;
   const AttentionSpec& attention = weights.spec.attention;
@@ -36,17 +50,21 @@ void check_attention(const ModelSpec& model, const BlockWeights& weights) {
           "a layer's sizes must not be zero, and its heads a multiple of kv_heads");
   const std::size_t attended = attention.query_dim(), cached = attention.kv_dim();
   const bool together = attention.head_norm == HeadNorm::projection;
-  require(attention.head_norm == HeadNorm::none ||
+  require(attention.is_latent() || attention.head_norm == HeadNorm::none ||
               (weights.query_norm.width == (together ? attended : attention.head_dim) &&
                weights.key_norm.width == (together ? cached : attention.head_dim)),
           "a block's norms of queries and keys do not fit the model");
-  require(fits(weights.query, spec, attended, spec.d_model) &&
+  const bool is_latent = attention.is_latent();
+  const std::size_t mixed = attention.mixed_dim();
+  require(fits(weights.query, spec, attention.heads * attention.projected_dim(),
+               attention.query_inputs(spec.d_model)) &&
               fits(weights.key, spec, cached, spec.d_model) &&
-              fits(weights.value, spec, cached, spec.d_model) &&
-              fits(weights.out, spec, spec.d_model, attended) &&
-              (!attention.gated || fits(weights.out_gate, spec, attended, spec.d_model)),
+              (is_latent || fits(weights.value, spec, cached, spec.d_model)) &&
+              fits(weights.out, spec, spec.d_model, mixed) &&
+              (!attention.gated || fits(weights.out_gate, spec, mixed, spec.d_model)),
           "a block's projections do not fit the model");
-  require(weights.mixed_norm.width == 0 || weights.mixed_norm.width == attended,
+  if (is_latent) check_latent(spec, weights);
+  require(weights.mixed_norm.width == 0 || weights.mixed_norm.width == mixed,
           "the norm before a block's output projection does not fit the model");
   require(attention.rotary < 0 ||
               (attention.rotary < static_cast<int>(model.rotary.size()) &&

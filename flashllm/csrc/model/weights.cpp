@@ -93,11 +93,26 @@ BlockWeights read_block(NamedTensors& tensors, const std::string& layer, const A
     read_delta(tensors, layer, of, weights);
     return weights;
   }
-  weights.query = tensors.linear(layer + "query", attended, d_model);
-  if (attention.gated) weights.out_gate = tensors.linear(layer + "out_gate", attended, d_model);
+  if (attention.is_latent()) {
+    const LatentSpec& latent = attention.latent;
+    const auto norm = [&](const char* name, std::size_t width) {
+      return tensors.norm(layer + name, {Norm::Kind::rms, latent.norm_epsilon, style.shift}, width);
+    };
+    if (latent.query_rank != 0) {
+      weights.query_down = tensors.linear(layer + "query_down", latent.query_rank, d_model);
+      weights.query_norm = norm("query_norm", latent.query_rank);
+    }
+    weights.key_norm = norm("key_norm", latent.rank);
+    weights.key_up = tensors.linear(layer + "key_up", attention.heads * latent.rank, latent.plain_dim);
+  }
+  weights.query = tensors.linear(layer + "query", attention.heads * attention.projected_dim(),
+                                 attention.query_inputs(d_model));
+  if (attention.gated) weights.out_gate = tensors.linear(layer + "out_gate", attention.mixed_dim(), d_model);
   weights.key = tensors.linear(layer + "key", cached, d_model);
-  weights.value = tensors.linear(layer + "value", cached, d_model);
-  weights.out = tensors.linear(layer + "out", d_model, attended);
+  weights.value = attention.is_latent()
+                      ? tensors.linear(layer + "value", attention.mixed_dim(), attention.latent.rank)
+                      : tensors.linear(layer + "value", cached, d_model);
+  weights.out = tensors.linear(layer + "out", d_model, attention.mixed_dim());
   weights.sinks = tensors.floats(layer + "sinks", attention.heads);
   return weights;
 }
@@ -105,14 +120,18 @@ BlockWeights read_block(NamedTensors& tensors, const std::string& layer, const A
 std::unique_ptr<Router> read_router(NamedTensors& tensors, const std::string& layer, const ExpertsSpec& spec,
                                     std::size_t d_model) {
   if (spec.count == 0) return nullptr;
-  const Dtype dtype = tensors.dtype();
-  const auto matrix = [&](const char* name, std::size_t rows) {
-    return tensors.matrix(layer + name, rows, d_model, codec_of(dtype));
+  // A router of fp32 has a name of its own.
+  const bool is_wide = tensors.contains(layer + "wide_router.weight");
+  const Dtype dtype = is_wide ? Dtype::f32 : tensors.dtype();
+  const auto matrix = [&](const char* name, std::size_t rows, Dtype of) {
+    return tensors.matrix(layer + name, rows, d_model, codec_of(of));
   };
-  auto made = std::make_unique<Router>(
-      spec, matrix("router", spec.count),
-      tensors.contains(layer + "shared_gate.weight") ? matrix("shared_gate", 1) : RowMatrix{}, dtype,
-      tensors.level());
+  auto made = std::make_unique<Router>(spec, matrix(is_wide ? "wide_router" : "router", spec.count, dtype),
+                                       tensors.contains(layer + "shared_gate.weight")
+                                           ? matrix("shared_gate", 1, tensors.dtype())
+                                           : RowMatrix{},
+                                       dtype, tensors.level());
+  made->set_choice_bias(tensors.wide_floats(layer + "choice.bias", spec.count));
   made->set_down_bias(tensors.floats(layer + "ffn.expert_down_bias", spec.count * d_model));
   return made;
 }

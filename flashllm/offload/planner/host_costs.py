@@ -53,12 +53,8 @@ class HostCostModel(CostModel):
         if not self.method.compress_weights:
             return shape.layer_bytes
         packing = WeightPacking(bits=self.weight_bits, layers=shape.layers, shares_keys=shape.kv_heads < shape.heads)
-        outputs = {"query": shape.query_dim, "key": shape.kv_dim, "value": shape.kv_dim, "up": shape.ffn}
-        sizes = {name: (rows, shape.hidden) for name, rows in outputs.items()}
-        sizes |= {"gate": (shape.ffn, shape.hidden)} if shape.gated else {}
-        sizes |= {"out": (shape.hidden, shape.query_dim), "down": (shape.hidden, shape.ffn)}
         layer = shape.layers - 1 if late else -1  # before the first, none is late
-        return sum(packing.of(name, layer).nbytes(*size) for name, size in sizes.items())
+        return sum(packing.of(name, layer).nbytes(*size) for name, size in shape.matrices.items())
 
     @property
     def head_bytes(self) -> float:
@@ -77,7 +73,7 @@ class HostCostModel(CostModel):
             return self.block_bytes
         shape = self.shape
         vector = shape.head_dim * self.cache_bits // 8 + 4 * -(-shape.head_dim // _GROUP)
-        nbytes = 2 * KV_BLOCK * shape.kv_heads * vector
+        nbytes = (1 if shape.latent else 2) * KV_BLOCK * shape.kv_heads * vector
         return -(-nbytes // _SEALED_MULTIPLE) * _SEALED_MULTIPLE
 
     @property

@@ -81,7 +81,8 @@ def working(shape: ModelShape, rows: int, sequences: int) -> int:
     item, wide, part = shape.dtype_bytes, 4, min(rows, ROWS_TOGETHER)
     embedding = rows * 2 * shape.hidden * item + part * 2 * shape.hidden * wide
     states = part * (6 if shape.experts else 4) * shape.hidden * wide
-    attention = part * (shape.query_dim + shape.kv_dim) * 2 * wide  # queries, keys, values, what is made of them
+    # Queries, keys, values, what is made of them.
+    attention = part * (2 * (shape.query_dim + shape.kv_dim) + shape.latent_dim) * wide
     widest = max(shape.ffn_active, shape.hidden, shape.query_dim)
     products = part * widest * (wide + 3 * item)  # inputs in fp32 and in the dtype, results, what is rounded
     layer = states + attention + products + part * shape.ffn_active * (1 + shape.gated) * wide

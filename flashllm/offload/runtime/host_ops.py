@@ -119,6 +119,7 @@ def batch_attention(
         scale=1.0,  # queries are scaled already
         softcap=mixer.softcap or 0.0,
         alibi=mixer.alibi,
+        value_dim=mixer.latent.rank if mixer.latent is not None else 0,
         layout=layout,
         bits=bits,
         pool=pool,

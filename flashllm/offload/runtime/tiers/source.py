@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from flashllm.arch.registry import block_spec, bundle_names, claims, complete_config, resident_shapes, resolve
 from flashllm.arch.spec import Architecture, BlockSpec
-from flashllm.arch.tensors import Shape
+from flashllm.arch.tensors import Shape, is_wide
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, WeightDtype, cast
 from flashllm.base.files import Closing, drop_page_cache
 from flashllm.base.group_codes import GROUP_CODES
@@ -38,7 +38,7 @@ from flashllm.offload.shape import ModelShape, check_mixers, is_assembled, shape
 from flashllm.offload.stages import Stage, whole
 
 Array = NDArray[Any]
-ATTENTION = ("query", "key", "value", "out")
+ATTENTION = ("query_down", "query", "key", "key_up", "value", "out")  # which a layer has, or most of them
 _TILE = 64  # rows and columns
 _CODED_NBYTES = 16 << 20  # of a resident matrix in codes, read at a time
 
@@ -82,8 +82,9 @@ class WeightSource(ABC, Closing):
 
     @property
     def matrices(self) -> tuple[str, ...]:
-        """A layer's matrices: query, key, value, out, up, (gate,) down."""
-        return (*ATTENTION, *self.architecture.matrices)
+        """A layer's matrices: query, key, value, out, those of latent attention, up, (gate,) down."""
+        attention = (name for name in ATTENTION if matrix_name(0, name) in self._shapes)
+        return (*attention, *self.architecture.matrices)
 
     @property
     def shapes(self) -> Mapping[str, Shape]:
@@ -106,8 +107,9 @@ class WeightSource(ABC, Closing):
         return self._encoding(self._model_names[name])
 
     def read(self, targets: Mapping[str, Array]) -> None:
-        """Fill contiguous arrays of `dtype.storage` with the tensors of these names, which are of one layer or of none;
-        and arrays of bytes with the vectors of matrices as they are stored in codes, one an output, of `down` an input.
+        """Fill contiguous arrays of the storage of `read_dtype` with the tensors of these names, which are of one layer
+        or of none; and arrays of bytes with the vectors of matrices as they are stored in codes, one an output, of
+        `down` an input.
 
         UnsupportedModelError for a value outside the dtype's range, ChecksumError for a damaged row, FlashIOError and
         FormatError for failed reads.
@@ -126,16 +128,21 @@ class WeightSource(ABC, Closing):
     def _read(self, targets: Mapping[str, Array]) -> None:
         """`read`, by names in the whole model."""
 
+    def read_dtype(self, name: str) -> WeightDtype:
+        """The dtype that a tensor is read in: the model's, but for those in fp32 (`is_wide`)."""
+        return WEIGHT_DTYPES["float32"] if is_wide(name) else self.dtype
+
     def vector(self, name: str) -> NDArray[np.float32] | None:
-        """A tensor rounded to the model's dtype, as fp32 of one dimension; a norm's weight with its shift.
+        """A tensor in its `read_dtype`, as fp32 of one dimension; a norm's weight with its shift.
 
         None where the model has none.
         """
         if name not in self._shapes:
             return None
-        values = np.empty(self._shapes[name], self.dtype.storage)
+        dtype = self.read_dtype(name)
+        values = np.empty(self._shapes[name], dtype.storage)
         self.read({name: values})
-        wide = np.ascontiguousarray(cast(values, self.dtype, WEIGHT_DTYPE_BY_CODE["F32"]), np.float32).reshape(-1)
+        wide = np.ascontiguousarray(cast(values, dtype, WEIGHT_DTYPE_BY_CODE["F32"]), np.float32).reshape(-1)
         shift = self.block.norm_shift if name.endswith("_norm.weight") else 0.0
         return wide + np.float32(shift) if shift else wide
 
@@ -201,7 +208,7 @@ class _CheckpointWeights(WeightSource):
         where = self._checkpoint.extent(self._names[name])
         if self._dtype_of(name) is not self.dtype or where is None or where[1] % info.itemsize:
             return None
-        if claim.part.transposed or claim.part.repeats > 1:
+        if claim.part.transposed or claim.part.turned or claim.part.repeats > 1:
             return None
         row_nbytes = prod(claim.shape[1:]) * info.itemsize
         return Extent(where[0], where[1] + claim.part.first * row_nbytes, claim.rows * row_nbytes)
@@ -227,13 +234,13 @@ class _CheckpointWeights(WeightSource):
 
     def _read_tensor(self, name: str, target: Array) -> None:
         dtype, claim = self._dtype_of(name), self._claims[name]
-        if dtype is self.dtype:
+        if dtype is self.read_dtype(name):
             read_rows(self._checkpoint, self._names[name], claim, 0, target)
             return
         values = np.empty(target.shape, dtype.storage)
         read_rows(self._checkpoint, self._names[name], claim, 0, values)
         try:
-            target[...] = cast(values, dtype, self.dtype)
+            target[...] = cast(values, dtype, self.read_dtype(name))
         except OverflowError as error:
             where = self._checkpoint.where(self._names[name])
             raise UnsupportedModelError(f"{where}: {error}; save the model in one dtype") from error
@@ -290,7 +297,7 @@ class _ModelDirWeights(WeightSource):
             self._read_rows(layer, matrices)
 
     def _read_resident(self, info: TensorInfo, target: Array) -> None:
-        if info.dtype == self.dtype.code or target.dtype == np.uint8:
+        if info.dtype == self.read_dtype(info.name).code or target.dtype == np.uint8:
             _read(self._resident, info, 0, target)
             return
         encoding = self._of_resident(info)

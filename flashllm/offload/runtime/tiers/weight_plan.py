@@ -227,11 +227,11 @@ class _Layout:
 
 
 def _small_nbytes(source: WeightSource) -> int:
-    """Norms and biases in fp32; positions and projections in the model's dtype."""
+    """Norms and biases in fp32; positions, projections and routers in their dtype."""
     nbytes = 0
     for name in small_tensors(source):
         shape = source.shapes[name]
-        nbytes += prod(shape) * (4 if is_vector(name) else source.dtype.itemsize)
+        nbytes += prod(shape) * (4 if is_vector(name) else source.read_dtype(name).itemsize)
     return nbytes
 
 

@@ -194,7 +194,7 @@ class WeightStore(Closing):
     def _read_small(self, source: WeightSource, name: str) -> NDArray[Any]:
         if is_vector(name):
             return cast(NDArray[Any], source.vector(name))
-        array = np.empty(source.shapes[name], source.dtype.storage)
+        array = np.empty(source.shapes[name], source.read_dtype(name).storage)
         source.read({name: array})
         return array
 

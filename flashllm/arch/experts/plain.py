@@ -1,88 +1,19 @@
-"""Mixtures of experts (Shazeer et al., 2017): decoders under Llama's names whose FFNs are many, a row each.
+"""Mixtures of experts (Shazeer et al., 2017) whose routers take a softmax of their products, a row each."""
 
-A router names the experts of a token exactly, so these models run sparsely whatever their activation.
-"""
-
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from flashllm.arch.family import When, always, decoder, decoder_block, linear_tensors, never, says
-from flashllm.arch.mixture import ExpertsSpec
+from flashllm.arch.experts.row import experts_of, in_layer, matrices, row
+from flashllm.arch.family import decoder_block, never, says
+from flashllm.arch.llama.names import projections
+from flashllm.arch.mixture import RouterSpec
 from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, check_size
-from flashllm.arch.tensors import ArchitectureSpec, ResidentTensor, mixtures
+from flashllm.arch.tensors import ResidentTensor
 from flashllm.errors import UnsupportedModelError
 
-_MATRICES = {
-    "up": "mlp.experts.{e}.up_proj",
-    "gate": "mlp.experts.{e}.gate_proj",
-    "down": "mlp.experts.{e}.down_proj",
-}
-_NORMS = {"attention_norm": ("input_layernorm", always), "ffn_norm": ("post_attention_layernorm", always)}
-_DEFAULTS: dict[str, Any] = {
-    "num_attention_heads": 16,
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "num_experts": None,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": False,
-}
 
-
-def _projections(query: When, out: When) -> tuple[ResidentTensor, ...]:
-    """Query, key, value, out; biases of the first three, and of the last."""
-    return tuple(
-        tensor
-        for name in ("query", "key", "value", "out")
-        for tensor in linear_tensors(
-            f"layers.{{i}}.{name}", f"self_attn.{name[0]}_proj", bias=out if name == "out" else query
-        )
-    )
-
-
-def _row(model_type: str, *, defaults: Mapping[str, Any], experts: int, router: str, **others: Any) -> ArchitectureSpec:
-    """A model_type whose config says `num_experts`, or `num_local_experts`, or means `experts`. `router`: its name
-    within a layer."""
-
-    def derived(config: Config) -> Mapping[str, Any]:
-        given = config["num_experts"] if config["num_experts"] is not None else config.get("num_local_experts")
-        return {"num_experts": experts if given is None else given}
-
-    values: dict[str, Any] = {"matrices": _MATRICES, "norms": _NORMS, **others}
-    one = {matrix: f"model.layers.{{i}}.{name}.weight" for matrix, name in values["matrices"].items()}
-    current = "model.layers.{i}.mlp.gate.weight"  # transformers 5's name of the router
-    old = f"model.layers.{{i}}.{router}.weight"
-    return decoder(
-        model_type,
-        defaults={**_DEFAULTS, **defaults},
-        derived=derived,
-        ffn_tensors=tuple(
-            replace(tensor, layers=mixtures)
-            for tensor in (*linear_tensors("layers.{i}.router", router), *values.pop("ffn_tensors", ()))
-        ),
-        ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",),
-        **{
-            "renamed": {} if old == current else {current: old},
-            "stacked": {  # as transformers 5 has them in memory
-                "model.layers.{i}.mlp.experts.gate_up_proj": (one["gate"], one["up"]),
-                "model.layers.{i}.mlp.experts.down_proj": (one["down"],),
-            },
-            **values,
-        },
-    )
-
-
-def _experts(config: Config, size: str, **others: Any) -> ExpertsSpec:
-    """Those of a config that names the neurons of one under `size`."""
-    return ExpertsSpec(
-        count=check_size("num_experts", config["num_experts"]),
-        chosen=check_size("num_experts_per_tok", config["num_experts_per_tok"]),
-        size=check_size(size, config[size]),
-        **{"normalized": bool(config["norm_topk_prob"]), **others},
-    )
+def _softmax(config: Config) -> RouterSpec:
+    return RouterSpec(normalized=bool(config["norm_topk_prob"]))
 
 
 # OLMoE (Muennighoff et al., 2024): norms over all queries and over all keys.
@@ -91,10 +22,12 @@ def _experts(config: Config, size: str, **others: Any) -> ExpertsSpec:
 def _olmoe(config: Config) -> BlockSpec:
     if config.get("clip_qkv") is not None:
         raise UnsupportedModelError("clip_qkv, which limits queries, keys and values, is not supported for olmoe")
-    return decoder_block(config, query_key_norm="projection", experts=_experts(config, "intermediate_size"))
+    return decoder_block(
+        config, query_key_norm="projection", experts=experts_of(config, "intermediate_size", _softmax(config))
+    )
 
 
-OLMOE = _row(
+OLMOE = row(
     "olmoe",
     defaults={
         "vocab_size": 50304,
@@ -105,16 +38,15 @@ OLMOE = _row(
         "rms_norm_eps": 1e-5,
     },
     experts=64,
-    router="mlp.gate",
     block=_olmoe,
-    attention=_projections(says("attention_bias"), says("attention_bias")),
+    attention=projections(says("attention_bias"), says("attention_bias")),
 )
 
 
 # Qwen 1.5 MoE, 2 and 3 (Qwen Team, 2024, 2025). The former have shared neurons, which a gate weighs.
 
 
-def _dense_layers(config: Config) -> frozenset[int]:
+def dense_layers(config: Config) -> frozenset[int]:
     """The layers that are no mixtures: those that are named, and all but every `decoder_sparse_step`-th."""
     count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
     step = check_size("decoder_sparse_step", config["decoder_sparse_step"], 2**30)
@@ -135,8 +67,8 @@ def _qwen2_moe(config: Config) -> BlockSpec:
     key = "shared_expert_intermediate_size"
     return decoder_block(
         {**config, "sliding_window": window, "layer_types": types},
-        experts=_experts(config, "moe_intermediate_size", shared=check_size(key, config[key])),
-        dense_layers=_dense_layers(config),
+        experts=experts_of(config, "moe_intermediate_size", _softmax(config), shared=check_size(key, config[key])),
+        dense_layers=dense_layers(config),
     )
 
 
@@ -145,12 +77,11 @@ def _qwen3_moe(config: Config) -> BlockSpec:
     return decoder_block(
         {**config, "sliding_window": window},
         query_key_norm="head",
-        experts=_experts(config, "moe_intermediate_size"),
-        dense_layers=_dense_layers(config),
+        experts=experts_of(config, "moe_intermediate_size", _softmax(config)),
+        dense_layers=dense_layers(config),
     )
 
 
-_QWEN_DENSE = {matrix: f"model.layers.{{i}}.mlp.{matrix}_proj.weight" for matrix in ("up", "gate", "down")}
 _QWEN: dict[str, Any] = {
     "vocab_size": 151936,
     "hidden_size": 2048,
@@ -162,7 +93,7 @@ _QWEN: dict[str, Any] = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": None,
 }
-QWEN2_MOE = _row(
+QWEN2_MOE = row(
     "qwen2_moe",
     defaults={
         **_QWEN,
@@ -175,16 +106,12 @@ QWEN2_MOE = _row(
         "qkv_bias": True,
     },
     experts=60,
-    router="mlp.gate",
     block=_qwen2_moe,
-    attention=_projections(says("qkv_bias"), never),
-    dense_matrices=_QWEN_DENSE,
-    shared_matrices={
-        matrix: f"model.layers.{{i}}.mlp.shared_expert.{matrix}_proj.weight" for matrix in ("up", "gate", "down")
-    },
+    attention=projections(says("qkv_bias"), never),
+    shared_matrices=in_layer(matrices("mlp.shared_expert")),
     ffn_tensors=(ResidentTensor(name="layers.{i}.shared_gate.weight", source="mlp.shared_expert_gate.weight"),),
 )
-QWEN3_MOE = _row(
+QWEN3_MOE = row(
     "qwen3_moe",
     defaults={
         **_QWEN,
@@ -194,14 +121,12 @@ QWEN3_MOE = _row(
         "moe_intermediate_size": 768,
     },
     experts=128,
-    router="mlp.gate",
     block=_qwen3_moe,
-    dense_matrices=_QWEN_DENSE,
-    attention=_projections(says("attention_bias"), says("attention_bias")),
+    attention=projections(says("attention_bias"), says("attention_bias")),
 )
 
 # Mixtral (Jiang et al., 2024).
-MIXTRAL = _row(
+MIXTRAL = row(
     "mixtral",
     defaults={
         "vocab_size": 32000,
@@ -218,9 +143,9 @@ MIXTRAL = _row(
     experts=8,
     router="block_sparse_moe.gate",
     block=lambda config: decoder_block(
-        config, theta=1e6, experts=_experts(config, "intermediate_size", normalized=True)
+        config, theta=1e6, experts=experts_of(config, "intermediate_size", RouterSpec(normalized=True))
     ),
-    attention=_projections(never, never),
+    attention=projections(never, never),
     matrices={
         "up": "block_sparse_moe.experts.{e}.w3",
         "gate": "block_sparse_moe.experts.{e}.w1",
@@ -242,11 +167,11 @@ def _gpt_oss(config: Config) -> BlockSpec:
     if config.get("layer_types") is None:
         count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
         config = {**config, "layer_types": ["full_attention" if i % 2 else "sliding_attention" for i in range(count)]}
-    experts = _experts(config, "intermediate_size", softmax_of="chosen", normalized=False)
+    experts = experts_of(config, "intermediate_size", RouterSpec(score="softmax_of_chosen"))
     return replace(decoder_block(config, theta=150_000.0, experts=experts), activation="clamped_swiglu")
 
 
-GPT_OSS = _row(
+GPT_OSS = row(
     "gpt_oss",
     defaults={
         "vocab_size": 201088,
@@ -278,7 +203,7 @@ GPT_OSS = _row(
     stacked={},
     block=_gpt_oss,
     attention=(
-        *_projections(says("attention_bias"), says("attention_bias")),
+        *projections(says("attention_bias"), says("attention_bias")),
         ResidentTensor(name="layers.{i}.sinks", source="self_attn.sinks"),
     ),
     ffn_tensors=(
@@ -289,4 +214,4 @@ GPT_OSS = _row(
     ),
 )
 
-MIXTURES = (OLMOE, QWEN2_MOE, QWEN3_MOE, MIXTRAL, GPT_OSS)
+PLAIN = (OLMOE, QWEN2_MOE, QWEN3_MOE, MIXTRAL, GPT_OSS)

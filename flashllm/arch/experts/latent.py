@@ -1,0 +1,140 @@
+"""Mixtures of experts with multi-head latent attention (DeepSeek-AI, 2024), a row each.
+
+Checkpoints that predict several tokens have one layer more for that, which is left out.
+"""
+
+from typing import Any
+
+from flashllm.arch.experts.row import SHARED, dense_first, experts_of, grouped_router, row, shared_neurons
+from flashllm.arch.llama.latent import LATENT, LATENT_DEFAULTS, LATENT_NORMS, latent_block
+from flashllm.arch.mixture import RouterSpec
+from flashllm.arch.spec import BlockSpec, Config, check_number, check_size
+from flashllm.errors import UnsupportedModelError
+
+_COMMON: dict[str, Any] = {
+    "is_wide": True,
+    "attention": LATENT,
+    "head_norms": LATENT_NORMS,
+    "shared_matrices": SHARED,
+}
+_ROTARY = "model.layers.*.self_attn.rotary_emb.inv_freq"
+
+
+def _latent_experts(config: Config, router: RouterSpec, **traits: Any) -> BlockSpec:
+    return latent_block(
+        config,
+        experts=experts_of(config, "moe_intermediate_size", router, shared=shared_neurons(config, "n_shared_experts")),
+        dense_layers=dense_first(config),
+        **traits,
+    )
+
+
+# DeepSeek-V2 and V2-Lite (DeepSeek-AI, 2024): a softmax, never normalised; groups by their highest.
+
+
+def _deepseek_v2(config: Config) -> BlockSpec:
+    method = config["topk_method"]
+    if method not in ("greedy", "group_limited_greedy"):
+        raise UnsupportedModelError(f"topk_method {str(method)[:80]!r} is not supported for deepseek_v2")
+    grouped = method == "group_limited_greedy"
+    router = RouterSpec(
+        groups=check_size("n_group", config["n_group"]) if grouped else 1,
+        chosen_groups=check_size("topk_group", config["topk_group"]) if grouped else 1,
+        groups_by="one",
+        factor=check_number("routed_scaling_factor", config["routed_scaling_factor"]),
+    )
+    return _latent_experts({**config, "rope_interleave": True}, router)
+
+
+DEEPSEEK_V2 = row(
+    "deepseek_v2",
+    defaults={
+        **LATENT_DEFAULTS,
+        "vocab_size": 102400,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+        "moe_intermediate_size": 1407,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 0,
+        "topk_method": "greedy",
+        "n_group": None,
+        "topk_group": None,
+        "routed_scaling_factor": 1.0,
+    },
+    experts=64,
+    block=_deepseek_v2,
+    **_COMMON,
+)
+
+# DeepSeek-V3 (DeepSeek-AI, 2024), R1, and Kimi K2 (Moonshot AI, 2025), which is the same.
+DEEPSEEK_V3 = row(
+    "deepseek_v3",
+    defaults={
+        **LATENT_DEFAULTS,
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "max_position_embeddings": 4096,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+    },
+    experts=256,
+    choice="mlp.gate.e_score_correction_bias",
+    block=lambda config: _latent_experts(config, grouped_router(config)),
+    ignored=(_ROTARY, "model.layers.61.*"),
+    **_COMMON,
+)
+
+# GLM-4.7-Flash (Z.ai, 2026). Its latent norms have the epsilon of all others: so the vendor's later code and other
+# engines have it, while transformers 5.23 has DeepSeek's.
+
+
+def _glm4_lite(config: Config) -> BlockSpec:
+    kinds, count = config["mlp_layer_types"], config["num_hidden_layers"]
+    if kinds is None:
+        config = {**config, "mlp_layer_types": ["dense", *["sparse"] * (count - 1)]}
+    epsilon = check_number("rms_norm_eps", config["rms_norm_eps"])
+    return _latent_experts(config, grouped_router(config), norm_epsilon=epsilon)
+
+
+GLM4_LITE = row(
+    "glm4_moe_lite",
+    defaults={
+        **LATENT_DEFAULTS,
+        "vocab_size": 154880,
+        "hidden_size": 2048,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 47,
+        "num_attention_heads": 20,
+        "max_position_embeddings": 202752,
+        "rms_norm_eps": 1e-5,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "moe_intermediate_size": 1536,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.8,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "mlp_layer_types": None,
+    },
+    experts=64,
+    choice="mlp.gate.e_score_correction_bias",
+    block=_glm4_lite,
+    ignored=(_ROTARY, "model.layers.47.*"),
+    **_COMMON,
+)
+
+WITH_LATENT = (DEEPSEEK_V2, DEEPSEEK_V3, GLM4_LITE)

@@ -1,0 +1,129 @@
+"""Shared by mixtures of experts: a row under Llama's names, and the values of the usual config keys.
+
+Knows no model_type.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from flashllm.arch.family import decoder
+from flashllm.arch.llama.names import BEFORE
+from flashllm.arch.mixture import ExpertsSpec, RouterSpec
+from flashllm.arch.spec import MAX_LAYERS, Config, check_number, check_size
+from flashllm.arch.tensors import ArchitectureSpec, ResidentTensor, mixtures
+
+_DEFAULTS: dict[str, Any] = {
+    "num_attention_heads": 16,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "num_experts": None,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": False,
+}
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def matrices(of: str) -> dict[str, str]:
+    """The FFN's matrices under Llama's names below `of`."""
+    return {matrix: f"{of}.{matrix}_proj" for matrix in ("up", "gate", "down")}
+
+
+def in_layer(names: Mapping[str, str]) -> dict[str, str]:
+    """The weights' state_dict names of names within a layer."""
+    return {matrix: f"model.layers.{{i}}.{name}.weight" for matrix, name in names.items()}
+
+
+def row(
+    model_type: str,
+    *,
+    defaults: Mapping[str, Any],
+    experts: int | None,
+    router: str = "mlp.gate",
+    is_wide: bool = False,
+    choice: str | None = None,
+    newer_choice: str | None = None,
+    **others: Any,
+) -> ArchitectureSpec:
+    """A model_type whose config says how many experts there are, or means `experts`. Names within a layer: of the
+    `router`, which computes in fp32 where it `is_wide`, and of the bias of the `choice`, if there is one, which
+    transformers 5 may call `newer_choice`."""
+
+    def derived(config: Config) -> Mapping[str, Any]:
+        given = (config.get(key) for key in _COUNTS)
+        return {"num_experts": next((count for count in given if count is not None), experts)}
+
+    values: dict[str, Any] = {
+        "matrices": matrices("mlp.experts.{e}"),
+        "dense_matrices": in_layer(matrices("mlp")),
+        "norms": BEFORE,
+        **others,
+    }
+    one = in_layer(values["matrices"])
+    # transformers 5's names of the router, and of its bias: their places within a layer, and the checkpoints'.
+    newer = {"mlp.gate.weight": f"{router}.weight"} | ({newer_choice: choice} if choice and newer_choice else {})
+    renamed = {f"model.layers.{{i}}.{new}": f"model.layers.{{i}}.{old}" for new, old in newer.items() if new != old}
+    named = [ResidentTensor(name=f"layers.{{i}}.{'wide_' if is_wide else ''}router.weight", source=f"{router}.weight")]
+    named += [] if choice is None else [ResidentTensor(name="layers.{i}.choice.bias", source=choice)]
+    return decoder(
+        model_type,
+        defaults={**_DEFAULTS, **defaults},
+        derived=derived,
+        ffn_tensors=tuple(replace(tensor, layers=mixtures) for tensor in (*named, *values.pop("ffn_tensors", ()))),
+        **{
+            "ignored": ("model.layers.*.self_attn.rotary_emb.inv_freq",),
+            "renamed": renamed,
+            "stacked": {  # as transformers 5 has them in memory
+                "model.layers.{i}.mlp.experts.gate_up_proj": (one["gate"], one["up"]),
+                "model.layers.{i}.mlp.experts.down_proj": (one["down"],),
+            },
+            **values,
+        },
+    )
+
+
+def experts_of(
+    config: Config, size: str, router: RouterSpec, *, chosen: str = "num_experts_per_tok", shared: int = 0
+) -> ExpertsSpec:
+    """Those of a config that names the neurons of one under `size`."""
+    return ExpertsSpec(
+        count=check_size("num_experts", config["num_experts"]),
+        chosen=check_size(chosen, config[chosen]),
+        size=check_size(size, config[size]),
+        shared=shared,
+        router=router,
+    )
+
+
+def shared_neurons(config: Config, key: str, size: str = "moe_intermediate_size") -> int:
+    """Neurons that every token uses: as many experts as the config says under `key`."""
+    return int(config[key] and check_size(key, config[key])) * check_size(size, config[size])
+
+
+def grouped_router(config: Config, factor: str = "routed_scaling_factor") -> RouterSpec:
+    """DeepSeek-V3's router (2024): sigmoids, groups by the sum of two, a factor of the weights."""
+    return RouterSpec(
+        score="sigmoid",
+        groups=check_size("n_group", config.get("n_group") or 1),
+        chosen_groups=check_size("topk_group", config.get("topk_group") or 1),
+        normalized=bool(config["norm_topk_prob"]),
+        epsilon=1e-20,
+        factor=check_number(factor, 1.0 if config[factor] is None else config[factor]),
+    )
+
+
+def dense_first(config: Config, key: str = "first_k_dense_replace") -> frozenset[int]:
+    """The layers that are no mixtures: those that `mlp_layer_types` calls so, or as many from the first on."""
+    count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        return frozenset(range(min(config.get(key) or 0, count)))
+    if not isinstance(kinds, list) or len(kinds) != count or set(kinds) - {"dense", "sparse"}:
+        raise ValueError(f"mlp_layer_types must be a list of {count} names, each dense or sparse")
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind == "dense")
+
+
+SHARED = in_layer(matrices("mlp.shared_experts"))

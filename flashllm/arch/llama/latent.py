@@ -1,0 +1,177 @@
+"""Models under Llama's names with multi-head latent attention (DeepSeek-AI, 2024: DeepSeek-V2).
+
+A checkpoint's `kv_b_proj` has, head by head, the rows that make a plain key of the latent row and those that make a
+value. The plain rows are read turned, so that they bring a query to the latent space.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from flashllm.arch.family import decoder_block, linear_tensors, says
+from flashllm.arch.llama.names import row
+from flashllm.arch.rotary import rope_parameters
+from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, Latent, check_number, check_size
+from flashllm.arch.tensors import ArchitectureSpec, Part, ResidentTensor
+
+_EPSILON = 1e-6  # of the latent norms, whatever the config says of the others: the vendors' code has it
+
+
+def latent_block(
+    config: Config,
+    *,
+    norm_epsilon: float = _EPSILON,
+    rotary_style: Literal["half", "interleaved"] | None = None,
+    **traits: Any,
+) -> BlockSpec:
+    """`decoder_block` with latent attention. `norm_epsilon`: of the latent norms; `rotary_style`: where the config has
+    no `rope_interleave`."""
+    rank, rotated, plain = (check_size(key, config[key]) for key in _SIZES[:3])
+    if rotary_style is None:
+        rotary_style = "interleaved" if config["rope_interleave"] else "half"
+    keys = ("rope_scaling", "rope_parameters", "partial_rotary_factor")
+    bare = {key: value for key, value in config.items() if key not in keys}
+    rope = {key: value for key, value in rope_parameters(config).items() if key != "partial_rotary_factor"}
+    return decoder_block(
+        {**bare, "rope_parameters": rope, "head_dim": rotated, "num_key_value_heads": 1},
+        head_dim=rank + rotated,
+        query_scale=(plain + rotated) ** -0.5 * _yarn_scale(rope) ** 2,
+        rotary_style=rotary_style,
+        latent=Latent(
+            rank=rank,
+            plain_dim=plain,
+            value_dim=check_size("v_head_dim", config["v_head_dim"]),
+            query_rank=config["q_lora_rank"],
+            norm_epsilon=norm_epsilon,
+        ),
+        **traits,
+    )
+
+
+def _yarn_scale(rope: Mapping[str, Any]) -> float:
+    """What queries and keys are scaled by where a rope type says so of all their dimensions."""
+    if rope.get("rope_type", rope.get("type", "default")) == "default" or not rope.get("mscale_all_dim"):
+        return 1.0
+    factor, scale = check_number("factor", rope.get("factor")), check_number("mscale_all_dim", rope["mscale_all_dim"])
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+_SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "num_attention_heads")
+
+
+def _plain_rows(config: Config) -> Part:
+    """Of `kv_b_proj`, those of the heads' plain keys."""
+    _, _, plain, value, heads = (check_size(key, config[key]) for key in _SIZES)
+    return Part(count=plain, step=plain + value, repeats=heads, turned=True)
+
+
+def _value_rows(config: Config) -> Part:
+    _, _, plain, value, heads = (check_size(key, config[key]) for key in _SIZES)
+    return Part(first=plain, count=value, step=plain + value, repeats=heads)
+
+
+def _has_two(config: Config) -> bool:
+    """Models whose query's projection has two halves."""
+    return config["q_lora_rank"] is not None
+
+
+def _has_one(config: Config) -> bool:
+    return config["q_lora_rank"] is None
+
+
+LATENT = (
+    ResidentTensor(name="layers.{i}.query_down.weight", source="self_attn.q_a_proj.weight", when=_has_two),
+    ResidentTensor(
+        name="layers.{i}.query_down.bias",
+        source="self_attn.q_a_proj.bias",
+        when=lambda config: _has_two(config) and bool(config["attention_bias"]),
+    ),
+    ResidentTensor(name="layers.{i}.query.weight", source="self_attn.q_proj.weight", when=_has_one),
+    ResidentTensor(name="layers.{i}.query.weight", source="self_attn.q_b_proj.weight", when=_has_two),
+    *linear_tensors("layers.{i}.key", "self_attn.kv_a_proj_with_mqa", bias=says("attention_bias")),
+    ResidentTensor(name="layers.{i}.key_up.weight", source="self_attn.kv_b_proj.weight", part=_plain_rows),
+    ResidentTensor(name="layers.{i}.value.weight", source="self_attn.kv_b_proj.weight", part=_value_rows),
+    *linear_tensors("layers.{i}.out", "self_attn.o_proj", bias=says("attention_bias")),
+)
+LATENT_NORMS = {"query_norm": "self_attn.q_a_layernorm", "key_norm": "self_attn.kv_a_layernorm"}
+LATENT_DEFAULTS: dict[str, Any] = {
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "rope_interleave": True,
+    "attention_bias": False,
+    "rms_norm_eps": 1e-6,
+}
+
+
+def _row(model_type: str, *, defaults: Mapping[str, Any], **others: Any) -> ArchitectureSpec:
+    values: dict[str, Any] = {"block": latent_block, "attention": LATENT, "head_norms": LATENT_NORMS, **others}
+    return row(model_type, defaults={**LATENT_DEFAULTS, **defaults}, **values)
+
+
+# Youtu (Tencent, 2026).
+YOUTU = _row(
+    "youtu",
+    defaults={
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_attention_heads": 16,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+    },
+)
+
+
+# MiniCPM 3 (OpenBMB, 2024): embedding, residuals and logits are scaled.
+
+
+def _minicpm3(config: Config) -> BlockSpec:
+    width = check_size("hidden_size", config["hidden_size"])
+    layers = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
+    depth, base = config["scale_depth"], config["dim_model_base"]
+    return latent_block(
+        config,
+        rotary_style="half",
+        embedding_scale=check_number("scale_emb", config["scale_emb"]),
+        residual_scale=1.0 if depth is None else check_number("scale_depth", depth) / math.sqrt(layers),
+        logit_scale=1.0 if base is None else check_size("dim_model_base", base) / width,
+    )
+
+
+def _of_width(config: Config) -> Mapping[str, Any]:
+    if config["v_head_dim"] is not None:
+        return {}
+    width, heads = (check_size(key, config[key]) for key in ("hidden_size", "num_attention_heads"))
+    return {"v_head_dim": width // heads}
+
+
+MINICPM3 = _row(
+    "minicpm3",
+    defaults={
+        "vocab_size": 73448,
+        "hidden_size": 2560,
+        "intermediate_size": 6400,
+        "num_hidden_layers": 62,
+        "num_attention_heads": 40,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "mlp_bias": False,
+        "q_lora_rank": 768,
+        "kv_lora_rank": 256,
+        "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 64,
+        "v_head_dim": None,
+        "scale_emb": 12,
+        "scale_depth": 1.4,
+        "dim_model_base": 256,
+    },
+    block=_minicpm3,
+    derived=_of_width,
+    ffn_bias=says("mlp_bias"),
+)
+
+LATENT_DENSE = (YOUTU, MINICPM3)
