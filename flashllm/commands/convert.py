@@ -48,6 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "tokens are used: slower, and loses less. Some 10,000 tokens of the kind that the model will see are enough",
     )
     parser.add_argument(
+        "--in-place",
+        action="store_true",
+        help="leave the experts of a quantised GGUF file where they are, and read them there: DST holds the rest, and "
+        "the file must stay as it is",
+    )
+    parser.add_argument(
         "--gate",
         choices=("rows", "resident", "4bit"),
         help="where the gates of a gated FFN go. rows: to flash, with the neurons (default). resident: into memory, a "
@@ -83,6 +89,8 @@ def main(args: argparse.Namespace) -> int:
 
     if args.text is not None and args.sparsify is None:
         raise UsageError("--text is the text by which --sparsify chooses thresholds; give both, or neither")
+    if args.in_place and (args.calibrate, args.sparsify, args.bits, args.resident_bits) != (None,) * 4:
+        raise UsageError("--in-place leaves experts as the file has them: it does not go with options for other codes")
     if args.calibrate is not None and args.sparsify is not None:
         raise UsageError("--calibrate and --sparsify do not go together yet; give one of them")
     try:
@@ -136,6 +144,7 @@ def _convert(args: argparse.Namespace, source: Path, name: str | None, bars: Exi
     choices["predictors"] = not args.no_predictors
     if args.calibrate is None:
         choices["keep"] = args.bits is None and args.resident_bits is None
+        choices["in_place"] = args.in_place
         manifest = convert(source, args.dst, source_name=name, say=say, progress=progress, **choices)
     else:
         calibrating = bar("calibrate", "layers")

@@ -17,7 +17,6 @@ from flashllm.config import RunConfig
 from flashllm.engine.model import Model
 from flashllm.errors import FlashError
 from flashllm.format.model_dir import ModelDir
-from flashllm.format.model_files import FFN
 from flashllm.format.rows import measured_as
 from flashllm.generate.draft_model import opened_draft
 from flashllm.generate.grammar import Constraint, Grammars
@@ -71,11 +70,13 @@ def open_session(
 def profile_drive(args: argparse.Namespace, path: Path, config: RunConfig) -> None:
     """Take a quick profile, unless --no-profile says not, where the run will read neurons from flash and has no fresh
     one. What is wrong with the model or the limit is said where it is loaded."""
-    file = path / FFN
-    if args.no_profile or not config.direct or not file.exists() or file.stat().st_size < WORTH_NBYTES:
+    if args.no_profile or not config.direct:
         return
     try:
         model = ModelDir.open(path)
+        file = model.rows_file
+        if file.stat().st_size < WORTH_NBYTES:
+            return
         rows = model.manifest.rows
         encodings = {rows.encoding_of(matrix).name for matrix in rows.matrices} | {model.manifest.dtype}
         process, available = process_nbytes(), available_nbytes()

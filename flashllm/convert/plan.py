@@ -37,6 +37,7 @@ from flashllm.convert.storage import ResidentEntry, Sources, Storage, storage_of
 from flashllm.convert.tokenizer import TOKENIZER, make_tokenizer
 from flashllm.convert.untrained.predictor import coded_gates_nbytes, default_rank, untrained_nbytes
 from flashllm.errors import FormatError, UnsupportedModelError, UsageError
+from flashllm.format.in_place import InPlace, lying_experts, stored_layouts
 from flashllm.format.model_files import ffn_tensor
 from flashllm.format.rows import RowLayout
 from flashllm.format.safetensors import encode_header
@@ -70,11 +71,25 @@ class ConversionPlan:
     own_predictors: OwnPredictors | None = None  # of the checkpoint, which are the model's
     coded: CodedWeights | None = None  # what is written as it is
     kept: KeptWeights | None = None  # `coded`, where it is the checkpoint's own
+    in_place: InPlace | None = None  # experts that stay where they are
+    not_in_place: str | None = None  # why none do, though they were to
 
     @property
     def ffn_nbytes(self) -> int:
         """Size of `ffn.safetensors`."""
-        return len(self.ffn_header) + sum(layout.layer_nbytes for layout in self.layouts)
+        return len(self.ffn_header) + sum(layout.layer_nbytes for layout in self.layouts if layout is not None)
+
+    @property
+    def lying_nbytes(self) -> int:
+        """Bytes of experts that stay where they are."""
+        layers = () if self.in_place is None else self.in_place.layers
+        return sum(each.nbytes for layer in layers for each in layer) * self.architecture.experts
+
+    @property
+    def stream_block_rows(self) -> int:
+        """`RowLayout.stream_block_rows`, but whole experts where they are read from another file."""
+        rows, size = self.layout.stream_block_rows, self.architecture.unit_rows
+        return rows if self.in_place is None else max(1, rows // size) * size
 
     @property
     def resident_nbytes(self) -> int:
@@ -99,9 +114,13 @@ class ConversionPlan:
         scales = f"; scales of the down columns in memory, {format_size(nbytes)}" if nbytes else ""
         left = self.kept.left if self.kept is not None else ()
         rest = f"; {len(left)} matrices, {left[0]} the first, dequantised to {self.dtype.name}" if left else ""
-        return (
-            f"the bits of {self.checkpoint.path.name} are kept: neurons {matrices}{scales}{rest}; --bits encodes anew"
-        )
+        where = ""
+        if self.in_place is not None:
+            where = f"; {format_size(self.lying_nbytes)} of experts stay in it and are read there"
+        elif self.not_in_place is not None:
+            where = f"; experts are copied, as {self.not_in_place}"
+        name = self.checkpoint.path.name
+        return f"the bits of {name} are kept: neurons {matrices}{scales}{rest}{where}; --bits encodes anew"
 
     def identity(self) -> dict[str, Any]:
         """The identity that a partial directory must have to be resumed: the source, the options, the layout."""
@@ -125,14 +144,18 @@ class ConversionPlan:
             **own,
         }
 
+    def lying_experts(self, layer: int) -> int:
+        """Experts of a layer that stay where they are."""
+        return lying_experts(self.architecture, self.in_place, layer)
+
     @property
-    def layouts(self) -> list[RowLayout]:
-        """The layout of every layer's rows."""
-        return [self.layout.of_width(width) for width in self.architecture.every_width]
+    def layouts(self) -> list[RowLayout | None]:
+        """The layout of every layer's rows that are written; None where none are."""
+        return stored_layouts(self.architecture, self.layout, self.in_place)
 
     def bundles(self, layer: int) -> Iterator[dict[str, Claim]]:
-        """Places of a layer's neurons, in their order: the FFN's matrices, or those of each expert."""
-        for name in bundle_names(self.architecture, layer):
+        """Places of a layer's neurons that are written, in their order: the FFN's matrices, or those of each expert."""
+        for name in bundle_names(self.architecture, layer)[self.lying_experts(layer) :]:
             yield {matrix: self.claims[f"{name}{matrix}.weight"] for matrix in self.architecture.matrices}
 
     def dtype_of(self, name: str) -> WeightDtype:
@@ -157,6 +180,7 @@ def plan_conversion(checkpoint: Checkpoint, **choices: Unpack[Choices]) -> Conve
     _check_gate(checkpoint, architecture, gate)
     storage = storage_of(Sources(checkpoint, names, claimed), architecture, target, choices)
     layout, kept, entries = storage.layout, storage.kept, storage.entries
+    in_place = storage.in_place
     # Other gates than those in the rows name the active neurons themselves.
     wants_predictors = choices.get("predictors", False) and architecture.sparse and gate == "rows"
     own = checkpoint.predictors if wants_predictors else None
@@ -164,8 +188,9 @@ def plan_conversion(checkpoint: Checkpoint, **choices: Unpack[Choices]) -> Conve
     if companions and (tokenizer := make_tokenizer(checkpoint.path, companions)) is not None:
         made[TOKENIZER] = tokenizer
     ffn = [
-        (ffn_tensor(layer), layout.safetensors_dtype, layout.of_width(width).shape)
-        for layer, width in enumerate(architecture.every_width)
+        (ffn_tensor(layer), layout.safetensors_dtype, each.shape)
+        for layer, each in enumerate(stored_layouts(architecture, layout, in_place))
+        if each is not None
     ]
     return ConversionPlan(
         checkpoint=checkpoint,
@@ -190,6 +215,8 @@ def plan_conversion(checkpoint: Checkpoint, **choices: Unpack[Choices]) -> Conve
         coded_gates=gate == "4bit",
         coded=choices.get("coded") if kept is None else kept,
         kept=kept,
+        in_place=in_place,
+        not_in_place=storage.not_in_place,
     )
 
 

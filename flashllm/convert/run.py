@@ -24,12 +24,14 @@ from flashllm.base.units import format_size
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.checkpoint.source import Checkpoint, OwnPredictors
 from flashllm.convert.choices import Choices
+from flashllm.convert.kept.in_place import slice_sums
 from flashllm.convert.known import KNOWN
 from flashllm.convert.plan import ConversionPlan, plan_conversion
 from flashllm.convert.storage import ResidentEntry
 from flashllm.convert.untrained.file import made_predictors
 from flashllm.convert.weights import Weights
 from flashllm.errors import FlashIOError, UsageError
+from flashllm.format.in_place import SliceReader
 from flashllm.format.manifest import MANIFEST, PARTIAL_SUFFIX, Manifest
 from flashllm.format.manifest_values import FileEntry, Source
 from flashllm.format.model_files import FFN, PREDICTORS, RESIDENT
@@ -135,10 +137,15 @@ class _Conversion:
         self._together = checksum_rows(layout, plan.architecture)
         self._rows = np.empty((layout.stream_block_rows, layout.stride), np.uint8)
         self._weights = Weights(plan)
+        self._slices: SliceReader | None = None  # of experts that stay where they are
 
     def run(self, dst: Path, source_name: str) -> Manifest:
         """1. neurons, 2. everything else, 3. predictors, 4. the manifest, 5. the name."""
-        self._write_ffn()
+        if self._plan.in_place is None:
+            self._write_ffn()
+        else:
+            with SliceReader(self._plan.in_place, self._plan.architecture, self._plan.layout) as self._slices:
+                self._write_ffn()
         self._write_resident()
         for path in self._plan.companions:
             self._copy(path)
@@ -161,7 +168,8 @@ class _Conversion:
             activations=self._plan.activations,
             checksum_rows=max(self._together),
             files=self._files,
-            stream_block_rows=self._plan.layout.stream_block_rows,
+            stream_block_rows=self._plan.stream_block_rows,
+            in_place=self._plan.in_place,
             source=Source(name=source_name, dtype=self._plan.source_dtype.name),
         )
         manifest.save(self._partial.path)
@@ -174,7 +182,7 @@ class _Conversion:
             self._write(writer, FFN, memoryview(plan.ffn_header))
             self._resume(writer)
             for layer in range(len(self._checksums), plan.architecture.num_layers):
-                checksums = []
+                checksums = self._lying_sums(layer)
                 for rows in self._blocks(layer):
                     self._write(writer, FFN, rows.data)
                     checksums.append(row_checksums(rows, self._together[layer]))
@@ -188,15 +196,25 @@ class _Conversion:
     def _step(self, layer: int) -> dict[str, Any]:
         """A finished layer's journal line. Its rows are represented by their checksums."""
         digest = hashlib.sha256(self._checksums[layer].data).hexdigest()
-        return {"layer": layer, "nbytes": self._layouts[layer].layer_nbytes, "checksums_sha256": digest}
+        layout = self._layouts[layer]
+        return {"layer": layer, "nbytes": 0 if layout is None else layout.layer_nbytes, "checksums_sha256": digest}
+
+    def _lying_sums(self, layer: int) -> list[NDArray[np.uint64]]:
+        """The checksums of the layer's experts that stay where they are."""
+        plan = self._plan
+        if self._slices is None or plan.in_place is None or not plan.lying_experts(layer):
+            return []
+        where, name = (plan.in_place, plan.architecture, plan.layout), plan.checkpoint.path.name
+        return [slice_sums(self._slices, where, layer, lambda nbytes: self._report(name, nbytes))]
 
     def _resume(self, writer: HashingWriter) -> None:
         """Reread the layers of earlier runs, as far as they are what the journal says."""
         for layout, together, step in zip(self._layouts, self._together, self._partial.steps, strict=False):
-            mark, checksums = writer.mark(), []
+            mark, checksums = writer.mark(), self._lying_sums(len(self._checksums))
+            num_rows = 0 if layout is None else layout.num_rows
             block = self._rows[: len(self._rows) // together * together]
-            for first in range(0, layout.num_rows, len(block)):
-                rows = block[: layout.num_rows - first]
+            for first in range(0, num_rows, len(block)):
+                rows = block[: num_rows - first]
                 writer.reread(rows.reshape(-1).data)
                 checksums.append(row_checksums(rows, together))
             self._checksums.append(np.concatenate(checksums))
@@ -204,7 +222,7 @@ class _Conversion:
                 writer.rewind(mark)
                 self._checksums.pop()
                 break
-            self._report(FFN, layout.layer_nbytes)
+            self._report(FFN, num_rows * self._plan.layout.stride)
         if len(self._checksums) != len(self._partial.steps):
             self._partial.restart_journal(self._plan.identity(), self._partial.steps[: len(self._checksums)])
 
@@ -215,7 +233,8 @@ class _Conversion:
             for rows in self._weights.bundle(bundle, self._rows):
                 done += len(rows)
                 yield rows
-        num_rows = self._layouts[layer].num_rows
+        layout = self._layouts[layer]
+        num_rows = 0 if layout is None else layout.num_rows
         for first in range(done, num_rows, len(self._rows)):
             rows = self._rows[: num_rows - first]
             rows[:] = 0
@@ -261,4 +280,4 @@ class _Conversion:
     def _report(self, what: str, nbytes: int) -> None:
         self._done_nbytes += nbytes
         if self._progress is not None:
-            self._progress(what, self._done_nbytes, self._plan.total_nbytes)
+            self._progress(what, self._done_nbytes, self._plan.total_nbytes + self._plan.lying_nbytes)

@@ -14,8 +14,10 @@ from flashllm.base.dtypes import WeightDtype
 from flashllm.convert.checkpoint.escapes import held_by_bf12
 from flashllm.convert.checkpoint.source import Checkpoint
 from flashllm.convert.choices import Choices
+from flashllm.convert.kept.in_place import choose_in_place
 from flashllm.convert.kept.weights import KeptWeights, keep_weights, most_common
 from flashllm.errors import UsageError
+from flashllm.format.in_place import InPlace, checksum_counts
 from flashllm.format.model_files import checksums_tensor, gate_tensor, is_coded_matrix, plane_tensors
 from flashllm.format.model_files import resident_encoding as stored_as
 from flashllm.format.rows import RowEncoding, RowLayout, checksum_rows
@@ -59,6 +61,8 @@ class Storage(NamedTuple):
     others: dict[str, str]  # by name, those that are stored otherwise
     kept: KeptWeights | None
     entries: tuple[ResidentEntry, ...]  # of the resident file, in its order
+    in_place: InPlace | None = None  # experts that stay where they are
+    not_in_place: str | None = None  # why none do, though they were to
 
 
 def storage_of(sources: Sources, architecture: Architecture, target: WeightDtype, choices: Choices) -> Storage:
@@ -99,7 +103,9 @@ def storage_of(sources: Sources, architecture: Architecture, target: WeightDtype
         matrices=("up", "down") if choices.get("gate") == "resident" else architecture.matrices,
         down_encoding=None if down == up else down,
     )
-    storage = Storage(layout, resident, others, kept, ())
+    lying = choose_in_place(kept, architecture, layout) if choices.get("in_place") else None
+    in_place, reason = (None, lying) if isinstance(lying, str) else (lying, None)
+    storage = Storage(layout, resident, others, kept, (), in_place, reason)
     return storage._replace(entries=_entries(sources, architecture, target, storage))
 
 
@@ -116,11 +122,10 @@ def _entries(
     for claim in (sources.claims[name] for name in stored):
         encoding = stored_as(claim.name, target.name, storage.resident, layout.encoding, storage.others)
         entries.append(_resident_entry(claim, sources.names[claim.source], encoding))
-    together = checksum_rows(layout, architecture)
-    checksums = [-(-each.num_rows // rows) for each, rows in zip(layouts, together, strict=True)]
+    counts = checksum_counts(architecture, layout, storage.in_place, checksum_rows(layout, architecture))
     entries += [
         ResidentEntry(name=checksums_tensor(layer), code="U64", shape=(count,), itemsize=8, layer=layer)
-        for layer, count in enumerate(checksums)
+        for layer, count in enumerate(counts)
     ]
     for layer, form in enumerate(kept.down_scales if kept is not None else ()):
         entries += [

@@ -15,6 +15,7 @@ from flashllm import _core
 from flashllm.config import Backend, RunConfig
 from flashllm.engine.resident import Tensors, read_tensors
 from flashllm.engine.state import NeuronCache
+from flashllm.format.in_place import block_rows, slice_rows
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import (
@@ -68,13 +69,15 @@ class _Builder:
             for layer in range(self._manifest.architecture.num_layers)
         ]
         offsets = _row_offsets(self._path / FFN, self._manifest)
+        experts = self._lying_experts(checksums)
         stream = _core.RowStream(
             self._stream_reader,
             self._file,
             [
-                (offsets[layer], layout.num_rows, checksums[layer], self._manifest.checksum_rows_of(layer))
-                for layer, layout in enumerate(self._manifest.layouts)
+                (offsets[layer], num_rows, checksums[layer], self._manifest.checksum_rows_of(layer))
+                for layer, num_rows in enumerate(self._manifest.num_rows)
             ],
+            experts=experts,
             stride=self._manifest.rows.stride,
             block_rows=self._manifest.stream_block_rows,
             ahead=self._plan.memory.read_ahead,
@@ -93,7 +96,7 @@ class _Builder:
             row_format=self._manifest.rows.native(inputs),
             stream=stream,
             source=self._neuron_source(),
-            caches=self._caches(checksums, offsets),
+            caches=self._caches(checksums, offsets, experts),
             pool=self._pool,
             counters=self._counters,
             block_tokens=self._plan.memory.prompt_tokens,
@@ -129,11 +132,16 @@ class _Builder:
             min(choice.depth, STREAM_THREADS), max_request=MAX_REQUEST, verify=config.verify_checksums
         )
         self._file = _core.DirectFile(str(self._path / FFN), direct=config.direct)
-        if config.direct and not self._file.direct:
-            self._notices.append(
-                f"direct I/O is not available for {self._path} ({self._file.fallback_reason}): reads go through the "
-                "page cache, which is not counted in the memory plan and makes timings those of memory, not of flash"
-            )
+        self._note_buffered([self._file])
+
+    def _note_buffered(self, files: Sequence[_core.DirectFile]) -> None:
+        """Say where files are not read directly, though they were to be."""
+        for file in files if self._config.direct else ():
+            if not file.direct:
+                self._notices.append(
+                    f"direct I/O is not available for {file.path} ({file.fallback_reason}): reads go through the page "
+                    "cache, which is not counted in the memory plan and makes timings those of memory, not of flash"
+                )
 
     def _load_resident(self) -> Tensors:
         """Resident weights by canonical name. Meanwhile the neuron caches' memory is made real, so that the first
@@ -177,7 +185,38 @@ class _Builder:
             split_rows=not ablation.bundled,
         )
 
-    def _caches(self, checksums: list[NDArray[np.uint64]], offsets: list[int]) -> list[_core.LayerRows | None]:
+    def _lying_experts(self, checksums: list[NDArray[np.uint64]]) -> list[_core.LyingExperts | None]:
+        """The experts of each layer that lie in another file."""
+        manifest, in_place = self._manifest, self._manifest.in_place
+        if in_place is None:
+            return [None] * manifest.architecture.num_layers
+        files = [_core.DirectFile(file.path, direct=self._config.direct) for file in in_place.files]
+        self._note_buffered(files)
+        size, rows_of = manifest.architecture.unit_rows, slice_rows(manifest.architecture, manifest.rows)
+
+        def of_layer(layer: int) -> _core.LyingExperts | None:
+            slices = in_place.layers[layer]
+            if not slices:
+                return None
+            parts = zip(slices, rows_of, block_rows(slices, manifest.rows, size), strict=True)
+            return _core.LyingExperts(
+                [
+                    (files[each.file], each.offset, each.nbytes, each.piece_nbytes(rows), unpacking)
+                    for each, rows, unpacking in parts
+                ],
+                count=manifest.architecture.experts,
+                size=size,
+                checksums=checksums[layer],
+            )
+
+        return [of_layer(layer) for layer in range(manifest.architecture.num_layers)]
+
+    def _caches(
+        self,
+        checksums: list[NDArray[np.uint64]],
+        offsets: list[int],
+        experts: list[_core.LyingExperts | None],
+    ) -> list[_core.LayerRows | None]:
         """Rows of each layer that has a neuron cache."""
         manifest, popularity = self._manifest, self._plan.popularity
         unit = manifest.architecture.unit_rows
@@ -189,6 +228,7 @@ class _Builder:
                 offset=offsets[layer],
                 checksums=checksums[layer],
                 checksum_rows=manifest.checksum_rows_of(layer),
+                experts=experts[layer],
                 popularity=None if popularity is None else np.ascontiguousarray(popularity[layer][::unit]),
             )
             for layer in range(manifest.architecture.num_layers)
@@ -249,6 +289,7 @@ class _KeptRows:
 
 
 def _row_offsets(path: Any, manifest: Manifest) -> list[int]:
-    """Byte offset of each layer's row 0."""
-    header = read_header(path)
-    return [header.tensors[ffn_tensor(layer)].offset for layer in range(manifest.architecture.num_layers)]
+    """Byte offset of each layer's first row in the file; 0 where it has none there."""
+    header, layers = read_header(path), range(manifest.architecture.num_layers)
+    tensors = [header.tensors.get(ffn_tensor(layer)) for layer in layers]
+    return [0 if tensor is None else tensor.offset for tensor in tensors]

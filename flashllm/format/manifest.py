@@ -1,13 +1,14 @@
 """`flashllm.json`: what a model directory holds, in one checked value. The format:
 
  1. a JSON object with exactly the keys of `Manifest` (and of the values in it), but that `resident_encoding`,
-    `other_encodings`, `activations`, `checksum_rows`, `sparsity`, `quality`, a row's `down_encoding` and what the
-    architecture says of experts and of layers that differ are there only where the model has them (`down_scales` with
-    down columns whose scales are resident); unknown keys are errors;
+    `other_encodings`, `activations`, `checksum_rows`, `sparsity`, `quality`, `in_place`, a row's `down_encoding` and
+    what the architecture says of experts and of layers that differ are there only where the model has them
+    (`down_scales` with down columns whose scales are resident); unknown keys are errors;
  2. `files` lists every file but the manifest, each directly in the directory, no symbolic link, with size and SHA-256;
  3. it is written last and replaced atomically: a directory without it is not a model;
  4. rows of a mixture of experts are those of its experts, in their order, then those of the shared neurons; as many
-    rows share a checksum as `checksum_rows` says: the last of a layer may be fewer;
+    rows share a checksum as `checksum_rows` says: the last of a layer may be fewer. Where experts are read from another
+    file (format/in_place.py), `ffn.safetensors` holds the rows behind theirs alone, and checksums of pieces come first;
  5. rows of a gated FFN hold up, gate and down; or up and down, and then the gate matrices are resident tensors;
  6. another `format_version` is refused: a higher one asks for a newer flashllm, a lower one for a new conversion.
     Version 2 named the resident tensors canonically (flashllm/arch/tensors.py);
@@ -34,6 +35,14 @@ from flashllm.base.checks import check_file_name, check_int, check_list, check_s
 from flashllm.base.codes.carried import PLANE_CODES, SCALE_FORMS
 from flashllm.base.files import is_there, read_json_object, write_atomically
 from flashllm.errors import FormatError, UsageError
+from flashllm.format.in_place import (
+    InPlace,
+    checksum_counts,
+    lying_experts,
+    read_in_place,
+    slice_rows,
+    stored_layouts,
+)
 from flashllm.format.manifest_values import (
     EXPERT_KEYS,
     LAYER_KEYS,
@@ -77,7 +86,7 @@ _MAX_FILES = 1000
 _MATRIX_ENCODINGS = (*CODED_ENCODINGS, *CARRIED_ENCODINGS)
 # Forms other than fp32 of what weights in groups are multiplied by. "int16": those of 8 bits; those of 4 bits by int8.
 ACTIVATIONS = ("int16", "int8")
-_OPTIONAL_KEYS = ("resident_encoding", "activations", "sparsity", "quality")
+_OPTIONAL_KEYS = ("resident_encoding", "activations", "sparsity", "quality", "in_place")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +109,7 @@ class Manifest:
     calibration: Calibration | None = None
     sparsity: Sparsity | None = None
     quality: Quality | None = None  # of fewer bits, where it was measured
+    in_place: InPlace | None = None  # experts that lie in another file, and are read there
     sparse_prefill_tokens: int = 8  # prompts of at most this many new tokens use the predictor
     prefill_block_tokens: int = 256  # a longer prompt is computed in blocks of so many tokens
     stream_block_rows: int  # neurons of one dense FFN product
@@ -145,6 +155,7 @@ class Manifest:
         check_int("prefill_block_tokens", self.prefill_block_tokens, 1, 2**20)
         check_int("stream_block_rows", self.stream_block_rows, 1, self.rows.num_rows)
         self._check_checksum_rows()
+        self._check_in_place()
         object.__setattr__(self, "files", MappingProxyType(dict(self.files)))
         object.__setattr__(self, "other_encodings", MappingProxyType(dict(self.other_encodings)))
 
@@ -176,6 +187,37 @@ class Manifest:
         if rows != 1 and any(run % rows for run in (*runs, *blocks)):
             raise ValueError(f"checksum_rows must divide what is read together, {[*runs, *blocks]} rows, not be {rows}")
 
+    def _check_in_place(self) -> None:
+        if self.in_place is None:
+            return
+        size, layers = self.architecture.unit_rows, self.architecture.num_layers
+        rows_of = slice_rows(self.architecture, self.rows)
+        if size == 1 or self.stream_block_rows % size or len(self.in_place.layers) != layers:
+            raise ValueError("in_place is of models whose experts are read whole, and says something of every layer")
+        for layer, slices in enumerate(self.in_place.layers):
+            if not slices:
+                continue
+            fits = layer in self.architecture.mixtures and len(slices) == len(self.rows.matrices)
+            if not fits or any(each.nbytes % rows for each, rows in zip(slices, rows_of, strict=True)):
+                raise ValueError(f"in_place does not fit the experts of layer {layer}")
+
+    @property
+    def stored_layouts(self) -> list[RowLayout | None]:
+        """What `ffn.safetensors` holds of each layer, as `in_place.stored_layouts` says."""
+        return stored_layouts(self.architecture, self.rows, self.in_place)
+
+    def lying_experts(self, layer: int) -> int:
+        """Experts of this layer that lie in another file: all or none."""
+        return lying_experts(self.architecture, self.in_place, layer)
+
+    @property
+    def num_rows(self) -> list[int]:
+        """Rows of each layer, with those that fill up what is stored."""
+        return [
+            self.lying_experts(layer) * self.architecture.unit_rows + (0 if stored is None else stored.num_rows)
+            for layer, stored in enumerate(self.stored_layouts)
+        ]
+
     def layout(self, layer: int) -> RowLayout:
         return self.rows.of_width(self.architecture.width(layer))
 
@@ -191,7 +233,8 @@ class Manifest:
     @property
     def checksums(self) -> list[int]:
         """Checksums of each layer."""
-        return [-(-each.num_rows // self.checksum_rows_of(layer)) for layer, each in enumerate(self.layouts)]
+        together = [self.checksum_rows_of(layer) for layer in range(self.architecture.num_layers)]
+        return checksum_counts(self.architecture, self.rows, self.in_place, together)
 
     @property
     def planes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -275,6 +318,7 @@ class Manifest:
         fields["calibration"] = read_calibration(fields["calibration"])
         fields["sparsity"] = read_sparsity(fields["sparsity"])
         fields["quality"] = read_optional(Quality, fields["quality"], "quality")
+        fields["in_place"] = read_in_place(fields["in_place"])
         if not isinstance(fields["other_encodings"], dict):
             raise ValueError("other_encodings must be an object")
         fields["files"] = {name: entry for name, entry in read_files(fields["files"]).items() if name != PLACED}
@@ -307,6 +351,7 @@ class Manifest:
             "calibration": None if self.calibration is None else dataclasses.asdict(self.calibration),
             **({} if self.sparsity is None else {"sparsity": dataclasses.asdict(self.sparsity)}),
             **({} if self.quality is None else {"quality": dataclasses.asdict(self.quality)}),
+            **({} if self.in_place is None else {"in_place": self.in_place.to_json()}),
             "sparse_prefill_tokens": self.sparse_prefill_tokens,
             "prefill_block_tokens": self.prefill_block_tokens,
             "stream_block_rows": self.stream_block_rows,
@@ -343,11 +388,13 @@ def check_directory(directory: Path, manifest: Manifest) -> None:
         problem = size_problem(directory / name, entry)
         if problem is not None:
             raise FormatError(problem)
+    if manifest.in_place is not None:
+        manifest.in_place.check_files(directory)
     config = read_json_object(directory / CONFIG)
     if resolve(config) != manifest.architecture:
         raise FormatError(f"{directory / CONFIG}: describes {resolve(config)}, {MANIFEST} {manifest.architecture}")
     layouts = manifest.layouts
-    check_ffn_header(read_header(directory / FFN), layouts)
+    check_ffn_header(read_header(directory / FFN), manifest.stored_layouts)
     resident = read_header(directory / RESIDENT)
     check_resident_header(resident, manifest.checksums)
     shapes = resident_shapes(config)

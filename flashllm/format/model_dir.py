@@ -22,7 +22,7 @@ from flashllm.base.files import is_there, parse_json_object, read_bounded
 from flashllm.errors import ChecksumError
 from flashllm.format.manifest import MANIFEST, Manifest, open_model_dir
 from flashllm.format.manifest_values import FileEntry, Sparsity
-from flashllm.format.model_files import CONFIG, GENERATION_CONFIG, RESIDENT, plane_tensors
+from flashllm.format.model_files import CONFIG, FFN, GENERATION_CONFIG, RESIDENT, plane_tensors
 from flashllm.format.safetensors import open_safetensors
 
 _MAX_JSON_NBYTES = 64 * 2**20
@@ -110,6 +110,12 @@ class ModelDir:
         """The same directory as if its manifest said so."""
         manifest = dataclasses.replace(self.manifest, sparsity=sparsity)
         return dataclasses.replace(self, manifest=manifest, block=_with_cuts(block_spec(self.config), manifest))
+
+    @property
+    def rows_file(self) -> Path:
+        """The file that neurons are read from: the largest part of the model, whose drive matters."""
+        in_place = self.manifest.in_place
+        return self.path / FFN if in_place is None else Path(in_place.files[0].path)
 
     @property
     def architecture(self) -> Architecture:

@@ -88,12 +88,14 @@ def resident_encoding(
     return ROW_ENCODINGS[matrices if matrices is not None and is_coded_matrix(name) else dtype]
 
 
-def check_ffn_header(header: SafetensorsHeader, layouts: Sequence[RowLayout]) -> None:
-    """`ffn.safetensors` holds exactly the layers' rows, in order, at aligned offsets. FormatError otherwise."""
-    names = [ffn_tensor(layer) for layer in range(len(layouts))]
-    if list(header.tensors) != names:
-        raise FormatError(f"{header.path}: must hold {names[0]} to {names[-1]} in this order and nothing else")
-    for name, layout in zip(names, layouts, strict=True):
+def check_ffn_header(header: SafetensorsHeader, layouts: Sequence[RowLayout | None]) -> None:
+    """`ffn.safetensors` holds exactly the layers' rows, in order, at aligned offsets; of a layer without a layout none.
+    FormatError otherwise."""
+    held = {ffn_tensor(layer): layout for layer, layout in enumerate(layouts) if layout is not None}
+    if list(header.tensors) != list(held):
+        names = " to ".join(sorted({*list(held)[:1], *list(held)[-1:]})) or "no tensor"
+        raise FormatError(f"{header.path}: must hold {names} in this order and nothing else")
+    for name, layout in held.items():
         header.expect(name, layout.safetensors_dtype, layout.shape)
     _check_alignment(header)
 

@@ -110,7 +110,7 @@ def plan_memory(
         "kv_block_nbytes": state.block_nbytes,
         "requests": PROMPT_NBYTES + (requests_nbytes(context) if serves else 0),
         "staging": 2 * prefetch_rows * manifest.rows.stride
-        + _bounce_nbytes(manifest.rows.stride, io_threads + min(io_threads, STREAM_THREADS))
+        + _bounce_nbytes(manifest, io_threads + min(io_threads, STREAM_THREADS))
         + (io_threads * _THROUGH_NBYTES if max_gap else 0),
         "workspace": _workspace_nbytes(block, context, max(verified, MOST_PARALLEL if serves else 1)),
         "context": context,
@@ -246,10 +246,12 @@ def state_shape(manifest: Manifest, block: BlockSpec, context: int, bits: int | 
     return _core.StateShape(block, context, manifest.prefill_block_tokens, manifest.dtype, bits or 0)
 
 
-def _bounce_nbytes(stride: int, io_threads: int) -> int:
+def _bounce_nbytes(manifest: Manifest, io_threads: int) -> int:
     """Memory for aligned copies: a request's worth a thread where rows are no whole pages (drives with 4 KiB sectors),
-    else for the last bytes of a file."""
-    return MAX_REQUEST if stride % PAGE_NBYTES == 0 else io_threads * (MAX_REQUEST // 4)
+    or come out of another file, else for the last bytes of a file."""
+    if manifest.in_place is not None:
+        return io_threads * (MAX_REQUEST + 2 * PAGE_NBYTES)
+    return MAX_REQUEST if manifest.rows.stride % PAGE_NBYTES == 0 else io_threads * (MAX_REQUEST // 4)
 
 
 def _with_prompts(parts: dict[str, Any], shapes: list[PromptShape]) -> MemoryPlan:

@@ -53,7 +53,7 @@ def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int)
     mode: Mode = config.mode if config.mode is not None else "sparse" if model.manifest.sparse else "dense"
     check_mode(mode, model)
     notices = _sparse_prompts(mode, model) if config.prompts == "sparse" else []
-    profile, problem = find_profile(model.path, config.store)
+    profile, problem = find_profile(model.rows_file, config.store)
     if problem is not None:
         notices.append(problem)
     reader = choose_reader(

@@ -69,6 +69,9 @@ class QuantisedTensor(Protocol):
     def transposed(self) -> bool:
         """True where the file has the tensor's columns as rows."""
 
+    def place(self) -> tuple[Path, int] | None:
+        """File and offset of the stored rows, one after the other; None where they do not lie so."""
+
     def raw(self, first: int, count: int) -> NDArray[np.uint8]:
         """The stored bytes of those rows of the tensor, or columns of a transposed one, [count, bytes]."""
 

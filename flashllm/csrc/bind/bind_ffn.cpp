@@ -105,8 +105,15 @@ PyFfnLayer::PyFfnLayer(FfnLayerOptions options, std::shared_ptr<NamedTensors> te
           "an FFN layer needs neurons, in units that have some");
   const RowUnits units = options.units();
   const auto neurons = static_cast<std::size_t>(options.num_neurons);
-  require(rows_.checksums.shape(0) * static_cast<std::size_t>(options.checksum_rows) >= neurons,
-          "too few checksums");
+  std::size_t own = neurons;
+  if (rows_.experts) {
+    options.experts = &rows_.experts->experts();
+    options.checksums = skip_experts(rows_.checksums, rows_.experts.get());
+    own -= std::min(own, static_cast<std::size_t>(options.experts->num_rows()));
+  }
+  const auto sums =
+      static_cast<std::size_t>(rows_.checksums.data() + rows_.checksums.shape(0) - options.checksums);
+  require(sums * static_cast<std::size_t>(options.checksum_rows) >= own, "too few checksums");
   if (rows_.popularity) {
     require(rows_.popularity->shape(0) == static_cast<std::size_t>(units.count()),
             "popularity has the wrong length");
@@ -214,9 +221,11 @@ void init_ffn(nb::module_& m) {
            nb::arg("wait_first") = false, nb::arg("split_rows") = false);
 
   nb::class_<LayerRows>(m, "LayerRows")
-      .def(nb::init<ByteArray, std::uint64_t, ChecksumArray, std::int32_t, std::optional<FloatArray>>(),
+      .def(nb::init<ByteArray, std::uint64_t, ChecksumArray, std::int32_t, std::optional<FloatArray>,
+                    std::shared_ptr<PyLyingExperts>>(),
            nb::kw_only(), nb::arg("memory"), nb::arg("offset"), nb::arg("checksums"),
-           nb::arg("checksum_rows") = 1, nb::arg("popularity").none() = nb::none());
+           nb::arg("checksum_rows") = 1, nb::arg("popularity").none() = nb::none(),
+           nb::arg("experts").none() = nb::none());
 
   nb::class_<GatheredProducts>(m, "GatheredProducts")
       .def(

@@ -17,13 +17,20 @@ using RowsView = nb::ndarray<nb::numpy, const std::uint8_t, nb::ndim<2>>;
 
 PyRowStream::PyRowStream(std::shared_ptr<Reader> reader, std::shared_ptr<DirectFile> file,
                          const std::vector<StreamedRows>& layers, std::size_t stride, std::size_t block_rows,
-                         std::size_t ahead)
-    : reader_(std::move(reader)), file_(std::move(file)) {
+                         std::size_t ahead, LayersExperts experts)
+    : reader_(std::move(reader)), file_(std::move(file)), experts_(std::move(experts)) {
+  experts_.resize(layers.size());
   std::vector<StreamedLayer> streamed;
   for (const auto& [offset, rows, checksums, checksum_rows] : layers) {
-    require(checksum_rows > 0 && checksums.shape(0) == (rows + checksum_rows - 1) / checksum_rows,
-            "a streamed layer has one checksum for every `checksum_rows` rows");
-    streamed.push_back({offset, rows, checksums.data(), checksum_rows});
+    const auto& of_layer = experts_[streamed.size()];
+    const PyLyingExperts* lying = of_layer ? of_layer->get() : nullptr;
+    const auto passed = static_cast<std::size_t>(lying == nullptr ? 0 : lying->experts().num_rows());
+    const std::uint64_t* own = skip_experts(checksums, lying);
+    const auto sums = static_cast<std::size_t>(checksums.data() + checksums.shape(0) - own);
+    require(
+        checksum_rows > 0 && passed <= rows && sums == (rows - passed + checksum_rows - 1) / checksum_rows,
+        "a streamed layer has one checksum for every `checksum_rows` rows");
+    streamed.push_back({offset, rows, own, checksum_rows, lying == nullptr ? nullptr : &lying->experts()});
     checksums_.push_back(checksums);
   }
   stream_ = std::make_unique<RowStream>(*reader_, *file_, std::move(streamed), stride, block_rows, ahead);
@@ -60,9 +67,9 @@ void PyRowStream::keep(std::size_t layer, const ByteArray& memory) {
 void init_stream(nb::module_& m) {
   nb::class_<PyRowStream>(m, "RowStream")
       .def(nb::init<std::shared_ptr<Reader>, std::shared_ptr<DirectFile>, const std::vector<StreamedRows>&,
-                    std::size_t, std::size_t, std::size_t>(),
+                    std::size_t, std::size_t, std::size_t, LayersExperts>(),
            nb::arg("reader"), nb::arg("file"), nb::arg("layers"), nb::kw_only(), nb::arg("stride"),
-           nb::arg("block_rows"), nb::arg("ahead"))
+           nb::arg("block_rows"), nb::arg("ahead"), nb::arg("experts") = LayersExperts())
       .def("begin", &PyRowStream::begin, nb::arg("layer"), nb::arg("then").none() = nb::none())
       .def("next", &PyRowStream::next)
       .def("keep", &PyRowStream::keep, nb::arg("layer"), nb::arg("memory"))

@@ -120,6 +120,7 @@ Array owned(std::unique_ptr<Holder> holder, std::initializer_list<std::size_t> s
 void init_io(nb::module_& m);
 void init_compute(nb::module_& m);
 void init_ffn(nb::module_& m);
+void init_slices(nb::module_& m);
 void init_stream(nb::module_& m);
 void init_model(nb::module_& m);
 void init_state(nb::module_& m);

@@ -52,6 +52,7 @@ NB_MODULE(_core, m) {
   nanobind::register_exception_translator(flashllm::translate);
   flashllm::init_io(m);
   flashllm::init_compute(m);
+  flashllm::init_slices(m);
   flashllm::init_ffn(m);
   flashllm::init_stream(m);
   flashllm::init_model(m);

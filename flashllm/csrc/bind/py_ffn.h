@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bind/bindings.h"
+#include "bind/py_slices.h"
 #include "model/weights.h"
 
 namespace flashllm {
@@ -33,6 +34,7 @@ struct LayerRows {
   ChecksumArray checksums;
   std::int32_t checksum_rows = 1;        // that share one
   std::optional<FloatArray> popularity;  // of each unit
+  std::shared_ptr<PyLyingExperts> experts;
 };
 
 // Throws CoreError for others than ascending ids below `units`.

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "bind/bindings.h"
+#include "bind/py_slices.h"
 #include "io/row_stream.h"
 
 namespace flashllm {
@@ -21,7 +22,7 @@ class PyRowStream {
  public:
   PyRowStream(std::shared_ptr<Reader> reader, std::shared_ptr<DirectFile> file,
               const std::vector<StreamedRows>& layers, std::size_t stride, std::size_t block_rows,
-              std::size_t ahead);
+              std::size_t ahead, LayersExperts experts);
 
   void begin(int layer, std::optional<int> then);
   // (first row, rows [count, stride], valid until the next call), or None after the last block
@@ -34,6 +35,7 @@ class PyRowStream {
   std::shared_ptr<Reader> reader_;
   std::shared_ptr<DirectFile> file_;
   std::vector<ChecksumArray> checksums_;
+  LayersExperts experts_;
   std::vector<ByteArray> kept_;
   std::unique_ptr<RowStream> stream_;
 };

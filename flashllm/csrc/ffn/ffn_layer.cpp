@@ -22,9 +22,12 @@ RowSource source_of(const FfnLayerOptions& options) {
   if (units.size != 1 && options.norm)
     throw CoreError(ErrorKind::usage, "a norm over neurons is not for experts");
   RowSource source{
-      units, options.file_offset, options.format.stride, options.checksums, options.checksum_rows, 0};
+      units, options.file_offset, options.format.stride, options.checksums, options.checksum_rows,
+      0,     options.experts};
+  if (options.experts != nullptr && options.experts->size != units.size)
+    throw CoreError(ErrorKind::usage, "experts that lie in another file must be units");
   if (options.split_rows) {
-    if (options.format.codec != options.format.down_codec)
+    if (options.experts != nullptr || options.format.codec != options.format.down_codec)
       throw CoreError(ErrorKind::usage,
                       "rows whose down column is stored otherwise cannot be read in pieces");
     source.piece_nbytes =
@@ -358,7 +361,7 @@ void FfnLayer::tally(const ReadStats& stats) {
 
 void FfnLayer::rethrow_with_place(const CoreError& error) const {
   std::string message = "layer " + std::to_string(options_.layer);
-  if (error.offset() != CoreError::kNoOffset && error.offset() >= options_.file_offset)
+  if (error.offset() != CoreError::kNoOffset && source_.neuron_at(error.offset()) >= 0)
     message += ", neuron " + std::to_string(source_.neuron_at(error.offset()));
   message += std::string(": ") + error.what();
   if (error.kind() == ErrorKind::checksum || error.kind() == ErrorKind::format)

@@ -32,9 +32,10 @@ struct FfnLayerOptions {
   std::int32_t window = 1;
   const float* popularity = nullptr;  // of each unit, or nullptr; read by the constructor alone
   // The rows on flash.
-  std::uint64_t file_offset = 0;             // of row 0
-  const std::uint64_t* checksums = nullptr;  // as in RowSource
+  std::uint64_t file_offset = 0;  // as in RowSource, as are these
+  const std::uint64_t* checksums = nullptr;
   std::int32_t checksum_rows = 1;
+  const LyingExperts* experts = nullptr;
   SimdLevel simd = SimdLevel::scalar;
   // Switched on only to see what the other way is worth (paper A, table 2).
   bool wait_first = false;  // no product before the reads have landed

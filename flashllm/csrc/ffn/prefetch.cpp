@@ -33,9 +33,8 @@ void Prefetch::start(std::int32_t layer, const std::vector<std::int32_t>& neuron
   for (std::size_t w = 0; w < kWaves; ++w) {
     ReadBatch& wave = waves_[w];
     wave.jobs.clear();
-    for (std::size_t i = count * w / kWaves; i < count * (w + 1) / kWaves; ++i) {
-      wave.jobs.push_back(source.job(chosen_[i], rows_ + i * stride_));
-    }
+    for (std::size_t i = count * w / kWaves; i < count * (w + 1) / kWaves; ++i)
+      source.add_rows(chosen_[i], 1, rows_ + i * stride_, wave.jobs);
     if (!wave.jobs.empty()) reader_.submit(wave, file_, ReadPriority::prefetch);
   }
 }

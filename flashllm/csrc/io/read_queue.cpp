@@ -152,7 +152,8 @@ bool ReadQueue::pop(Work& work) {
   moved_at_ns_ = now_ns();
   ReadBatch& batch = *queue.front();
   const ReadRequest& request = batch.requests_[batch.next_request_++];
-  work = {&batch, &request, batch.jobs.data() + request.first_job, batch.file_, true};
+  const ReadJob* jobs = batch.jobs.data() + request.first_job;
+  work = {&batch, &request, jobs, jobs->file != nullptr ? jobs->file : batch.file_, true};
   ++held_;
   if (batch.next_request_ == batch.requests_.size()) queue.pop_front();
   return true;

@@ -11,10 +11,10 @@ namespace flashllm {
 
 namespace {
 
-void verify_job(const ReadJob& job, const DirectFile& file) {
+void verify_job(const ReadJob& job, const std::byte* bytes, const DirectFile& file) {
   const std::uint64_t rows = job.nbytes / job.row_nbytes;
   for (std::uint64_t r = 0; r < rows; ++r) {
-    if (xxh3_64(job.destination + r * job.row_nbytes, job.row_nbytes) != job.checksums[r]) {
+    if (xxh3_64(bytes + r * job.row_nbytes, job.row_nbytes) != job.checksums[r]) {
       const std::uint64_t offset = job.offset + r * job.row_nbytes;
       throw CoreError(ErrorKind::checksum,
                       "wrong checksum of the row at offset " + std::to_string(offset) + " of " + file.path(),
@@ -70,18 +70,20 @@ RequestOutcome RequestSlot::finish(bool verify) {
                         ": the file shrank or is truncated",
                     end);
   }
-  // 2. In place.
+  // 2. In place, and right? On the reader's threads, while other reads are under way. What is unpacked is
+  // checked as it lies in the file.
   std::uint64_t wanted = 0;
   for (std::uint32_t i = 0; i < request_->num_jobs; ++i) {
-    if (request_->bounces())
-      std::memcpy(jobs_[i].destination, bounce_->data() + (jobs_[i].offset - start_), jobs_[i].nbytes);
-    wanted += jobs_[i].nbytes;
+    const ReadJob& job = jobs_[i];
+    const std::byte* read_to =
+        request_->bounces() ? bounce_->data() + (job.offset - start_) : job.destination;
+    const std::byte* checked = job.unpacking != nullptr ? read_to : job.destination;
+    if (checked != read_to) std::memcpy(job.destination, read_to, job.nbytes);
+    if (verify && job.checksums != nullptr) verify_job(job, checked, *file_);
+    if (job.unpacking != nullptr) job.unpacking->unpack(read_to, job.first, job.nbytes, job.destination);
+    wanted += job.nbytes;
   }
   outcome.gap_bytes = outcome.bytes - std::min(outcome.bytes, wanted);
-  // 3. Right? Checked on the reader's threads, while other reads are under way.
-  if (verify)
-    for (std::uint32_t i = 0; i < request_->num_jobs; ++i)
-      if (jobs_[i].checksums != nullptr) verify_job(jobs_[i], *file_);
   return outcome;
 }
 

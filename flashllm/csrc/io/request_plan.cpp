@@ -1,6 +1,7 @@
 #include "io/request_plan.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace flashllm {
 
@@ -10,7 +11,7 @@ void split_long_jobs(std::vector<ReadJob>& jobs, const RequestLimits& limits) {
   const std::size_t given = jobs.size();
   for (std::size_t i = 0; i < given; ++i) {
     const ReadJob job = jobs[i];
-    if (job.nbytes <= limits.max_request) continue;
+    if (job.nbytes <= limits.max_request || job.unpacking != nullptr) continue;
     // A piece ends between rows, or between 4 KiB blocks, so that it stays as aligned as the job was.
     const std::uint64_t unit = job.row_nbytes != 0 ? job.row_nbytes : 4096;
     const std::uint64_t piece = std::max(unit, limits.max_request / unit * unit);
@@ -27,7 +28,8 @@ void split_long_jobs(std::vector<ReadJob>& jobs, const RequestLimits& limits) {
 }
 
 bool is_aligned(const ReadJob& job, const RequestLimits& limits) {
-  return job.offset % limits.offset_alignment == 0 && job.nbytes % limits.offset_alignment == 0 &&
+  return job.unpacking == nullptr && job.offset % limits.offset_alignment == 0 &&
+         job.nbytes % limits.offset_alignment == 0 &&
          reinterpret_cast<std::uintptr_t>(job.destination) % limits.memory_alignment == 0;
 }
 
@@ -37,7 +39,9 @@ void plan_requests(std::vector<ReadJob>& jobs, const RequestLimits& limits,
                    std::vector<ReadRequest>& requests) {
   requests.clear();
   split_long_jobs(jobs, limits);
-  const auto before = [](const ReadJob& a, const ReadJob& b) { return a.offset < b.offset; };
+  const auto before = [](const ReadJob& a, const ReadJob& b) {
+    return std::make_pair(a.file, a.offset) < std::make_pair(b.file, b.offset);
+  };
   if (!std::is_sorted(jobs.begin(), jobs.end(), before)) std::sort(jobs.begin(), jobs.end(), before);
 
   std::uint64_t end = 0;  // of the open request, in the file
@@ -50,8 +54,8 @@ void plan_requests(std::vector<ReadJob>& jobs, const RequestLimits& limits,
       const bool gaps = open.gaps || gap != 0;
       const std::uint64_t most = gaps ? std::min(kMaxThrough, limits.max_request) : limits.max_request;
       if (job.offset >= end && gap <= limits.max_gap && gap % limits.offset_alignment == 0 &&
-          aligned == open.aligned && open.num_jobs < kMaxPieces &&
-          job.offset + job.nbytes - open.offset <= most) {
+          aligned == open.aligned && job.file == nullptr && jobs[i - 1].file == nullptr &&
+          open.num_jobs < kMaxPieces && job.offset + job.nbytes - open.offset <= most) {
         open.nbytes = job.offset + job.nbytes - open.offset;
         open.gaps = gaps;
         ++open.num_jobs;

@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <string>
 #include <vector>
 
+#include "io/error.h"
 #include "io/request_plan.h"
 
 namespace flashllm {
@@ -29,43 +31,111 @@ struct RowUnits {
   }
 };
 
+// A matrix of every expert of a layer where it lies in a file of another layout: one slice after the other.
+struct ExpertSlices {
+  const DirectFile* file = nullptr;
+  std::uint64_t offset = 0;  // of the first expert's
+  std::uint64_t nbytes = 0;  // of an expert's
+  std::uint64_t piece = 0;   // bytes that share a checksum, and are one read
+  const Unpacking* unpacking = nullptr;
+
+  std::size_t pieces() const { return static_cast<std::size_t>((nbytes + piece - 1) / piece); }
+};
+
+// The experts of a layer that lie so, each with the rows of a unit. Behind them come rows of the usual file.
+struct LyingExperts {
+  std::vector<ExpertSlices> matrices;
+  std::int32_t count = 0, size = 0;          // experts, rows of one
+  const std::uint64_t* checksums = nullptr;  // of every expert, matrix by matrix, piece by piece; or nullptr
+
+  std::int32_t num_rows() const { return count * size; }
+  std::size_t pieces() const {  // of an expert
+    std::size_t total = 0;
+    for (const ExpertSlices& each : matrices) total += each.pieces();
+    return total;
+  }
+  void add_jobs(std::int32_t expert, std::byte* rows, std::vector<ReadJob>& jobs) const {
+    const std::uint64_t* sum =
+        checksums == nullptr ? nullptr : checksums + static_cast<std::size_t>(expert) * pieces();
+    for (const ExpertSlices& each : matrices)
+      for (std::uint64_t first = 0; first < each.nbytes; first += each.piece) {
+        ReadJob job;
+        job.offset = each.offset + static_cast<std::uint64_t>(expert) * each.nbytes + first;
+        job.nbytes = std::min(each.piece, each.nbytes - first);
+        job.destination = rows;
+        job.row_nbytes = static_cast<std::uint32_t>(job.nbytes);
+        job.file = each.file;
+        job.unpacking = each.unpacking;
+        job.first = first;
+        if (sum != nullptr) job.checksums = sum++;
+        jobs.push_back(job);
+      }
+  }
+};
+
 struct RowSource {
   RowUnits units;
-  std::uint64_t file_offset = 0;             // of row 0
+  std::uint64_t file_offset = 0;             // of row 0, or of the first behind lying experts
   std::uint32_t stride = 0;                  // bytes of a row
   const std::uint64_t* checksums = nullptr;  // of every `checksum_rows` rows; nullptr: not checked
   std::int32_t checksum_rows = 1;            // of which units are whole multiples
   // 0: a unit is one read. Otherwise pieces of so many bytes, unchecked, as if a neuron's matrices lay apart
   // (what bundling is worth: paper A, section 3.2).
   std::uint32_t piece_nbytes = 0;
+  const LyingExperts* experts = nullptr;  // whose rows are the first ones
 
-  // The neuron whose row holds the byte at `offset` of the file, which lies in one of the layer's rows.
+  // The neuron whose row holds the byte at `offset` of the file, or of the experts' file the first of that
+  // expert's; -1 where it lies in none of the layer's rows.
   std::int32_t neuron_at(std::uint64_t offset) const {
-    return static_cast<std::int32_t>((offset - file_offset) / stride);
-  }
-
-  // The read of a whole unit.
-  ReadJob job(std::int32_t unit, std::byte* destination) const {
-    ReadJob result;
-    result.offset = file_offset + static_cast<std::uint64_t>(units.first(unit)) * stride;
-    result.nbytes = static_cast<std::uint64_t>(units.rows(unit)) * stride;
-    result.destination = destination;
-    if (checksums != nullptr) {
-      result.checksums = checksums + units.first(unit) / checksum_rows;
-      result.row_nbytes = static_cast<std::uint32_t>(checksum_rows) * stride;
+    if (experts != nullptr) {
+      for (const ExpertSlices& each : experts->matrices) {
+        const std::uint64_t expert = (offset - each.offset) / each.nbytes;
+        if (offset >= each.offset && expert < static_cast<std::uint64_t>(experts->count))
+          return static_cast<std::int32_t>(expert) * experts->size;
+      }
     }
-    return result;
+    if (offset < file_offset) return -1;
+    return lying_rows() + static_cast<std::int32_t>((offset - file_offset) / stride);
   }
 
+  // The reads of rows that begin and end between checksums; lying experts are read whole. Throws CoreError
+  // (usage) for others.
+  void add_rows(std::int32_t first, std::int32_t count, std::byte* destination,
+                std::vector<ReadJob>& jobs) const {
+    for (; first < lying_rows() && count > 0; first += experts->size, count -= experts->size) {
+      if (first % experts->size != 0 || count < experts->size)
+        throw CoreError(ErrorKind::usage, "experts are read whole");
+      experts->add_jobs(first / experts->size, destination, jobs);
+      destination += static_cast<std::size_t>(experts->size) * stride;
+    }
+    if (count == 0) return;
+    const std::int32_t behind = first - lying_rows();
+    ReadJob job;
+    job.offset = file_offset + static_cast<std::uint64_t>(behind) * stride;
+    job.nbytes = static_cast<std::uint64_t>(count) * stride;
+    job.destination = destination;
+    if (checksums != nullptr) {
+      if (behind % checksum_rows != 0 || count % checksum_rows != 0)
+        throw CoreError(ErrorKind::usage, "rows that are read must be whole runs of " +
+                                              std::to_string(checksum_rows) + ", which share a checksum");
+      job.checksums = checksums + behind / checksum_rows;
+      job.row_nbytes = static_cast<std::uint32_t>(checksum_rows) * stride;
+    }
+    jobs.push_back(job);
+  }
+
+  // The reads of a whole unit.
   void add_jobs(std::int32_t unit, std::byte* destination, std::vector<ReadJob>& jobs) const {
-    jobs.push_back(job(unit, destination));
+    add_rows(units.first(unit), units.rows(unit), destination, jobs);
     if (piece_nbytes != 0) split(jobs);
   }
   std::size_t jobs_a_unit() const {
+    if (experts != nullptr) return experts->pieces();
     return piece_nbytes == 0 ? 1 : static_cast<std::size_t>(units.size) * (stride / piece_nbytes);
   }
 
  private:
+  std::int32_t lying_rows() const { return experts == nullptr ? 0 : experts->num_rows(); }
   void split(std::vector<ReadJob>& jobs) const {
     const ReadJob whole = jobs.back();
     jobs.pop_back();

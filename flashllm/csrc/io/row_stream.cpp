@@ -20,14 +20,21 @@ RowStream::RowStream(Reader& reader, const DirectFile& file, std::vector<Streame
                      std::size_t stride, std::size_t block_rows, std::size_t ahead)
     : reader_(reader),
       file_(file),
-      layers_(std::move(layers)),
       stride_(stride),
       block_rows_(block_rows),
       ahead_(ahead),
       buffer_nbytes_(whole_pages(stride * block_rows)),
       staging_((ahead + 1) * buffer_nbytes_) {
-  if (stride == 0 || block_rows == 0 || ahead == 0 || layers_.empty())
+  if (stride == 0 || block_rows == 0 || ahead == 0 || layers.empty())
     throw CoreError(ErrorKind::usage, "a row stream needs layers, and sizes that are not zero");
+  for (const StreamedLayer& each : layers)
+    layers_.push_back({{static_cast<std::int32_t>(each.num_rows), 1},
+                       each.offset,
+                       static_cast<std::uint32_t>(stride),
+                       each.checksums,
+                       static_cast<std::int32_t>(each.checksum_rows),
+                       0,
+                       each.experts});
   kept_.resize(layers_.size());
   for (std::size_t i = 0; i <= ahead; ++i) batches_.push_back(std::make_unique<ReadBatch>());
 }
@@ -43,7 +50,7 @@ bool RowStream::is_pending(const Place& place) const {
 }
 
 RowRun RowStream::all_rows(int layer) const {
-  return {0, layers_.at(static_cast<std::size_t>(layer)).num_rows, nullptr};
+  return {0, num_rows(static_cast<std::size_t>(layer)), nullptr};
 }
 
 void RowStream::add_places(int layer, const RowRun& run, std::vector<Place>& places) const {
@@ -126,7 +133,6 @@ void RowStream::submit(const Place& place) {
   const std::size_t buffer = next_buffer_;
   next_buffer_ = (next_buffer_ + 1) % batches_.size();
   settle(buffer);
-  const StreamedLayer& layer = layers_[static_cast<std::size_t>(place.layer)];
   const Kept& kept = kept_[static_cast<std::size_t>(place.layer)];
   const std::size_t count = place.count;
   // Where a layer follows itself its rows may be on their way already.
@@ -134,17 +140,10 @@ void RowStream::submit(const Place& place) {
       place.first_row + count <= kept.rows && place.first_row >= kept.filled && !is_pending(place);
   std::byte* rows =
       stays ? kept.memory + place.first_row * stride_ : staging_.data() + buffer * buffer_nbytes_;
-  ReadJob job;
-  job.offset = layer.offset + place.first_row * stride_;
-  job.nbytes = count * stride_;
-  job.destination = rows;
-  if (place.first_row % layer.checksum_rows != 0 || count % layer.checksum_rows != 0)
-    throw CoreError(ErrorKind::usage, "blocks of rows must be whole runs of " +
-                                          std::to_string(layer.checksum_rows) + ", which share a checksum");
-  job.checksums = layer.checksums + place.first_row / layer.checksum_rows;
-  job.row_nbytes = static_cast<std::uint32_t>(layer.checksum_rows * stride_);
   ReadBatch& batch = *batches_[buffer];
-  batch.jobs.assign(1, job);
+  batch.jobs.clear();
+  layers_[static_cast<std::size_t>(place.layer)].add_rows(static_cast<std::int32_t>(place.first_row),
+                                                          static_cast<std::int32_t>(count), rows, batch.jobs);
   reader_.submit(batch, file_);
   reader_.start();
   pending_.push_back({place, buffer, rows});
@@ -153,7 +152,7 @@ void RowStream::submit(const Place& place) {
 
 void RowStream::keep(std::size_t layer, std::byte* memory, std::size_t rows) {
   drain();
-  const std::size_t most = std::min(rows, layers_.at(layer).num_rows);
+  const std::size_t most = std::min(rows, num_rows(layer));
   kept_[layer] = {memory, most, most, 0};
 }
 
@@ -194,9 +193,9 @@ StreamTimes RowStream::take() {
 
 void RowStream::rethrow_with_place(const CoreError& error, int layer) const {
   std::string message = "layer " + std::to_string(layer);
-  const std::uint64_t start = layers_[static_cast<std::size_t>(layer)].offset;
-  if (error.offset() != CoreError::kNoOffset && error.offset() >= start)
-    message += ", neuron " + std::to_string((error.offset() - start) / stride_);
+  const RowSource& rows = layers_[static_cast<std::size_t>(layer)];
+  if (error.offset() != CoreError::kNoOffset && rows.neuron_at(error.offset()) >= 0)
+    message += ", neuron " + std::to_string(rows.neuron_at(error.offset()));
   message += std::string(": ") + error.what() + read_advice(error.kind());
   throw CoreError(error.kind(), message, error.offset());
 }

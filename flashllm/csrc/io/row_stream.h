@@ -16,15 +16,17 @@
 #include "io/error.h"
 #include "io/memory.h"
 #include "io/reader.h"
+#include "io/row_source.h"
 
 namespace flashllm {
 
-// Where a layer's rows lie in the file, and their checksums.
+// Where a layer's rows lie in the file, and their checksums: as in RowSource.
 struct StreamedLayer {
   std::uint64_t offset = 0;  // bytes, of row 0
   std::size_t num_rows = 0;
   const std::uint64_t* checksums = nullptr;  // of every `checksum_rows` rows
   std::size_t checksum_rows = 1;             // what is read begins and ends between them
+  const LyingExperts* experts = nullptr;     // whose rows are the first ones; the file has those behind them
 };
 
 // Rows that follow each other.
@@ -107,6 +109,9 @@ class RowStream {
 
   bool is_kept(const Place& place) const;
   bool is_pending(const Place& place) const;
+  std::size_t num_rows(std::size_t layer) const {
+    return static_cast<std::size_t>(layers_.at(layer).units.num_rows);
+  }
   RowRun all_rows(int layer) const;
   void add_places(int layer, const RowRun& run, std::vector<Place>& places) const;
   void begin_places(int then, std::size_t passed);
@@ -116,7 +121,7 @@ class RowStream {
 
   Reader& reader_;
   const DirectFile& file_;
-  const std::vector<StreamedLayer> layers_;
+  std::vector<RowSource> layers_;
   const std::size_t stride_, block_rows_, ahead_, buffer_nbytes_;
   // One allocation: in ordinary pages, which small ones are in, direct reads ran at half the speed.
   HugeBuffer staging_;

@@ -1,7 +1,7 @@
 """Rereads a whole model directory and says which bytes are not those of the conversion: file, layer, neuron.
 
 Every listed file is hashed, from the device where the system lets us drop its cache. The rows of the FFN are compared
-with their checksums too, which says where the damage is. Repairs nothing.
+with their checksums too, which says where the damage is; so are experts that lie in another file. Repairs nothing.
 """
 
 import hashlib
@@ -13,9 +13,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from flashllm._core import xxh3_64_rows
 from flashllm.base.files import Progress, drop_page_cache, iterate_chunks, open_for_reading, pread_bytes, pread_into
 from flashllm.base.units import format_size
 from flashllm.errors import FlashError
+from flashllm.format.in_place import SliceReader
 from flashllm.format.manifest import MANIFEST, Manifest, check_directory, open_model_dir, size_problem
 from flashllm.format.model_files import (
     FFN,
@@ -92,7 +94,7 @@ class _Verification:
         self._manifest = manifest
         self._progress = progress
         self._done_nbytes = 0
-        self._total_nbytes = sum(entry.nbytes for entry in manifest.files.values())
+        self._total_nbytes = sum(entry.nbytes for entry in manifest.files.values()) + self._lying_nbytes()
         self._problems: list[Problem] = []
 
     def run(self) -> VerifyReport:
@@ -113,6 +115,7 @@ class _Verification:
             if digest != self._manifest.files[name].sha256:
                 damaged.add(name)
         self._report_rows(bad_rows, damaged)
+        self._check_lying(damaged)
         for name in sorted(damaged):
             self._report_damage(name, located=any(problem.file == name for problem in self._problems))
         self._check_unlisted()
@@ -125,6 +128,39 @@ class _Verification:
             problems=tuple(self._problems),
             unused=unused_line(self._path),
         )
+
+    def _lying_nbytes(self) -> int:
+        layers = () if self._manifest.in_place is None else self._manifest.in_place.layers
+        return sum(each.nbytes for layer in layers for each in layer) * self._manifest.architecture.experts
+
+    def _check_lying(self, damaged: set[str]) -> None:
+        """Compare the experts that lie in another file with their checksums, as far as those are whole."""
+        manifest, in_place = self._manifest, self._manifest.in_place
+        if in_place is None or RESIDENT in damaged:
+            return
+        try:
+            in_place.check_files(self._path)
+            with SliceReader(in_place, manifest.architecture, manifest.rows) as reader:
+                for layer in range(manifest.architecture.num_layers):
+                    expected = self._recorded_checksums(layer)
+                    if expected is not None and manifest.lying_experts(layer):
+                        self._check_experts(reader, layer, expected)
+        except FlashError as error:
+            self._report(MANIFEST, str(error))
+
+    def _check_experts(self, reader: SliceReader, layer: int, expected: NDArray[np.uint64]) -> None:
+        unit, at = self._manifest.architecture.unit_rows, 0
+        for expert in range(self._manifest.lying_experts(layer)):
+            sums = []
+            for path, _, _, stored in reader.expert(layer, expert):
+                sums.append(xxh3_64_rows(stored.reshape(1, -1)))
+                self._done_nbytes += stored.nbytes
+                if self._progress is not None:
+                    self._progress(path, self._done_nbytes, self._total_nbytes)
+            if not np.array_equal(np.concatenate(sums), expected[at : at + len(sums)]):
+                message = f"{path}: layer {layer}, expert {expert}: wrong checksum; get the file again"
+                self._problems.append(Problem(file=path, message=message, layer=layer, neuron=expert * unit))
+            at += len(sums)
 
     def _report(self, file: str, message: str) -> None:
         self._problems.append(Problem(file=file, message=message))
@@ -141,8 +177,8 @@ class _Verification:
     def _row_chunks(self, bad_rows: list[_BadRow]) -> Iterator[memoryview]:
         """The bytes of the neurons' file, checking every row on the way. Offsets come from the manifest: the header
         may be damaged."""
-        path, layout, layouts = self._path / FFN, self._manifest.rows, self._manifest.layouts
-        data_start = self._manifest.files[FFN].nbytes - sum(each.layer_nbytes for each in layouts)
+        path, layout, layouts = self._path / FFN, self._manifest.rows, self._manifest.stored_layouts
+        data_start = self._manifest.files[FFN].nbytes - sum(each.layer_nbytes for each in layouts if each is not None)
         if not 0 < data_start <= MAX_HEADER_NBYTES + DATA_ALIGNMENT or data_start % DATA_ALIGNMENT:
             yield from (memoryview(chunk) for chunk in iterate_chunks(path))
             return
@@ -152,12 +188,17 @@ class _Verification:
             drop_page_cache(fd)
             yield memoryview(pread_bytes(fd, data_start, 0, path))
             offset = data_start
-            for layer, layout in enumerate(layouts):
+            for layer, stored in enumerate(layouts):
+                if stored is None:
+                    continue
                 together = self._manifest.checksum_rows_of(layer)
-                expected, ids = self._recorded_checksums(layer), np.arange(0, layout.num_rows, together)
+                expected, ids = self._recorded_checksums(layer), np.arange(0, stored.num_rows, together)
+                lying = self._manifest.lying_experts(layer) * self._manifest.architecture.unit_rows
+                if expected is not None:  # those of the experts come first
+                    expected = expected[len(expected) - len(ids) :]
                 at_once = len(rows) // together * together
-                for first in range(0, layout.num_rows, at_once):
-                    block = rows[: min(at_once, layout.num_rows - first)]
+                for first in range(0, stored.num_rows, at_once):
+                    block = rows[: min(at_once, stored.num_rows - first)]
                     data = block.reshape(-1).data
                     pread_into(fd, data, offset, path)
                     drop_page_cache(fd, offset, len(data))
@@ -165,7 +206,7 @@ class _Verification:
                     if expected is not None:
                         block_ids = ids[first // together :][: -(-len(block) // together)]
                         wrong = block_ids[row_checksums(block, together) != expected[block_ids // together]]
-                        bad_rows.extend(_BadRow(layer, int(row)) for row in wrong)
+                        bad_rows.extend(_BadRow(layer, lying + int(row)) for row in wrong)
                     yield data
             drop_page_cache(fd)
         finally:
@@ -195,7 +236,7 @@ class _Verification:
                 self._problems.append(self._problem(RESIDENT, where, bad.layer, neuron, tensor))
             else:
                 what = "padding row" if neuron is None else "neuron"
-                num_rows = self._manifest.layout(bad.layer).num_rows
+                num_rows = self._manifest.num_rows[bad.layer]
                 last = min(bad.row + self._manifest.checksum_rows_of(bad.layer), num_rows) - 1
                 rows = f"{what} {bad.row}" if last == bad.row else f"{what}s {bad.row} to {last}"
                 where = f"layer {bad.layer}, {rows}: wrong checksum"
@@ -212,7 +253,7 @@ class _Verification:
         where = f"{self._path / name}"
         try:
             if name == FFN:
-                check_ffn_header(read_header(self._path / FFN), self._manifest.layouts)
+                check_ffn_header(read_header(self._path / FFN), self._manifest.stored_layouts)
             elif name == RESIDENT:
                 check_resident_header(read_header(self._path / RESIDENT), self._manifest.checksums)
         except FlashError as error:

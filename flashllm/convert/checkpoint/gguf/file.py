@@ -109,6 +109,9 @@ class GgufTensor:
         """True where the file has codes, whose values are the tensor's."""
         return self._stored.is_quantised and not self._shift
 
+    def place(self) -> tuple[Path, int] | None:
+        return (self.path, self._stored.offset) if self._order is None and not self.transposed else None
+
     def raw(self, first: int, count: int) -> NDArray[np.uint8]:
         if self._order is None:
             return self._stored.raw(first, count)

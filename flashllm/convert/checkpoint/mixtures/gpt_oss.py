@@ -119,6 +119,9 @@ class _Blocks:
     kind: str = "MXFP4"
     transposed: bool = False
 
+    def place(self) -> None:
+        return None
+
     def raw(self, first: int, count: int) -> Matrix:
         return self.whole.blocks(self.expert)[self.first :: self.step][first : first + count]
 

@@ -256,6 +256,11 @@ class _ModelDirWeights(WeightSource):
                 f"{path}: has thresholds (--sparsify), by which this engine would save nothing and lose quality; use "
                 "the model it was converted from"
             )
+        if model.manifest.in_place is not None:
+            raise UnsupportedModelError(
+                f"{path}: its experts lie in {model.manifest.in_place.files[0].path}, where this engine does not read "
+                "them; give it that file"
+            )
         super().__init__(path, model.config, model.dtype, stage)
         self._manifest = model.manifest
         with ExitStack() as stack:

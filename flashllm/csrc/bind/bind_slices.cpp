@@ -1,0 +1,70 @@
+// Experts where they lie in a file of another layout.
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "bind/py_slices.h"
+#include "io/xxh3.h"
+
+namespace flashllm {
+
+namespace {
+
+constexpr Named<RowMatrixName> kMatrices[] = {
+    {"up", RowMatrixName::up}, {"gate", RowMatrixName::gate}, {"down", RowMatrixName::down}};
+
+// As BlockRows::unpack of a piece that begins at byte `first` of a slice, into the rows [neurons, stride] of
+// the slice.
+void unpack(const BlockRows& self, const ConstBytes& stored, std::uint64_t first, const ByteRows& rows,
+            std::size_t stride) {
+  const std::size_t grain = self.row_nbytes() * self.grain(), nbytes = stored.nbytes();
+  require(nbytes % grain == 0 && first % grain == 0 && rows.shape(1) == stride &&
+              rows.shape(0) >= self.neurons((first + nbytes) / self.row_nbytes()) &&
+              self.outputs_fit((first + nbytes) / self.row_nbytes()),
+          "a piece must be whole stored rows, and fit the rows it goes to");
+  const nb::gil_scoped_release unlocked;
+  self.unpack(bytes_of(stored), first, nbytes, bytes_of(rows));
+}
+
+}  // namespace
+
+PyLyingExperts::PyLyingExperts(std::vector<PySlices> matrices, std::int32_t count, std::int32_t size,
+                               const ChecksumArray& checksums)
+    : matrices_(std::move(matrices)), checksums_(checksums) {
+  require(count > 0 && size > 0, "experts need rows");
+  experts_.count = count;
+  experts_.size = size;
+  for (const auto& [file, offset, nbytes, piece, rows] : matrices_) {
+    const std::size_t row = rows->row_nbytes(), stored = nbytes / row;
+    require(nbytes != 0 && nbytes % row == 0 && piece != 0 && piece % (row * rows->grain()) == 0 &&
+                piece % kHashedMultiple == 0 && nbytes % kHashedMultiple == 0 && piece >= kMinHashed &&
+                rows->neurons(stored) == static_cast<std::size_t>(size) && rows->outputs_fit(stored),
+            "an expert's slices do not fit its rows");
+    experts_.matrices.push_back({file.get(), offset, nbytes, piece, rows.get()});
+  }
+  experts_.checksums = checksums_.data();
+  require(checksums_.shape(0) >= static_cast<std::size_t>(count) * experts_.pieces(), "too few checksums");
+}
+
+void init_slices(nb::module_& m) {
+  nb::class_<BlockRows>(m, "BlockRows")
+      .def(
+          "__init__",
+          [](BlockRows* self, const std::string& kind, std::size_t length, const RowFormat& format,
+             const std::string& matrix) {
+            new (self) BlockRows(kind, length, format, by_name("a matrix", matrix, kMatrices));
+          },
+          nb::arg("kind"), nb::arg("length"), nb::arg("row_format"), nb::arg("matrix"))
+      .def(
+          "unpack",
+          [](const BlockRows& self, const ConstBytes& stored, std::uint64_t first, const ByteRows& rows) {
+            unpack(self, stored, first, rows, self.stride());
+          },
+          nb::arg("stored"), nb::arg("first"), nb::arg("rows"));
+  nb::class_<PyLyingExperts>(m, "LyingExperts")
+      .def(nb::init<std::vector<PySlices>, std::int32_t, std::int32_t, const ChecksumArray&>(),
+           nb::arg("matrices"), nb::kw_only(), nb::arg("count"), nb::arg("size"), nb::arg("checksums"));
+}
+
+}  // namespace flashllm

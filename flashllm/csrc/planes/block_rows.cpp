@@ -1,0 +1,331 @@
+#include "planes/block_rows.h"
+
+#include <cstring>
+
+#include "io/error.h"
+
+namespace flashllm {
+
+namespace {
+
+constexpr std::size_t kMost = 256;  // weights of a block
+using Codes = std::uint8_t[kMost];
+
+// What a block has beside its codes. Halves are the bits of fp16 numbers.
+struct BlockScales {
+  std::uint16_t scale = 0, minimum = 0;
+  std::uint8_t power = 0;
+  std::uint8_t factors[16] = {}, minimum_factors[8] = {};
+};
+
+std::uint16_t half_at(const std::uint8_t* p) {
+  return static_cast<std::uint16_t>(p[0] | static_cast<unsigned>(p[1]) << 8);
+}
+
+// `n` bytes: their lower halves, then their upper ones.
+template <std::size_t n>
+void nibbles(const std::uint8_t* packed, std::uint8_t* codes) {
+  for (std::size_t i = 0; i < n; ++i) {
+    codes[i] = packed[i] & 15;
+    codes[i + n] = packed[i] >> 4;
+  }
+}
+
+void fifth_bits(const std::uint8_t* packed, std::uint8_t* codes) {
+  for (std::size_t i = 0; i < 32; ++i)
+    codes[i] = static_cast<std::uint8_t>(codes[i] | (packed[i / 8] >> i % 8 & 1) << 4);
+}
+
+// Eight bytes at once; what is shifted out of one is masked.
+constexpr std::uint64_t in_each(std::uint64_t byte) { return byte * 0x0101010101010101; }
+std::uint64_t eight(const std::uint8_t* bytes) {
+  std::uint64_t word;
+  std::memcpy(&word, bytes, 8);
+  return word;
+}
+
+// The upper bits of 32 codes: those from `shift` on, of `mask`, of a byte each.
+void add_upper(const std::uint8_t* packed, std::size_t shift, std::uint64_t mask, std::uint8_t* codes) {
+  for (std::size_t i = 0; i < 32; i += 8) {
+    const std::uint64_t word = eight(codes + i) | (eight(packed + i) >> shift & in_each(mask)) << 4;
+    std::memcpy(codes + i, &word, 8);
+  }
+}
+
+// A scale, a minimum that is subtracted, and 12 bytes of eight factors of 6 bits for each.
+void shared_scales(const std::uint8_t* block, BlockScales& scales) {
+  scales.scale = half_at(block);
+  scales.minimum = half_at(block + 2) ^ 0x8000;
+  const std::uint8_t* first = block + 4;
+  for (std::size_t i = 0; i < 4; ++i) {
+    scales.factors[i] = first[i] & 63;
+    scales.minimum_factors[i] = first[i + 4] & 63;
+    scales.factors[i + 4] = static_cast<std::uint8_t>((first[i + 8] & 15) | first[i] >> 6 << 4);
+    scales.minimum_factors[i + 4] = static_cast<std::uint8_t>(first[i + 8] >> 4 | first[i + 4] >> 6 << 4);
+  }
+}
+
+void q4_0(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
+  scales.scale = half_at(block);
+  nibbles<16>(block + 2, codes);
+}
+
+void q4_1(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
+  scales.scale = half_at(block);
+  scales.minimum = half_at(block + 2);
+  nibbles<16>(block + 4, codes);
+}
+
+void q5_0(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
+  scales.scale = half_at(block);
+  nibbles<16>(block + 6, codes);
+  fifth_bits(block + 2, codes);
+}
+
+void q5_1(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
+  scales.scale = half_at(block);
+  scales.minimum = half_at(block + 2);
+  nibbles<16>(block + 8, codes);
+  fifth_bits(block + 4, codes);
+}
+
+void q8_0(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
+  scales.scale = half_at(block);
+  std::memcpy(codes, block + 2, 32);
+}
+
+void q4_k(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
+  shared_scales(block, scales);
+  for (std::size_t i = 0; i < 4; ++i) nibbles<32>(block + 16 + 32 * i, codes + 64 * i);
+}
+
+void q5_k(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
+  shared_scales(block, scales);
+  for (std::size_t i = 0; i < 4; ++i) nibbles<32>(block + 48 + 32 * i, codes + 64 * i);
+  for (std::size_t group = 0; group < 8; ++group) add_upper(block + 16, group, 1, codes + 32 * group);
+}
+
+void q6_k(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
+  scales.scale = half_at(block + 208);
+  std::memcpy(scales.factors, block + 192, 16);
+  for (std::size_t half = 0; half < 2; ++half) {
+    std::uint8_t* to = codes + 128 * half;
+    nibbles<64>(block + 64 * half, to);
+    for (std::size_t group = 0; group < 4; ++group)
+      add_upper(block + 128 + 32 * half, 2 * group, 3, to + 32 * group);
+  }
+}
+
+void mxfp4(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
+  scales.power = block[0];
+  nibbles<16>(block + 1, codes);
+}
+
+}  // namespace
+
+struct BlockKind {
+  const char* name;
+  RowCodec codec;  // of vectors
+  std::size_t bits, weights, nbytes;
+  std::size_t factor_weights;  // that share a factor of the block's scale; 0: there are none
+  bool has_minimum, is_power;
+  void (*decode)(const std::uint8_t* block, Codes& codes, BlockScales& scales);
+
+  bool is_unsigned() const { return has_minimum || is_power; }
+};
+
+namespace {
+
+constexpr BlockKind kKinds[] = {
+    {"Q4_0", RowCodec::int4_32, 4, 32, 18, 0, false, false, q4_0},
+    {"Q4_1", RowCodec::int4_32_min, 4, 32, 20, 0, true, false, q4_1},
+    {"Q5_0", RowCodec::int5_32, 5, 32, 22, 0, false, false, q5_0},
+    {"Q5_1", RowCodec::int5_32_min, 5, 32, 24, 0, true, false, q5_1},
+    {"Q8_0", RowCodec::int8_32, 8, 32, 34, 0, false, false, q8_0},
+    {"Q4_K", RowCodec::q4_k, 4, 256, 144, 32, true, false, q4_k},
+    {"Q5_K", RowCodec::q5_k, 5, 256, 176, 32, true, false, q5_k},
+    {"Q6_K", RowCodec::q6_k, 6, 256, 210, 16, false, false, q6_k},
+    {"MXFP4", RowCodec::mxfp4, 4, 32, 17, 0, false, true, mxfp4},
+};
+
+const BlockKind& kind_of(const std::string& name) {
+  for (const BlockKind& kind : kKinds)
+    if (name == kind.name) return kind;
+  throw CoreError(ErrorKind::usage, "a tensor of " + name + " is not read where it lies");
+}
+
+std::size_t plane_bits(RowCodec codec) {
+  switch (codec) {
+    case RowCodec::codes4:
+    case RowCodec::codes_fp4:
+      return 4;
+    case RowCodec::codes5:
+      return 5;
+    case RowCodec::codes6:
+      return 6;
+    case RowCodec::codes8:
+      return 8;
+    default:
+      return 0;
+  }
+}
+
+// What signed codes of so many bits begin at, as they are stored.
+std::size_t zero_of(std::size_t bits) { return bits == 8 ? 0 : std::size_t{1} << (bits - 1); }
+
+// A unit of codes as `pack_codes` of flashllm/base/codes/carried.py has it.
+template <std::size_t bits>
+void pack_unit(const std::uint8_t* codes, std::uint8_t* to) {
+  constexpr std::size_t half = kCodeUnit / 2;
+  if constexpr (bits == 8) {
+    std::memcpy(to, codes, kCodeUnit);
+    return;
+  }
+  for (std::size_t i = 0; i < half; ++i)
+    to[i] = static_cast<std::uint8_t>((codes[i] & 15) | codes[i + half] << 4);
+  std::uint64_t upper = 0;
+  if constexpr (bits == 5) {
+    for (std::size_t i = 0; i < 4; ++i) upper |= (eight(codes + 8 * i) >> 4 & in_each(1)) << 2 * i;
+    upper = (upper | upper >> 31) & 0xFFFFFFFF;  // codes 4 to 7 of each eight, a place up
+    std::memcpy(to + half, &upper, 4);
+  } else if constexpr (bits == 6) {
+    for (std::size_t i = 0; i < 4; ++i) upper |= (eight(codes + 8 * i) >> 4 & in_each(3)) << 2 * i;
+    std::memcpy(to + half, &upper, 8);
+  }
+}
+
+void pack_unit(std::size_t bits, const std::uint8_t* codes, std::uint8_t* to) {
+  if (bits == 4) return pack_unit<4>(codes, to);
+  if (bits == 5) return pack_unit<5>(codes, to);
+  if (bits == 6) return pack_unit<6>(codes, to);
+  pack_unit<8>(codes, to);
+}
+
+using Square = std::uint8_t[kCodeUnit * kCodeUnit];
+
+// A square across: five perfect shuffles turn the ten bits of a place by five.
+void transpose(Square& square) {
+  Square other;
+  constexpr std::size_t half = sizeof(Square) / 2;
+  const auto shuffle = [](const std::uint8_t* __restrict from, std::uint8_t* __restrict to) {
+    for (std::size_t i = 0; i < half; ++i) {
+      to[2 * i] = from[i];
+      to[2 * i + 1] = from[half + i];
+    }
+  };
+  shuffle(square, other);
+  shuffle(other, square);
+  shuffle(square, other);
+  shuffle(other, square);
+  shuffle(square, other);
+  std::memcpy(square, other, sizeof(Square));
+}
+
+void check_half(std::uint16_t half) {
+  if ((half & 0x7C00) == 0x7C00)
+    throw CoreError(ErrorKind::format, "a scale is not finite: damaged; get the file again");
+}
+
+// All zero: the scale does not matter. Others are normal fp32 numbers (flashllm/convert/kept/blocks.py).
+std::uint8_t checked_power(std::uint8_t power, const Codes& codes) {
+  std::uint8_t any = 0;
+  for (std::size_t i = 0; i < kCodeUnit; ++i) any |= codes[i] & 7;
+  if (any == 0) return 127;
+  if (power < 2 || power > 252)
+    throw CoreError(ErrorKind::format,
+                    "a scale is no number, or as small or large as none of a model is: damaged; get the file "
+                    "again");
+  return power;
+}
+
+}  // namespace
+
+BlockRows::BlockRows(const std::string& kind, std::size_t length, const RowFormat& format,
+                     RowMatrixName matrix)
+    : kind_(kind_of(kind)),
+      length_(length),
+      stride_(format.stride),
+      outputs_(format.d_model),
+      is_down_(matrix == RowMatrixName::down) {
+  format.check();
+  bool fits = length % kind_.weights == 0 && length != 0;
+  row_nbytes_ = length / kind_.weights * kind_.nbytes;
+  if (is_down_) {
+    bits_ = plane_bits(format.down_codec);
+    at_ = format.down;
+    fits = fits && bits_ >= kind_.bits && kind_.is_power == (format.down_codec == RowCodec::codes_fp4);
+    if (!kind_.is_unsigned()) shift_ = static_cast<std::uint8_t>(zero_of(bits_) - zero_of(kind_.bits));
+  } else {
+    bits_ = kind_.bits;
+    at_ = matrix == RowMatrixName::up ? format.up : static_cast<std::size_t>(format.gate);
+    fits = fits && kind_.codec == format.codec && length == format.d_model &&
+           (matrix == RowMatrixName::up || format.gated());
+  }
+  if (!fits)
+    throw CoreError(ErrorKind::usage, "rows of " + std::to_string(length) + " weights of " + kind +
+                                          " do not fit the neurons' rows");
+}
+
+void BlockRows::unpack(const std::byte* stored, std::uint64_t first, std::uint64_t nbytes,
+                       std::byte* rows) const {
+  const auto* from = reinterpret_cast<const std::uint8_t*>(stored);
+  auto* to = reinterpret_cast<std::uint8_t*>(rows) + at_;
+  const std::size_t row = first / row_nbytes_, end = row + nbytes / row_nbytes_, unit_nbytes = 4 * bits_;
+  for (std::size_t r = row; r < end; r += grain(), from += grain() * row_nbytes_) {
+    if (is_down_)
+      unpack_outputs(from, to + r / kCodeUnit * unit_nbytes);
+    else
+      unpack_vector(from, to + r * stride_);
+  }
+}
+
+void BlockRows::unpack_vector(const std::uint8_t* blocks, std::uint8_t* vector) const {
+  const std::size_t count = length_ / kind_.weights;
+  const std::size_t factors = kind_.factor_weights == 0 ? 0 : kind_.weights / kind_.factor_weights;
+  std::uint8_t* minimums = vector + 2 * count;
+  std::uint8_t* factor = kind_.has_minimum ? minimums + 2 * count : minimums;
+  std::uint8_t* minimum_factor = factor + factors * count;
+  std::uint8_t* codes_to = kind_.has_minimum ? minimum_factor + factors * count : minimum_factor;
+  if (kind_.is_power) codes_to = vector + count;
+  Codes codes;
+  BlockScales scales;
+  for (std::size_t b = 0; b < count; ++b) {
+    kind_.decode(blocks + b * kind_.nbytes, codes, scales);
+    if (kind_.is_power) {
+      vector[b] = checked_power(scales.power, codes);
+    } else {
+      check_half(scales.scale);
+      std::memcpy(vector + 2 * b, &scales.scale, 2);
+      if (kind_.has_minimum) {
+        check_half(scales.minimum);
+        std::memcpy(minimums + 2 * b, &scales.minimum, 2);
+        std::memcpy(minimum_factor + factors * b, scales.minimum_factors, factors);
+      }
+      std::memcpy(factor + factors * b, scales.factors, factors);
+    }
+    for (std::size_t i = 0; i < kind_.weights; i += kCodeUnit, codes_to += 4 * bits_)
+      pack_unit(bits_, codes + i, codes_to);
+  }
+}
+
+// kCodeUnit stored rows, whose codes for a neuron are a unit of its column.
+void BlockRows::unpack_outputs(const std::uint8_t* blocks, std::uint8_t* to) const {
+  Codes codes[kCodeUnit];
+  BlockScales scales;
+  Square square;
+  for (std::size_t b = 0; b < length_; b += kind_.weights) {
+    const std::uint8_t* block = blocks + b / kind_.weights * kind_.nbytes;
+    for (std::size_t j = 0; j < kCodeUnit; ++j) kind_.decode(block + j * row_nbytes_, codes[j], scales);
+    for (std::size_t i = 0; i < kind_.weights; i += kCodeUnit) {
+      for (std::size_t j = 0; j < kCodeUnit; ++j)
+        std::memcpy(square + j * kCodeUnit, codes[j] + i, kCodeUnit);
+      if (shift_ != 0)
+        for (std::uint8_t& code : square) code = static_cast<std::uint8_t>(code + shift_);
+      transpose(square);
+      for (std::size_t n = 0; n < kCodeUnit; ++n)
+        pack_unit(bits_, square + n * kCodeUnit, to + (b + i + n) * stride_);
+    }
+  }
+}
+
+}  // namespace flashllm

@@ -1,0 +1,54 @@
+// Rows of a tensor of a GGUF file, in ggml's blocks, put into rows of neurons as a conversion would have
+// written them (flashllm/convert/kept/weights.py): the same bytes, but that the padding of a row is not
+// touched.
+//
+// Stored rows of up and gate become vectors with their scales. Stored rows of down are its outputs, so that
+// their codes go across all neurons' rows, 32 outputs to a unit; their scales lie in the layer's plane.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "io/row_source.h"
+#include "kernels/rows.h"
+
+namespace flashllm {
+
+struct BlockKind;  // of ggml's: how 32 or 256 weights lie in a block
+
+enum class RowMatrixName { up, gate, down };
+
+class BlockRows final : public Unpacking {
+ public:
+  // `kind`: ggml's name; `length`: weights of a stored row. Throws CoreError (usage) for a kind that does not
+  // lie in such rows.
+  BlockRows(const std::string& kind, std::size_t length, const RowFormat& format, RowMatrixName matrix);
+
+  std::size_t row_nbytes() const { return row_nbytes_; }  // of a stored row
+  // Stored rows that are put in place together.
+  std::size_t grain() const { return is_down_ ? kCodeUnit : 1; }
+  // Rows of memory that `rows` stored rows, all of a slice, fill.
+  std::size_t neurons(std::size_t rows) const { return is_down_ ? length_ : rows; }
+
+  bool outputs_fit(std::size_t rows) const { return !is_down_ || rows <= outputs_; }
+  std::size_t stride() const { return stride_; }
+
+  // Whole stored rows, in whole grains. Throws CoreError (format) for scales that no weights have.
+  void unpack(const std::byte* stored, std::uint64_t first, std::uint64_t nbytes,
+              std::byte* rows) const override;
+
+ private:
+  void unpack_vector(const std::uint8_t* blocks, std::uint8_t* vector) const;
+  void unpack_outputs(const std::uint8_t* blocks, std::uint8_t* codes) const;
+
+  const BlockKind& kind_;
+  const std::size_t length_, stride_, outputs_;
+  const bool is_down_;
+  std::size_t at_ = 0;  // of the matrix, in a row
+  std::size_t row_nbytes_ = 0;
+  std::size_t bits_ = 0;    // of a code in memory
+  std::uint8_t shift_ = 0;  // added to stored codes
+};
+
+}  // namespace flashllm

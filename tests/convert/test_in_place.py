@@ -1,0 +1,134 @@
+"""Experts read where they lie, in a GGUF file: the same bits as of the converted directory, and a file that changes."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from test_kept import MIXTURES, experts_alone, make, mixed
+
+from flashllm import _core
+from flashllm.base.codes.carried import PACKED_AS, PLANE_CODES, pack_codes
+from flashllm.cli import main
+from flashllm.config import RunConfig
+from flashllm.convert.kept.blocks import KINDS
+from flashllm.convert.run import convert
+from flashllm.engine.model import Model
+from flashllm.errors import ChecksumError, FormatError, UnsupportedModelError
+from flashllm.format.manifest import Manifest
+from flashllm.format.model_files import FFN
+from flashllm.format.report.verify import verify
+from flashllm.format.rows import RowLayout, pack_rows
+from flashllm.offload.runtime.tiers.source import open_weights
+
+
+def logits_of(directory, **config):
+    """Of a prompt, of few and of single tokens."""
+    with Model.open(directory, RunConfig(threads=2, io_threads=4, **config)) as model:
+        sequence = model.new_sequence()
+        ids = torch.randint(4, 300, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+        prompt = model.step([(sequence, ids)], all_logits=True)
+        return np.concatenate([prompt, *(model.step([(sequence, ids[:count])]) for count in (1, 3, 8))])
+
+
+def both(root, kind, model_type):
+    """(GGUF file, converted directory, directory of the same with its experts in the file)"""
+    path, _ = make(root, kind, model_type)
+    convert(path, root / "copied", keep=True, dtype="float32")
+    convert(path, root / "lying", keep=True, in_place=True, dtype="float32")
+    return path, root / "copied", root / "lying"
+
+
+def stored_rows(kind, rows, length):
+    """Rows of random blocks whose scales are finite."""
+    random, each = np.random.default_rng(0), KINDS[kind]
+    blocks = random.integers(0, 256, (rows * length // each.weights, each.nbytes), np.uint8)
+    for at in {"Q6_K": [208], "MXFP4": []}.get(kind, [0, 2] if each.form.has_minimum else [0]):
+        blocks[:, at : at + 2] = random.normal(0, 0.01, (len(blocks), 1)).astype("<f2").view(np.uint8)
+    if kind == "MXFP4":
+        blocks[:, 0] = random.integers(2, 253, len(blocks))
+        blocks[::7] = 0
+        blocks[::7, 0] = 255  # of zeros, whose scale does not matter
+    return blocks.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stored_rows_become_the_rows_that_conversion_writes(kind):
+    neurons, d_model, each = 256, 512, KINDS[kind]
+    code = next(code for code in PACKED_AS.values() if (code.bits, code.form) == (each.bits, each.form))
+    for plane in PLANE_CODES.values():
+        if plane.bits < each.bits or plane.is_fp4 != each.form.is_power:
+            continue
+        layout = RowLayout(
+            encoding=code.name,
+            d_model=d_model,
+            d_ff=neurons,
+            matrices=("up", "gate", "down"),
+            down_encoding=plane.name,
+        )
+        above, below = stored_rows(kind, neurons, d_model), stored_rows(kind, d_model, neurons)
+        columns = np.ascontiguousarray(each.quantised(below).codes.T)
+        vectors = {"up": code.pack(each.quantised(above)), "gate": code.pack(each.quantised(above[::-1]))}
+        vectors["down"] = pack_codes(columns, plane.bits, unsigned=each.form.unsigned)
+        expected = np.zeros((neurons, layout.stride), np.uint8)
+        pack_rows(layout, vectors, expected)
+        found = np.zeros_like(expected)
+        for matrix, stored in {"up": above, "gate": above[::-1].copy(), "down": below}.items():
+            length = neurons if matrix == "down" else d_model
+            rows, half = _core.BlockRows(kind, length, layout.native("float32"), matrix), stored.nbytes // 2
+            rows.unpack(stored.reshape(-1)[half:], half, found)
+            rows.unpack(stored.reshape(-1)[:half], 0, found)
+        np.testing.assert_array_equal(found, expected, err_msg=plane.name)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q5_1", mixed], ids=["Q8_0", "Q5_1", "mixed"])
+def test_bits_are_those_of_the_converted_directory(tmp_path, kind):
+    path, copied, lying = both(tmp_path, kind, "olmoe")
+    assert Manifest.load(lying).in_place.files[0].path == str(path)
+    expected = logits_of(copied)
+    for config in ({}, {"cache_policy": "window"}, {"io_backend": "io_uring"}, {"direct": False}):
+        np.testing.assert_array_equal(logits_of(lying, **config), expected, err_msg=str(config))
+    assert (lying / FFN).stat().st_size < 0.1 * (copied / FFN).stat().st_size
+
+
+@pytest.mark.parametrize("model_type", [*MIXTURES])
+def test_every_mixture(tmp_path, model_type):
+    _, copied, lying = both(tmp_path, experts_alone if model_type == "gpt_oss" else "Q4_K", model_type)
+    np.testing.assert_array_equal(logits_of(copied), logits_of(lying))
+    assert verify(lying).ok
+
+
+def test_a_file_that_changed_or_is_gone_is_named(tmp_path):
+    path, _, lying = both(tmp_path, "Q4_K", "qwen2_moe")
+    status = path.stat()
+    slices = Manifest.load(lying).in_place.layers[1][2]
+    with open(path, "r+b") as file:
+        file.seek(slices.offset + slices.nbytes + 5)
+        wrong = bytes([file.read(1)[0] ^ 1])
+        file.seek(-1, 1)
+        file.write(wrong)
+    with pytest.raises(FormatError, match=r"model.gguf: holds the experts of .*lying, but was changed since"):
+        Manifest.load(lying)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    (problem,) = verify(lying).problems
+    assert "layer 1, expert 1: wrong checksum; get the file again" in problem.message
+    with pytest.raises(ChecksumError, match=r"layer 1, neuron 256: wrong checksum"):
+        logits_of(lying)
+    path.rename(tmp_path / "elsewhere.gguf")
+    with pytest.raises(FormatError, match=r"No such file or directory; put it back, or remove"):
+        Manifest.load(lying)
+
+
+def test_what_does_not_lie_so_is_copied_and_said(tmp_path, capsys):
+    path, _ = make(tmp_path, "Q4_K", "llama")
+    assert main(["convert", str(path), str(tmp_path / "dense"), "--in-place"]) == 0
+    assert "experts are copied, as its neurons are read one by one" in capsys.readouterr().err
+    assert Manifest.load(tmp_path / "dense").in_place is None
+
+
+def test_the_throughput_engine_names_the_file(tmp_path):
+    path, _, lying = both(tmp_path, "Q4_K", "olmoe")
+    with pytest.raises(UnsupportedModelError, match=f"its experts lie in {path}"), open_weights(lying):
+        pass
+    assert main(["plan", str(lying)]) == 0
+    assert main(["inspect", str(lying)]) == 0
