@@ -21,7 +21,7 @@ from flashllm.format.report.inspect import format_inspection, inspect
 from flashllm.format.report.verify import verify
 from flashllm.offload.runtime.tiers.source import open_weights
 
-TOLERANCE = 3e-4  # of fp32 logits, which are of the order of 1 to 10
+TOLERANCE = 6e-4  # of fp32 logits, which are of the order of 1 to 10
 PAIRS = [("int8_32", None), (None, "int4_64"), ("int4_32_min", "int8_64"), ("int4_32", "int4_64_min")]
 
 

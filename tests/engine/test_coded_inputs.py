@@ -94,6 +94,40 @@ def test_bits_depend_on_no_neighbour_and_no_thread(name, inputs):
             np.testing.assert_array_equal(whole[token : token + 1, i : i + 1], alone)
 
 
+def prompts(name, rows, x, *, level="auto", threads=1):
+    linear = _core.Linear(rows, None, "float32", _core.ThreadPool(threads), level, name, x.shape[1], "float32")
+    out = np.empty((len(x), len(rows)), np.float32)
+    linear.forward_many(x, out)
+    return out
+
+
+@pytest.mark.parametrize("name", sorted(CODES))
+def test_a_prompt_is_multiplied_in_16_bits_with_the_same_bits_wherever_codes_are(name):
+    levels = [level for level in _core.simd_levels() if level.startswith("avx")]
+    for length in LENGTHS:
+        rows, x = encoded(name, 21, length, seed=length), random(70, length, seed=1)
+        exact = x.astype(np.float64) @ CODES[name].decode(rows, length).astype(np.float64).T
+        for level in _core.simd_levels():
+            np.testing.assert_allclose(prompts(name, rows, x, level=level), exact, rtol=0, atol=2e-4 * np.sqrt(length))
+        whole = prompts(name, rows, x)
+        for level in levels:
+            np.testing.assert_array_equal(prompts(name, rows, x, level=level, threads=3), whole)
+        for first, last in ((0, 1), (3, 20), (41, 70)):
+            np.testing.assert_array_equal(prompts(name, rows[5:], x[first:last]), whole[first:last, 5:])
+        x[3, length // 2] = np.inf
+        broken = prompts(name, rows, x)
+        assert not np.isfinite(broken[3]).any()
+        np.testing.assert_array_equal(np.delete(broken, 3, 0), np.delete(whole, 3, 0))
+
+
+def test_the_largest_codes_of_a_prompt_do_not_overflow():
+    for name in sorted(CODES):
+        rows = encoded(name, 2, 64) if name in CARRIED_CODES else CODES[name].encode(np.full((2, 64), -8, np.float32))
+        for x in (np.full((1, 64), 127, np.float32), np.full((1, 64), -127, np.float32)):
+            exact = x.astype(np.float64) @ CODES[name].decode(rows, 64).astype(np.float64).T
+            np.testing.assert_allclose(prompts(name, rows, x), exact, rtol=1e-5)
+
+
 def test_the_largest_codes_and_inputs_do_not_overflow():
     for name, inputs in FORMS:
         if name in CARRIED_CODES:

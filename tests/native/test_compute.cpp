@@ -132,7 +132,10 @@ std::vector<float> many_tokens(int threads, SimdLevel level, Dtype dtype, std::s
   up.stride = format.stride;
   up.dtype = dtype;
   up.bias = bias.data();
-  linear_many(up, PackedTokens(inputs, tokens, kWidth, dtype, pool, level), out.data(), pool, level);
+  linear_many(up,
+              PackedTokens(inputs, tokens, kWidth, dtype, form_of_many(codec_of(dtype), dtype, kWidth, level),
+                           pool, level),
+              out.data(), pool, level);
 
   std::vector<float> wide(2 * kWidth * kNeurons), wide_x(tokens * kWidth), result(tokens * kWidth);
   kernels.to_f32(rows.data(), wide.size(), wide.data());

@@ -160,10 +160,9 @@ class PyLinear {
     check(x, out, to);
     const nb::gil_scoped_release unlocked;
     if (by_inputs_) return few(x, out, to);
-    const SimdLevel level = level_of_many(weights_.codec, simd_);
     const PackedTokens packed(static_cast<const std::byte*>(x.data()), x.shape(0), weights_.columns, dtype_,
-                              *pool_, level);
-    linear_many(weights_, packed, to, static_cast<std::byte*>(out.data()), *pool_, level);
+                              form_of_many(weights_.codec, dtype_, weights_.columns, simd_), *pool_, simd_);
+    linear_many(weights_, packed, to, static_cast<std::byte*>(out.data()), *pool_, simd_);
   }
 
  private:
@@ -176,7 +175,7 @@ class PyLinear {
     auto* last = static_cast<std::byte*>(out.data());
     if (by_inputs_) return linear_by_columns(weights_, from, tokens, dtype_, to, last, *pool_, simd_);
     std::vector<float> wide(tokens * inputs()), made(tokens * width());
-    Arithmetic arithmetic(dtype_, *pool_, simd_, simd_);
+    Arithmetic arithmetic(dtype_, *pool_, simd_);
     arithmetic.widen(from, wide.size(), wide.data());
     linear(weights_, wide.data(), tokens, made.data(), *pool_, simd_);
     arithmetic.narrow(made.data(), made.size(), last);

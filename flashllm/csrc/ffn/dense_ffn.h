@@ -17,10 +17,7 @@ class DenseFfn {
  public:
   // `dtype`: of what goes in and comes out.
   DenseFfn(const RowFormat& format, Dtype dtype, ThreadPool& pool, SimdLevel level)
-      : format_(format),
-        dtype_(dtype),
-        pool_(pool),
-        level_(level_of_many(format.down_codec, level_of_many(format.codec, level))) {}
+      : format_(format), dtype_(dtype), pool_(pool), level_(level) {}
 
   // No parts yet. `plane`: the layer's, of down columns whose scales lie apart, and then blocks are of
   // neurons from `first` on. `norm`: see `apply`.

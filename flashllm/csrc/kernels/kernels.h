@@ -99,6 +99,29 @@ struct PairKernels {
 };
 const PairKernels* pair_kernels(SimdLevel level);  // nullptr where the level has none
 
+// Codes of weights and of inputs, multiplied exactly: the products of `unit` terms, 16 or 32, are summed in
+// 32 bits. c[m][n] += b.scales[n] * p, where p is the sum of a.offsets[m][u] * b.sums[u][n] over units of 32
+// terms, if there are offsets, then of a.scales[m][u] * the unit's sum over units; in this order, rounded to
+// fp32 after each addition, of whose product nothing is rounded. At most kCodeTerms terms, in rows of so
+// many.
+constexpr std::size_t kCodeTerms = 256;
+struct CodeRows {
+  const std::int16_t* codes;  // [rows, kCodeTerms]
+  const float* scales;        // [rows, kCodeTerms / 16], of which those of a unit each are set
+  const float* offsets;       // [rows, kCodeTerms / 32], or nullptr
+  std::size_t unit;
+};
+struct CodeColumns {
+  const std::uint32_t* pairs;  // two terms to a word, the earlier one in its lower half; [terms / 2]
+  const float* sums;           // of 32 codes each: [terms / 32]
+  std::size_t row;             // words and floats from one row of these to the next
+  const float* scales;
+};
+// `width` is a multiple of 8, or of 16 from avx512 on, `terms` of 32.
+using MultiplyCodes = void (*)(const CodeRows& a, std::size_t rows, const CodeColumns& b, std::size_t width,
+                               std::size_t terms, float* c, std::size_t c_row);
+MultiplyCodes multiply_codes_kernel(SimdLevel level);  // nullptr where the level has none
+
 // A token at a head of the gated delta rule: from the state S [keys, values] before it to the one behind it,
 // which may lie in the same place:
 //   S *= decay;  S += key (beta * (value - key S));  out = query S

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "io/error.h"
+#include "kernels/row_inputs.h"
 
 namespace flashllm {
 
@@ -72,8 +73,30 @@ void for_each_strip(const PackedTokens& x, const ProductBlock& block, const Use&
   }
 }
 
+// products of rows of the block, of inputs in codes
+void multiply_codes(const WideRows& weights, const PackedTokens& x, const ProductBlock& block,
+                    SimdLevel level) {
+  const MultiplyCodes multiply = multiply_codes_kernel(level);
+  UnpackedRows unpacked;
+  block.clear();
+  for (std::size_t j = 0; j < x.columns(); j += kCodeTerms) {
+    const std::size_t terms = std::min(kCodeTerms, round_up(x.columns() - j, kCodeUnit));
+    for (std::size_t r = block.begin; r < block.end; r += UnpackedRows::kRows) {
+      const std::size_t rows = std::min(UnpackedRows::kRows, block.end - r);
+      weights.unpack(r, rows, j, terms, unpacked);
+      const CodeRows a{unpacked.codes, unpacked.scales, unpacked.has_offsets ? unpacked.offsets : nullptr,
+                       unpacked.unit};
+      float* products = block.products + (r - block.begin) * block.width;
+      for_each_strip(x, block, [&](std::size_t first, std::size_t width, std::size_t at) {
+        multiply(a, rows, x.codes(first, j), width, terms, products + at, block.width);
+      });
+    }
+  }
+}
+
 void multiply_block(const WideRows& weights, const PackedTokens& x, const ProductBlock& block,
                     SimdLevel level) {
+  if (x.form() == TokenForm::codes) return multiply_codes(weights, x, block, level);
   const MultiplyAdd multiply_add = multiply_add_kernel(level);
   alignas(64) float wide[kWidened * kTerms];
   block.clear();
@@ -151,44 +174,97 @@ bool in_pairs(Dtype dtype, std::size_t terms, SimdLevel level) {
   return dtype == Dtype::bf16 && terms % 2 == 0 && pair_kernels(level) != nullptr;
 }
 
+void WideRows::unpack(std::size_t, std::size_t, std::size_t, std::size_t, UnpackedRows&) const {
+  throw CoreError(ErrorKind::usage, "inputs are codes, and the weights are not");
+}
+
 PackedTokens::PackedTokens(const std::byte* x, std::size_t tokens, std::size_t columns, Dtype dtype,
-                           ThreadPool& pool, SimdLevel level)
-    : tokens_(tokens), columns_(columns), padded_(padded_tokens(tokens, level)), strip_(strip_tokens(level)) {
-  if (flashllm::in_pairs(dtype, columns, level)) {
-    pairs_.reset(new std::uint32_t[columns / 2 * padded_]);
-    pool.parallel_for(columns, kColumns, [&](std::size_t begin, std::size_t end) {
-      std::uint32_t words[kColumns / 2];
-      for (std::size_t j = begin; j < end; j += kColumns) {
-        const std::size_t n = std::min(kColumns, end - j) / 2;
-        for (std::size_t m = 0; m < padded_; ++m) {
-          const std::size_t in_strip = m % strip_, first = m - in_strip, step = strip(first);
-          std::uint32_t* to = pairs_.get() + first * (columns / 2) + j / 2 * step + in_strip;
-          if (m < tokens_) {
-            std::memcpy(words, x + (m * columns_ + j) * dtype_nbytes(dtype), n * kPairNbytes);
-          } else {
-            std::fill(words, words + n, 0U);
-          }
-          for (std::size_t i = 0; i < n; ++i) to[i * step] = words[i];
-        }
-      }
-    });
-    return;
-  }
-  values_.reset(new float[columns * padded_]);
+                           TokenForm form, ThreadPool& pool, SimdLevel level)
+    : tokens_(tokens),
+      columns_(columns),
+      padded_(padded_tokens(tokens, level)),
+      strip_(strip_tokens(level)),
+      form_(form) {
   const KernelTable& kernels = kernel_table(level, dtype);
-  pool.parallel_for(columns, kColumns, [&](std::size_t begin, std::size_t end) {
+  if (form == TokenForm::pairs) {
+    pack_pairs(x, pool);
+  } else if (form == TokenForm::codes) {
+    pack_codes(x, kernels, dtype_nbytes(dtype), pool);
+  } else {
+    pack_floats(x, kernels, dtype_nbytes(dtype), pool);
+  }
+}
+
+void PackedTokens::pack_pairs(const std::byte* x, ThreadPool& pool) {
+  pairs_.reset(new std::uint32_t[pairs() * padded_]);
+  pool.parallel_for(columns_, kColumns, [&](std::size_t begin, std::size_t end) {
+    std::uint32_t words[kColumns / 2];
+    for (std::size_t j = begin; j < end; j += kColumns) {
+      const std::size_t n = std::min(kColumns, end - j) / 2;
+      for (std::size_t m = 0; m < padded_; ++m) {
+        const std::size_t in_strip = m % strip_, first = m - in_strip, step = strip(first);
+        std::uint32_t* to = pairs_.get() + first * pairs() + j / 2 * step + in_strip;
+        if (m < tokens_) {
+          std::memcpy(words, x + (m * columns_ + j) * dtype_nbytes(Dtype::bf16), n * kPairNbytes);
+        } else {
+          std::fill(words, words + n, 0U);
+        }
+        for (std::size_t i = 0; i < n; ++i) to[i * step] = words[i];
+      }
+    }
+  });
+}
+
+void PackedTokens::pack_floats(const std::byte* x, const KernelTable& kernels, std::size_t element,
+                               ThreadPool& pool) {
+  values_.reset(new float[columns_ * padded_]);
+  pool.parallel_for(columns_, kColumns, [&](std::size_t begin, std::size_t end) {
     float wide[kColumns];
     for (std::size_t j = begin; j < end; j += kColumns) {
       const std::size_t n = std::min(kColumns, end - j);
       for (std::size_t m = 0; m < padded_; ++m) {
         const std::size_t in_strip = m % strip_, first = m - in_strip, step = strip(first);
-        float* to = values_.get() + first * columns + j * step + in_strip;
+        float* to = values_.get() + first * columns_ + j * step + in_strip;
         if (m < tokens_) {
-          kernels.to_f32(x + (m * columns_ + j) * dtype_nbytes(dtype), n, wide);
+          kernels.to_f32(x + (m * columns_ + j) * element, n, wide);
         } else {
           std::fill(wide, wide + n, 0.0F);
         }
         for (std::size_t i = 0; i < n; ++i) to[i * step] = wide[i];
+      }
+    }
+  });
+}
+
+void PackedTokens::pack_codes(const std::byte* x, const KernelTable& kernels, std::size_t element,
+                              ThreadPool& pool) {
+  pairs_.reset(new std::uint32_t[pairs() * padded_]);
+  sums_.reset(new float[units() * padded_]);
+  scales_.reset(new float[blocks() * padded_]);
+  pool.parallel_for(columns_, kCodeTerms, [&](std::size_t begin, std::size_t end) {
+    float wide[kCodeTerms];
+    std::int16_t codes[kCodeTerms];
+    for (std::size_t j = begin; j < end; j += kCodeTerms) {
+      const std::size_t n = std::min(kCodeTerms, end - j);
+      for (std::size_t m = 0; m < padded_; ++m) {
+        const std::size_t in_strip = m % strip_, first = m - in_strip, step = strip(first);
+        std::memset(codes, 0, sizeof codes);
+        float scale = 0.0F;
+        if (m < tokens_) {
+          kernels.to_f32(x + (m * columns_ + j) * element, n, wide);
+          scale = to_codes(wide, n, codes);
+        }
+        scales_[first * blocks() + j / kCodeTerms * step + in_strip] = scale;
+        std::uint32_t* to = pairs_.get() + first * pairs() + j / 2 * step + in_strip;
+        float* sums = sums_.get() + first * units() + j / kUnit * step + in_strip;
+        for (std::size_t unit = 0; unit * kUnit < n; ++unit) {
+          const std::int16_t* from = codes + unit * kUnit;
+          int total = 0;
+          for (std::size_t i = 0; i < kUnit; ++i) total += from[i];
+          sums[unit * step] = static_cast<float>(total);
+          for (std::size_t i = 0; i < kUnit / 2; ++i)
+            std::memcpy(to + (unit * kUnit / 2 + i) * step, from + 2 * i, kPairNbytes);
+        }
       }
     }
   });

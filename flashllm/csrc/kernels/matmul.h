@@ -1,10 +1,12 @@
 // Products of many tokens with one matrix: a prompt, where weights are used often enough that arithmetic, not
 // memory, is the limit. Sums are fp32. Weights are widened to fp32 block by block, exactly; bf16 ones are
-// used as they lie, in pairs of terms, where the processor has such products (`pair_kernels`).
+// used as they lie, in pairs of terms, where the processor has such products (`pair_kernels`). Coded ones are
+// multiplied as codes (`multiply_codes_kernel`), by inputs in 16 bits: kCodeTerms inputs of a token share a
+// scale.
 //
 // Every output is one chain of additions in the order of its terms, so bits depend neither on the number of
 // threads nor on which tokens are computed together. They do differ from the one-token kernels' (kernels.h),
-// and between processors with and without pairs.
+// and between processors with and without pairs, with and without products of codes.
 #pragma once
 
 #include <memory>
@@ -19,20 +21,23 @@ constexpr std::size_t kColumnPad = 16;
 // Whether weights [rows, terms] are multiplied in pairs.
 bool in_pairs(Dtype dtype, std::size_t terms, SimdLevel level);
 
+enum class TokenForm { floats, pairs, codes };
+
 // Inputs [tokens, columns] as the kernels want them, `padded` tokens long (the rest zeros; whole vectors): in
 // strips of as many tokens as a tile of sums is wide, the last one of what is left, each a run of memory that
 // fits the first cache a few hundred terms at a time. A strip has one row a column, in fp32, or one a pair
-// of columns.
+// of columns, which are bf16 or codes.
 class PackedTokens {
  public:
-  // x: [tokens, columns], of the given dtype
-  PackedTokens(const std::byte* x, std::size_t tokens, std::size_t columns, Dtype dtype, ThreadPool& pool,
-               SimdLevel level);
+  // x: [tokens, columns], of the given dtype; that is bf16 where they are to be in pairs
+  PackedTokens(const std::byte* x, std::size_t tokens, std::size_t columns, Dtype dtype, TokenForm form,
+               ThreadPool& pool, SimdLevel level);
 
   std::size_t tokens() const { return tokens_; }
   std::size_t columns() const { return columns_; }
   std::size_t padded() const { return padded_; }
-  bool in_pairs() const { return pairs_ != nullptr; }
+  TokenForm form() const { return form_; }
+  bool in_pairs() const { return form_ == TokenForm::pairs; }
   // Tokens of the strip that begins with token `first`.
   std::size_t strip(std::size_t first) const { return first + strip_ < padded_ ? strip_ : padded_ - first; }
   // From column (or pair) on, the rows of the strip that begins with token `first`; strip(first) apart.
@@ -40,16 +45,41 @@ class PackedTokens {
     return values_.get() + first * columns_ + column * strip(first);
   }
   const std::uint32_t* row_of_pairs(std::size_t first, std::size_t pair) const {
-    return pairs_.get() + first * (columns_ / 2) + pair * strip(first);
+    return pairs_.get() + first * pairs() + pair * strip(first);
+  }
+  // Codes of at most kCodeTerms columns from `column`, a multiple of that, on.
+  CodeColumns codes(std::size_t first, std::size_t column) const {
+    const float *sums = sums_.get() + first * units(), *scales = scales_.get() + first * blocks();
+    return {row_of_pairs(first, column / 2), sums + column / kUnit * strip(first), strip(first),
+            scales + column / kCodeTerms * strip(first)};
   }
 
  private:
+  static constexpr std::size_t kUnit = 32;
+  std::size_t units() const { return (columns_ + kUnit - 1) / kUnit; }
+  std::size_t blocks() const { return (columns_ + kCodeTerms - 1) / kCodeTerms; }
+  std::size_t pairs() const { return form_ == TokenForm::codes ? units() * (kUnit / 2) : columns_ / 2; }
+  void pack_pairs(const std::byte* x, ThreadPool& pool);
+  void pack_floats(const std::byte* x, const KernelTable& kernels, std::size_t element, ThreadPool& pool);
+  void pack_codes(const std::byte* x, const KernelTable& kernels, std::size_t element, ThreadPool& pool);
+
   std::size_t tokens_, columns_, padded_, strip_;
+  TokenForm form_;
   std::unique_ptr<float[]> values_;  // one of these two
   std::unique_ptr<std::uint32_t[]> pairs_;
+  std::unique_ptr<float[]> sums_, scales_;  // of codes
 };
 
-// Weights of any form that can be widened to fp32.
+// Rows of coded weights: of `unpack` the first `count`.
+struct UnpackedRows {
+  static constexpr std::size_t kRows = 12;
+  alignas(64) std::int16_t codes[kRows * kCodeTerms];
+  float scales[kRows * (kCodeTerms / 16)], offsets[kRows * (kCodeTerms / 32)];
+  std::size_t unit;
+  bool has_offsets;
+};
+
+// Weights of any form that can be widened to fp32; and, where inputs come as codes, unpacked.
 class WideRows {
  public:
   virtual ~WideRows() = default;
@@ -58,6 +88,10 @@ class WideRows {
   // Threads may call it together.
   virtual void widen(std::size_t begin, std::size_t count, std::size_t first, std::size_t width, float* to,
                      std::size_t stride) const = 0;
+  // Columns [first, first + terms) of as many rows; `first` is a multiple of kCodeTerms, of which `terms` are
+  // at most so many.
+  virtual void unpack(std::size_t begin, std::size_t count, std::size_t first, std::size_t terms,
+                      UnpackedRows& to) const;
 };
 
 // out[m][r] = sum_j weights[r][j] * x[m][j] (+ bias[r]), rounded to `dtype`; weights: [rows, x.columns()],

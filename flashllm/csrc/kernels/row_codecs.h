@@ -117,6 +117,18 @@ struct CodecKernels {
 // Throws CoreError for a codec that is none of these, and where the processor lacks the level.
 const CodecKernels& codec_kernels(SimdLevel level, RowCodec codec);
 
+// A vector's weights from `first`, a multiple of kCodeTerms, on, as CodeRows has them: `units` of kCodeUnit
+// codes, their scales, and their offsets where the codec has minimums.
+using UnpackCodes = void (*)(const void* vector, std::size_t k, std::size_t first, std::size_t units,
+                             std::int16_t* codes, float* scales, float* offsets);
+// nullptr: weights of the codec are widened for products of many tokens at this level.
+UnpackCodes unpack_kernel(SimdLevel level, RowCodec codec);
+constexpr std::size_t code_unit(RowCodec codec) { return codec == RowCodec::q6_k ? 16 : kCodeUnit; }
+constexpr bool has_minimums(RowCodec codec) {
+  return codec == RowCodec::int4_32_min || codec == RowCodec::int4_64_min || codec == RowCodec::int5_32_min ||
+         codec == RowCodec::q4_k || codec == RowCodec::q5_k;
+}
+
 // What vectors are multiplied by.
 enum class InputForm { f32, int8, int16 };
 constexpr std::size_t kInt16Codecs = 2;  // those of 8 bits, the first of the coded ones

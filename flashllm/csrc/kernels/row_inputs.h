@@ -12,6 +12,27 @@
 
 namespace flashllm {
 
+// n inputs as codes, to the nearest, ties to even, and the scale of all. What is not finite has zeros, and a
+// scale that is not a number.
+template <typename Code>
+float to_codes(const float* x, std::size_t n, Code* codes) {
+  constexpr auto kMost = static_cast<float>(std::numeric_limits<Code>::max());
+  constexpr float kTiny = 1e-30F;           // below it a reciprocal may not be finite
+  constexpr float kRounding = 12582912.0F;  // 1.5 * 2^23: adding it leaves no fraction
+  float largest = 0.0F, finite = 0.0F;
+  for (std::size_t i = 0; i < n; ++i) {
+    const float magnitude = std::fabs(x[i]);
+    largest = magnitude > largest ? magnitude : largest;
+    finite += x[i] * 0.0F;  // 0, or not a number
+  }
+  const bool none = !(finite == 0.0F) || largest < kTiny;
+  const float by = none ? 0.0F : kMost / largest;
+  for (std::size_t i = 0; i < n; ++i)
+    codes[i] = none ? Code{0} : static_cast<Code>(static_cast<int>((x[i] * by + kRounding) - kRounding));
+  if (!(finite == 0.0F)) return std::numeric_limits<float>::quiet_NaN();
+  return none ? 0.0F : largest / kMost;
+}
+
 class RowInputs {
  public:
   RowInputs() = default;
@@ -52,33 +73,13 @@ class RowInputs {
 
  private:
   static constexpr std::size_t kUnitsTogether = 8;
-  static constexpr float kTiny = 1e-30F;  // below it a reciprocal may not be finite
 
-  // Codes to the nearest, ties to even. What is not finite makes the unit's sums not a number.
   template <typename Code>
   void encode(const float* x, std::size_t n, std::size_t unit, std::vector<Code>& to) {
-    constexpr auto kMost = static_cast<float>(std::numeric_limits<Code>::max());
-    float largest = 0.0F, finite = 0.0F;
-    for (std::size_t i = 0; i < n; ++i) {
-      const float magnitude = std::fabs(x[i]);
-      largest = magnitude > largest ? magnitude : largest;
-      finite += x[i] * 0.0F;  // 0, or not a number
-    }
-    if (!(finite == 0.0F)) {
-      scales_[unit] = sums_[unit] = std::numeric_limits<float>::quiet_NaN();
-      return;
-    }
-    if (largest < kTiny) return;
-    constexpr float kRounding = 12582912.0F;  // 1.5 * 2^23: adding it leaves no fraction
-    const float by = kMost / largest;
     Code* codes = to.data() + unit * kCodeUnit;
+    scales_[unit] = to_codes(x, n, codes);
     int total = 0;
-    for (std::size_t i = 0; i < n; ++i) {
-      const int code = static_cast<int>((x[i] * by + kRounding) - kRounding);
-      codes[i] = static_cast<Code>(code);
-      total += code;
-    }
-    scales_[unit] = largest / kMost;
+    for (std::size_t i = 0; i < n; ++i) total += codes[i];
     sums_[unit] = scales_[unit] * static_cast<float>(total);
   }
 

@@ -57,17 +57,29 @@ LinearWeights plain(const RowMatrix& matrix) {
 class CodedRows : public WideRows {
  public:
   CodedRows(const RowMatrix& matrix, SimdLevel level)
-      : matrix_(matrix), kernels_(codec_kernels(level, matrix.codec)) {}
+      : matrix_(matrix),
+        kernels_(codec_kernels(level, matrix.codec)),
+        unpack_(unpack_kernel(level, matrix.codec)) {}
   void widen(std::size_t begin, std::size_t count, std::size_t first, std::size_t width, float* to,
              std::size_t stride) const override {
     for (std::size_t i = 0; i < count; ++i)
       kernels_.widen(matrix_.data + (begin + i) * matrix_.stride, matrix_.columns, first, width,
                      to + i * stride);
   }
+  void unpack(std::size_t begin, std::size_t count, std::size_t first, std::size_t terms,
+              UnpackedRows& to) const override {
+    to.unit = code_unit(matrix_.codec);
+    to.has_offsets = has_minimums(matrix_.codec);
+    for (std::size_t i = 0; i < count; ++i)
+      unpack_(matrix_.data + (begin + i) * matrix_.stride, matrix_.columns, first, terms / kCodeUnit,
+              to.codes + i * kCodeTerms, to.scales + i * (kCodeTerms / 16),
+              to.offsets + i * (kCodeTerms / 32));
+  }
 
  private:
   const RowMatrix& matrix_;
   const CodecKernels& kernels_;
+  const UnpackCodes unpack_;
 };
 
 }  // namespace
@@ -75,6 +87,11 @@ class CodedRows : public WideRows {
 const CodecKernels& codec_kernels(SimdLevel level, RowCodec codec) {
   require(is_coded(codec) && !has_plane(codec), "these weights are not coded, or their scales lie apart");
   return level_kernels(level).codecs[static_cast<std::size_t>(codec) - kFirstCoded];
+}
+
+UnpackCodes unpack_kernel(SimdLevel level, RowCodec codec) {
+  const UnpackCodes* kernels = level_kernels(level).unpack;
+  return kernels == nullptr ? nullptr : kernels[static_cast<std::size_t>(codec) - kFirstCoded];
 }
 
 const CodedInputKernels& coded_input_kernels(SimdLevel level, RowCodec codec, InputForm inputs) {
@@ -182,9 +199,10 @@ void widen_row(const RowMatrix& matrix, std::size_t row, float* to, SimdLevel le
   }
 }
 
-SimdLevel level_of_many(RowCodec codec, SimdLevel level) {
-  if (!is_coded(codec) || codec == RowCodec::bf12) return level;
-  return std::min(level, SimdLevel::avx512);  // the highest without pairs
+TokenForm form_of_many(RowCodec codec, Dtype dtype, std::size_t terms, SimdLevel level) {
+  if (is_coded(codec) && codec != RowCodec::bf12)
+    return unpack_kernel(level, codec) != nullptr ? TokenForm::codes : TokenForm::floats;
+  return in_pairs(dtype, terms, level) ? TokenForm::pairs : TokenForm::floats;
 }
 
 namespace {

@@ -48,10 +48,9 @@ void dot_block(const RowMatrix& matrix, std::size_t first, std::size_t count, co
 // Row `row`, widened to fp32. Not of int8.
 void widen_row(const RowMatrix& matrix, std::size_t row, float* to, SimdLevel level);
 
-// The products of matmul.h; not of int8. Weights in groups are widened, so that their inputs must not be in
-// pairs; bf12 goes either way, as bf16. `level_of_many` is the level for all that is multiplied by the same
-// inputs.
-SimdLevel level_of_many(RowCodec codec, SimdLevel level);
+// The products of matmul.h; not of int8. `form_of_many`: the inputs' form [tokens, terms] of a dtype; coded
+// weights take codes or floats, bf12 what bf16 does, or floats.
+TokenForm form_of_many(RowCodec codec, Dtype dtype, std::size_t terms, SimdLevel level);
 void linear_many(const RowMatrix& matrix, const PackedTokens& x, Dtype dtype, std::byte* out,
                  ThreadPool& pool, SimdLevel level);
 void product_rows(const RowMatrix& matrix, const PackedTokens& x, float* products, ThreadPool& pool,

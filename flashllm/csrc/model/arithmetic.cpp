@@ -12,13 +12,8 @@ constexpr std::size_t kValueGrain = 1 << 15;  // values a thread takes, of what 
 
 }  // namespace
 
-Arithmetic::Arithmetic(Dtype dtype, ThreadPool& pool, SimdLevel level, SimdLevel level_of_many, bool batches)
-    : dtype_(dtype),
-      pool_(pool),
-      level_(level),
-      level_of_many_(level_of_many),
-      batches_(batches),
-      kernels_(kernel_table(level, dtype)) {}
+Arithmetic::Arithmetic(Dtype dtype, ThreadPool& pool, SimdLevel level, bool batches)
+    : dtype_(dtype), pool_(pool), level_(level), batches_(batches), kernels_(kernel_table(level, dtype)) {}
 
 void Arithmetic::normalize(const Norm& norm, std::size_t count, const float* x, float* y) {
   const std::size_t width = norm.width;
@@ -58,16 +53,14 @@ void Arithmetic::project(const RowMatrix& weights, std::size_t count, float* out
     if (rounded) round(out, n);
     return;
   }
-  const SimdLevel level = level_of_many(weights.codec, level_of_many_);
-  if (packed_ == nullptr || packed_for_ != level) {
-    packed_for_ = level;
-    packed_ = std::make_unique<PackedTokens>(narrowed(inputs_, count * width_), count, width_, dtype_, pool_,
-                                             level);
-  }
+  const TokenForm form = form_of_many(weights.codec, dtype_, width_, level_);
+  if (packed_ == nullptr || packed_->form() != form)
+    packed_ = std::make_unique<PackedTokens>(narrowed(inputs_, count * width_), count, width_, dtype_, form,
+                                             pool_, level_);
   if (!rounded)
-    return linear_many(weights, *packed_, Dtype::f32, reinterpret_cast<std::byte*>(out), pool_, level);
+    return linear_many(weights, *packed_, Dtype::f32, reinterpret_cast<std::byte*>(out), pool_, level_);
   products_.resize(n * dtype_nbytes(dtype_));
-  linear_many(weights, *packed_, dtype_, products_.data(), pool_, level);
+  linear_many(weights, *packed_, dtype_, products_.data(), pool_, level_);
   widen(products_.data(), n, out);
 }
 

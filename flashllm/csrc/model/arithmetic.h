@@ -22,9 +22,9 @@ class Arithmetic {
  public:
   static constexpr std::size_t kTokenGrain = 4;  // tokens a thread takes, of what is done token by token
 
-  // `level_of_many`: of the products with a prompt's inputs. `batches`: few tokens are each of a sequence of
+  // `batches`: few tokens are each of a sequence of
   // its own, so many that matrices of the dtype are multiplied as by a prompt. Keeps a reference to the pool.
-  Arithmetic(Dtype dtype, ThreadPool& pool, SimdLevel level, SimdLevel level_of_many, bool batches = false);
+  Arithmetic(Dtype dtype, ThreadPool& pool, SimdLevel level, bool batches = false);
 
   ThreadPool& pool() const { return pool_; }
   SimdLevel level() const { return level_; }
@@ -66,15 +66,14 @@ class Arithmetic {
 
   const Dtype dtype_;
   ThreadPool& pool_;
-  const SimdLevel level_, level_of_many_;
+  const SimdLevel level_;
   const bool batches_;
   const KernelTable& kernels_;
   Watch watch_;
   const float* inputs_ = nullptr;  // of the next products, [tokens, width]
   std::size_t width_ = 0;
   bool many_ = false;
-  std::unique_ptr<PackedTokens> packed_;  // the same, where they are many, at `packed_for_`
-  SimdLevel packed_for_ = SimdLevel::scalar;
+  std::unique_ptr<PackedTokens> packed_;  // the same, where they are many, as the last weights wanted them
   std::vector<std::byte> narrow_, products_, rounded_;
   std::vector<float> of_head_, made_;  // inputs and products of one
 };

@@ -11,17 +11,6 @@ namespace {
 
 constexpr std::size_t kShortPass = 16;  // tokens of a sparse pass that nobody needs to end
 
-// Products of the same inputs with matrices of several codecs: the level that suits all of them.
-SimdLevel level_of_all(const ModelWeights& weights, SimdLevel level) {
-  for (const RowMatrix* each : {&weights.project_out, &weights.head})
-    level = level_of_many(each->codec, level);
-  for (const BlockWeights& block : weights.blocks)
-    for (const RowMatrix* each : {&block.query_down, &block.query, &block.key, &block.key_up, &block.value,
-                                  &block.out, &block.out_gate, &block.beta, &block.decay})
-      level = level_of_many(each->codec, level);
-  return level;
-}
-
 }  // namespace
 
 Model::Model(const ModelSpec& spec, const ModelWeights& weights, const RowFormat& rows, RowStream& stream,
@@ -30,7 +19,7 @@ Model::Model(const ModelSpec& spec, const ModelWeights& weights, const RowFormat
       weights_(weights),
       counters_(counters),
       check_(std::move(check)),
-      arithmetic_(spec.block.dtype, pool, level, level_of_all(weights, level)),
+      arithmetic_(spec.block.dtype, pool, level),
       ends_(spec_, weights_, arithmetic_),
       memory_(pool, level),
       ffn_(spec_, weights_.blocks, rows, stream, counters, watch_, arithmetic_),

@@ -107,7 +107,7 @@ BatchModel::BatchModel(const ModelSpec& spec, std::size_t rows_together, Attenti
                        ThreadPool& pool, SimdLevel level)
     : spec_(unrounded(spec)),
       rows_together_(rows_together),
-      arithmetic_(spec.block.dtype, pool, level, level, true),
+      arithmetic_(spec.block.dtype, pool, level, true),
       ffn_(arithmetic_),
       layer_(spec_.block, spec_.rotary, arithmetic_, memory, ffn_) {}
 

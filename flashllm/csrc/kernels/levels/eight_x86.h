@@ -46,29 +46,39 @@ struct Eight {
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
   }
 
-  // The products of 32 codes with 32 bytes, summed by fours. A sum of two fits 16 bits: 2 * 128 * 127.
+  // A unit's codes, from 0 on but for those of 8 bits.
   template <std::size_t kBits>
-  static Eight dot_unit(const std::uint8_t* codes, const std::int8_t* x) {
-    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
-    if constexpr (kBits == 8)
-      return dot_signed(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)), bytes);
-    const __m256i low = nibbles(codes);
-    if constexpr (kBits == 4) return {_mm256_cvtepi32_ps(sum_by_fours(low, bytes))};
+  static __m256i codes_of(const std::uint8_t* p) {
+    if constexpr (kBits == 8) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    const __m256i low = nibbles(p);
+    if constexpr (kBits == 4) return low;
     if constexpr (kBits == 5) {  // four codes a bit of four bytes
-      const __m256i all = _mm256_set1_epi32(load<std::int32_t>(codes + 16));
+      const __m256i all = _mm256_set1_epi32(load<std::int32_t>(p + 16));
       const __m256i bits = _mm256_srlv_epi32(all, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-      return {_mm256_cvtepi32_ps(sum_by_fours(_mm256_or_si256(low, above_nibbles<1>(bits)), bytes))};
+      return _mm256_or_si256(low, above_nibbles<1>(bits));
     }
     // Eight codes two bits of eight bytes.
-    const __m256i all = _mm256_set1_epi64x(load<std::int64_t>(codes + 16));
+    const __m256i all = _mm256_set1_epi64x(load<std::int64_t>(p + 16));
     const __m256i bits = _mm256_srlv_epi64(all, _mm256_setr_epi64x(0, 2, 4, 6));
-    const __m256i whole = _mm256_or_si256(low, above_nibbles<3>(bits));
-    return dot_signed(_mm256_sub_epi8(whole, _mm256_set1_epi8(32)), bytes);
+    return _mm256_or_si256(low, above_nibbles<3>(bits));
+  }
+  // What codes of 4 bits have in a table of sixteen.
+  static __m256i looked_up(const std::int8_t* table, const std::uint8_t* codes) {
+    const __m256i values =
+        _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
+    return _mm256_shuffle_epi8(values, nibbles(codes));
+  }
+
+  // The products of 32 codes with 32 bytes, summed by fours. A sum of two fits 16 bits: 2 * 128 * 127.
+  template <std::size_t kBits>
+  static Eight dot_unit(const std::uint8_t* p, const std::int8_t* x) {
+    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)), codes = codes_of<kBits>(p);
+    if constexpr (kBits == 8) return dot_signed(codes, bytes);
+    if constexpr (kBits == 6) return dot_signed(_mm256_sub_epi8(codes, _mm256_set1_epi8(32)), bytes);
+    return {_mm256_cvtepi32_ps(sum_by_fours(codes, bytes))};
   }
   static Eight dot_fp4_unit(const std::uint8_t* codes, const std::int8_t* x) {
-    const __m256i values =
-        _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(kFp4FromZero)));
-    return {_mm256_cvtepi32_ps(sum_by_fours(_mm256_shuffle_epi8(values, nibbles(codes)),
+    return {_mm256_cvtepi32_ps(sum_by_fours(looked_up(kFp4FromZero, codes),
                                             _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))))};
   }
   // The same with 32 words.

@@ -3,6 +3,8 @@
 
 #include <immintrin.h>
 
+#include <utility>
+
 #include "kernels/half.h"
 #include "kernels/levels/levels.h"
 
@@ -96,6 +98,27 @@ inline Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
 inline Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
 inline Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
 inline Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }  // b where either is NaN
+
+struct Pairs {
+  __m256i v;
+
+  static Pairs zero() { return {_mm256_setzero_si256()}; }
+  static Pairs load(const std::uint32_t* p) {
+    return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))};
+  }
+  static Pairs everywhere(const std::int16_t* pair) {
+    std::int32_t word;
+    __builtin_memcpy(&word, pair, sizeof word);
+    return {_mm256_set1_epi32(word)};
+  }
+  void store(std::int32_t* p) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v); }
+  static Vec floats(const std::int32_t* p) {
+    return {_mm256_cvtepi32_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+  }
+};
+inline Pairs add_products(Pairs a, Pairs b, Pairs sum) {
+  return {_mm256_add_epi32(sum.v, _mm256_madd_epi16(a.v, b.v))};
+}
 
 #include "kernels/levels/eight_x86.h"
 

@@ -8,6 +8,8 @@
 #endif
 #include <immintrin.h>
 
+#include <utility>
+
 #include "kernels/half.h"
 #include "kernels/levels/levels.h"
 
@@ -152,6 +154,21 @@ inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }  // b where either is NaN
+
+struct Pairs {
+  __m512i v;
+
+  static Pairs zero() { return {_mm512_setzero_si512()}; }
+  static Pairs load(const std::uint32_t* p) { return {_mm512_loadu_si512(p)}; }
+  static Pairs everywhere(const std::int16_t* pair) {
+    std::int32_t word;
+    __builtin_memcpy(&word, pair, sizeof word);
+    return {_mm512_set1_epi32(word)};
+  }
+  void store(std::int32_t* p) const { _mm512_storeu_si512(p, v); }
+  static Vec floats(const std::int32_t* p) { return {_mm512_cvtepi32_ps(_mm512_loadu_si512(p))}; }
+};
+inline Pairs add_products(Pairs a, Pairs b, Pairs sum) { return {_mm512_dpwssd_epi32(sum.v, a.v, b.v)}; }
 
 #include "kernels/levels/eight_x86.h"
 

@@ -14,10 +14,12 @@ struct LevelKernels {
   SumFloats sum_floats;
   Softmax softmax;
   MultiplyAdd multiply_add;
+  MultiplyCodes multiply_codes;  // nullptr, like `unpack`, where the level has none
   DeltaStep delta_step;
   const CodecKernels* codecs;                 // [kCodedCodecs]
   const CodedInputKernels* int8;              // [kCodedCodecs]
   const CodedInputKernels* int16;             // [kInt16Codecs]
+  const UnpackCodes* unpack;                  // [kCodedCodecs]
   const PlaneKernels (*planes)[kPlaneForms];  // [kPlaneCodecs]
 };
 

@@ -17,7 +17,7 @@ template <std::size_t kCodeBits, std::size_t kGroup, bool kMinimum>
 struct GroupedUnits : Grouped<kCodeBits, kGroup, kMinimum> {
   using Row = typename Grouped<kCodeBits, kGroup, kMinimum>::Row;
   static constexpr std::size_t kBits = kCodeBits, kScales = 1;
-  static constexpr bool kOffset = kBits == 4;
+  static constexpr bool kMinimums = kMinimum, kOffset = kBits == 4;
 
   static Eight scales(const Row& row, std::size_t u) { return of_units(row.scales, u); }
   static Eight offsets(const Row& row, std::size_t u, const Eight& scale) {
@@ -39,7 +39,7 @@ template <std::size_t kCodeBits, std::size_t kGroup, bool kMinimum, bool kFactor
 struct CarriedUnits : Carried<kCodeBits, kGroup, kMinimum, kFactors> {
   using Row = typename Carried<kCodeBits, kGroup, kMinimum, kFactors>::Row;
   static constexpr std::size_t kBits = kCodeBits, kScales = kCodeUnit / kGroup;
-  static constexpr bool kOffset = kBits < 6;
+  static constexpr bool kMinimums = kMinimum, kOffset = kBits < 6;
   static_assert(kSharedFactors == kScaled * kCodeUnit, "a shared scale is that of the units taken together");
 
   static Eight scales(const Row& row, std::size_t u) { return of_units(row.scales, row.factors, u); }
@@ -64,7 +64,7 @@ struct CarriedUnits : Carried<kCodeBits, kGroup, kMinimum, kFactors> {
 
 struct Mxfp4Units : Mxfp4 {
   static constexpr std::size_t kBits = 4, kScales = 1;
-  static constexpr bool kOffset = true;
+  static constexpr bool kMinimums = false, kOffset = true;
 
   static Eight scales(const Row& row, std::size_t u) { return Eight::half_powers(row.powers + u); }
   static Eight offsets(const Row&, std::size_t, const Eight& scale) {
