@@ -4,6 +4,7 @@ Run by `python -m pytest -m wheel`; what building takes is in constraints.txt, a
 """
 
 import json
+import platform
 import re
 import shutil
 import signal
@@ -37,7 +38,7 @@ def wheel(tmp_path_factory):
     python = folder / "venv/bin/python"
     constraints = ["-c", REPOSITORY / "constraints.txt"]
     subprocess.run([python, "-m", "pip", "install", "-q", *constraints, *BUILDERS], check=True)
-    script = [python, REPOSITORY / "tools/build_wheels.py", "--arch", "x86_64", "--out", folder]
+    script = [python, REPOSITORY / "tools/build_wheels.py", "--arch", platform.machine(), "--out", folder]
     subprocess.run(script, check=True, stdout=subprocess.DEVNULL)
     (built,) = folder.glob("*.whl")
     return built

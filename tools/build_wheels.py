@@ -65,8 +65,11 @@ def _plain(name: str) -> str:
 
 def _toolchain(folder: Path, arch: str) -> dict[str, str]:
     """The environment in which `python -m build` compiles for `arch`: Zig under the names that CMake asks for."""
-    # Debian's Pythons have a pyconfig.h for each processor, beside their other headers.
-    target = f"-target {arch}-linux-gnu.{GLIBC} -idirafter {Path(sysconfig.get_path('include')).parent}"
+    # nanobind needs stdio.h, which Python.h does not bring to the stable ABI. Debian's Pythons have a pyconfig.h for
+    # each processor, beside their other headers.
+    target = (
+        f"-target {arch}-linux-gnu.{GLIBC} -include stdio.h -idirafter {Path(sysconfig.get_path('include')).parent}"
+    )
     for name, words in {"CXX": f"c++ {target}", "AR": "ar", "RANLIB": "ranlib"}.items():
         program = folder / name
         program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ziglang {words} "$@"\n')
