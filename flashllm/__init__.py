@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from flashllm.hf.model import FlashModel
     from flashllm.offload.engine import OffloadEngine
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["FlashModel", "OffloadEngine", "__version__"]
 
 

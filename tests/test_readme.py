@@ -1,7 +1,6 @@
 """The READMEs' commands: every one is understood; the two set-up lines run as they stand, in a fresh clone."""
 
 import importlib
-import os
 import re
 import shlex
 import shutil
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fresh_home import fresh_home
 
 from flashllm.cli import make_parser
 
@@ -106,14 +106,10 @@ def test_python_examples_compile_and_their_imports_exist(path: Path) -> None:
 @pytest.mark.readme
 @pytest.mark.timeout(3600)
 def test_the_chat_line_answers_through_a_pipe(clone: Path, tmp_path: Path) -> None:
-    home = Path.home()
-    pip = {"PIP_CACHE_DIR": str(home / ".cache" / "pip")}
-    if (config := home / ".config" / "pip" / "pip.conf").exists():
-        pip["PIP_CONFIG_FILE"] = str(config)
     run = subprocess.run(
         ["bash", "-c", readme_line("chat line")],
         cwd=clone,
-        env={**os.environ, "HOME": str(tmp_path), **pip},
+        env=fresh_home(tmp_path),
         input="What is the capital of France?\n",
         capture_output=True,
         text=True,

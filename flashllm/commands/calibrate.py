@@ -39,6 +39,7 @@ def main(args: argparse.Namespace) -> int:
     from flashllm.base.machine import num_cores
     from flashllm.base.progress import ProgressBar
     from flashllm.base.user_dirs import user_cache_dir
+    from flashllm.convert.locate import has_demo
     from flashllm.errors import UsageError
     from flashllm.format.rows import MEASURED_ENCODINGS
     from flashllm.offload.machine.measure import DTYPES, measure_batches, measure_gpu
@@ -57,6 +58,8 @@ def main(args: argparse.Namespace) -> int:
     store = args.store if args.store is not None else store_path()
     key = device_of(path)
     threads = num_cores()
+    if not has_demo():
+        say("what a layer costs beside its weights is assumed: the demo, which measures it, is in the repository alone")
     with ProgressBar("calibrate", unit="steps") as bar:
         bar("preparing a file to read", 0, 1)
         with file_to_read(path, _SCRATCH_NBYTES) as file:
@@ -65,7 +68,7 @@ def main(args: argparse.Namespace) -> int:
                 threads=threads,
                 encodings=MEASURED_ENCODINGS,
                 options=CalibrationOptions(),
-                layer_overhead=lambda: _layer_overhead_s(threads),
+                layer_overhead=(lambda: _layer_overhead_s(threads)) if has_demo() else None,
                 writes_in=path if path.is_dir() else path.parent,
                 batches=lambda: measure_batches(DTYPES, file, threads=threads),
                 gpu=measure_gpu,

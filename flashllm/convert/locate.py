@@ -22,23 +22,28 @@ from flashllm.format.manifest import MANIFEST, PARTIAL_SUFFIX
 from flashllm.format.model_files import CONFIG, FFN, RESIDENT
 
 _WEIGHT_SUFFIXES = (SUFFIX, ".safetensors", ".bin", ".index.json")
+_DEMO = Path(flashllm.__file__).with_name("demo")
 DEMO_NOTICE = "the demo model is so small that its memory saving proves nothing; it shows how the engine works"
+
+
+def has_demo() -> bool:
+    """True where the demo is in this installation; published wheels leave it out."""
+    return (_DEMO / MANIFEST).exists()
 
 
 def demo_path() -> Path:
     """The bundled demo model's directory. FlashError where this installation lacks it."""
-    path = Path(flashllm.__file__).with_name("demo")
-    if not (path / MANIFEST).exists():
+    if not has_demo():
         raise FlashError(
-            f"{path}: the demo model is not in this installation; name a model (a directory or a hub id), or install "
-            "flashllm from its repository"
+            "the demo model is in flashllm's repository and not in this installation; name a model: smollm2 (93 MB, "
+            "fetched once), a directory or a hub id"
         )
-    return path
+    return _DEMO
 
 
 def is_demo(path: Path) -> bool:
     """True for the bundled demo."""
-    return path.resolve() == Path(flashllm.__file__).with_name("demo").resolve()
+    return path.resolve() == _DEMO.resolve()
 
 
 def resolve_model(

