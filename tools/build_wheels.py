@@ -100,9 +100,13 @@ def build(arch: str, out: Path) -> Path:
     subprocess.run(command, env=environment, check=True)
     (made,) = (folder / "made").glob("*.whl")
     policy = f"manylinux_{GLIBC.replace('.', '_')}_{arch}"
-    command = [sys.executable, "-m", "auditwheel", "repair", "--plat", policy, "--only-plat", "--wheel-dir", out, made]
+    # It knows policies of another processor by finding them ("auto") alone.
+    command = [sys.executable, "-m", "auditwheel", "repair", "--plat", "auto", "--only-plat", "--wheel-dir", out, made]
     subprocess.run(command, env=environment, check=True)
-    return out / made.name.replace(f"linux_{arch}", policy)
+    wheel = out / made.name.replace(f"linux_{arch}", policy)
+    if not wheel.exists():
+        raise SystemExit(f"{made.name} asks for more than {policy}: auditwheel show {made}")
+    return wheel
 
 
 def main(argv: list[str] | None = None) -> int:
