@@ -28,8 +28,6 @@ def products(weight, x, simd, *, threads=1, many=False, encoding=None, columns=N
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("many", [False, True])
 def test_products_are_those_of_the_widened_weights(encoding, simd, many):
-    if many and simd.startswith("avx"):
-        pytest.skip("prompts are products of codes there: test_coded_inputs.py")
     code = GROUP_CODES[encoding]
     for width in WIDTHS + ODD_WIDTHS:
         rows = code.encode(random(21, width, seed=width))

@@ -66,7 +66,7 @@ def test_the_literal_manifest(original):
     assert len(value.pop("sha256")) == 64
     assert value == {
         "format_version": 2,
-        "flashllm_version": "0.1.0",
+        "flashllm_version": "0.2.0",
         "architecture": {
             "model_type": "opt",
             "num_layers": 2,

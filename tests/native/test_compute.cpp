@@ -133,8 +133,8 @@ std::vector<float> many_tokens(int threads, SimdLevel level, Dtype dtype, std::s
   up.dtype = dtype;
   up.bias = bias.data();
   linear_many(up,
-              PackedTokens(inputs, tokens, kWidth, dtype, form_of_many(codec_of(dtype), dtype, kWidth, level),
-                           pool, level),
+              PackedTokens(inputs, tokens, kWidth, dtype,
+                           form_of_many(codec_of(dtype), InputForm::f32, dtype, kWidth, level), pool, level),
               out.data(), pool, level);
 
   std::vector<float> wide(2 * kWidth * kNeurons), wide_x(tokens * kWidth), result(tokens * kWidth);

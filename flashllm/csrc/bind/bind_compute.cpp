@@ -161,7 +161,8 @@ class PyLinear {
     const nb::gil_scoped_release unlocked;
     if (by_inputs_) return few(x, out, to);
     const PackedTokens packed(static_cast<const std::byte*>(x.data()), x.shape(0), weights_.columns, dtype_,
-                              form_of_many(weights_.codec, dtype_, weights_.columns, simd_), *pool_, simd_);
+                              form_of_many(weights_.codec, weights_.inputs, dtype_, weights_.columns, simd_),
+                              *pool_, simd_);
     linear_many(weights_, packed, to, static_cast<std::byte*>(out.data()), *pool_, simd_);
   }
 

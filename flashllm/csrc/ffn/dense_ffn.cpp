@@ -18,7 +18,7 @@ void DenseFfn::begin(Activation activation, const NeuronNorm& norm, const ScaleP
 }
 
 void DenseFfn::take(const std::byte* x, std::size_t tokens) {
-  const TokenForm form = form_of_many(format_.codec, dtype_, format_.d_model, level_);
+  const TokenForm form = form_of_many(format_.codec, format_.inputs, dtype_, format_.d_model, level_);
   parts_.push_back({PackedTokens(x, tokens, format_.d_model, dtype_, form, pool_, level_),
                     std::vector<float>(tokens * y_stride_),
                     {},

@@ -199,9 +199,10 @@ void widen_row(const RowMatrix& matrix, std::size_t row, float* to, SimdLevel le
   }
 }
 
-TokenForm form_of_many(RowCodec codec, Dtype dtype, std::size_t terms, SimdLevel level) {
+TokenForm form_of_many(RowCodec codec, InputForm inputs, Dtype dtype, std::size_t terms, SimdLevel level) {
   if (is_coded(codec) && codec != RowCodec::bf12)
-    return unpack_kernel(level, codec) != nullptr ? TokenForm::codes : TokenForm::floats;
+    return inputs != InputForm::f32 && unpack_kernel(level, codec) != nullptr ? TokenForm::codes
+                                                                              : TokenForm::floats;
   return in_pairs(dtype, terms, level) ? TokenForm::pairs : TokenForm::floats;
 }
 

@@ -49,8 +49,9 @@ void dot_block(const RowMatrix& matrix, std::size_t first, std::size_t count, co
 void widen_row(const RowMatrix& matrix, std::size_t row, float* to, SimdLevel level);
 
 // The products of matmul.h; not of int8. `form_of_many`: the inputs' form [tokens, terms] of a dtype; coded
-// weights take codes or floats, bf12 what bf16 does, or floats.
-TokenForm form_of_many(RowCodec codec, Dtype dtype, std::size_t terms, SimdLevel level);
+// weights take codes, where single tokens' products do not take fp32, or floats; bf12 what bf16 does, or
+// floats.
+TokenForm form_of_many(RowCodec codec, InputForm inputs, Dtype dtype, std::size_t terms, SimdLevel level);
 void linear_many(const RowMatrix& matrix, const PackedTokens& x, Dtype dtype, std::byte* out,
                  ThreadPool& pool, SimdLevel level);
 void product_rows(const RowMatrix& matrix, const PackedTokens& x, float* products, ThreadPool& pool,

@@ -53,7 +53,7 @@ void Arithmetic::project(const RowMatrix& weights, std::size_t count, float* out
     if (rounded) round(out, n);
     return;
   }
-  const TokenForm form = form_of_many(weights.codec, dtype_, width_, level_);
+  const TokenForm form = form_of_many(weights.codec, weights.inputs, dtype_, width_, level_);
   if (packed_ == nullptr || packed_->form() != form)
     packed_ = std::make_unique<PackedTokens>(narrowed(inputs_, count * width_), count, width_, dtype_, form,
                                              pool_, level_);
