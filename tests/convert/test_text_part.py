@@ -1,13 +1,14 @@
 """The language model out of a checkpoint that holds pictures and drafting layers too: as converted on its own."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from flashllm.convert.run import convert
-from flashllm.errors import FormatError
+from flashllm.errors import FormatError, UnsupportedModelError
 from flashllm.format.manifest import MANIFEST
 
 NAMES = {"qwen3_5": "qwen3_5", "qwen3_5_moe": "qwen3_5_moe"}  # variant: the model_type of the whole
@@ -45,6 +46,40 @@ def test_the_text_model_is_that_of_its_own_checkpoint(variant, model_type, varia
         assert mine[name] == theirs[name]
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert config["model_type"] == f"{model_type}_text"
+
+
+@pytest.mark.parametrize("variant", ["glm4_moe", "glm4_moe_lite", "deepseek_v3"])
+@pytest.mark.parametrize("said", [None, 1, 2])
+def test_layers_that_draft_behind_the_models_own(variant, said, variant_of, tmp_path):
+    source, alone = variant_of(variant)
+    path = tmp_path / "hf"
+    shutil.copytree(source, path)
+    config = json.loads((path / "config.json").read_text())
+    count = config["num_hidden_layers"]
+    config |= {} if said is None else {"num_nextn_predict_layers": said}
+    (path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(path / "model.safetensors")
+    tensors[f"model.layers.{count}.eh_proj.weight"] = np.ones((2, 3), np.float32)
+    tensors[f"model.layers.{count}.self_attn.o_proj.weight"] = np.ones((2, 3), np.float32)
+    save_file(tensors, path / "model.safetensors")
+    lines = []
+    convert(path, tmp_path / "model", say=lines.append)
+    assert f"left out: a layer that drafts tokens (model.layers.{count}.\u2026, 2 tensors)" in lines
+    theirs, mine = (json.loads((each / MANIFEST).read_text())["files"] for each in (alone, tmp_path / "model"))
+    assert mine["ffn.safetensors"] == theirs["ffn.safetensors"]
+    assert mine["resident.safetensors"] == theirs["resident.safetensors"]
+
+
+def test_a_layer_beyond_those_that_draft_is_refused(variant_of, tmp_path):
+    path = tmp_path / "hf"
+    shutil.copytree(variant_of("glm4_moe")[0], path)
+    count = json.loads((path / "config.json").read_text())["num_hidden_layers"]
+    tensors = load_file(path / "model.safetensors")
+    save_file({**tensors, f"model.layers.{count + 1}.x.weight": np.ones(3, np.float32)}, path / "model.safetensors")
+    with pytest.raises(
+        UnsupportedModelError, match=f"model.layers.{count + 1}.x.weight: is no part of the glm4_moe model"
+    ):
+        convert(path, tmp_path / "model")
 
 
 def test_a_tensor_that_is_there_twice_is_refused(variant_of, tmp_path):

@@ -1,7 +1,4 @@
-"""Mixtures of experts with multi-head latent attention (DeepSeek-AI, 2024), a row each.
-
-Checkpoints that predict several tokens have one layer more for that, which is left out.
-"""
+"""Mixtures of experts with multi-head latent attention (DeepSeek-AI, 2024), a row each."""
 
 from typing import Any
 
@@ -17,7 +14,6 @@ _COMMON: dict[str, Any] = {
     "head_norms": LATENT_NORMS,
     "shared_matrices": SHARED,
 }
-_ROTARY = "model.layers.*.self_attn.rotary_emb.inv_freq"
 
 
 def _latent_experts(config: Config, router: RouterSpec, **traits: Any) -> BlockSpec:
@@ -91,7 +87,6 @@ DEEPSEEK_V3 = row(
     experts=256,
     choice="mlp.gate.e_score_correction_bias",
     block=lambda config: _latent_experts(config, grouped_router(config)),
-    ignored=(_ROTARY, "model.layers.61.*"),
     **_COMMON,
 )
 
@@ -133,7 +128,6 @@ GLM4_LITE = row(
     experts=64,
     choice="mlp.gate.e_score_correction_bias",
     block=_glm4_lite,
-    ignored=(_ROTARY, "model.layers.47.*"),
     **_COMMON,
 )
 

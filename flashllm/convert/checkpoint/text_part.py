@@ -7,7 +7,9 @@ left out is said.
 import dataclasses
 import json
 from collections import Counter
+from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from flashllm.convert.checkpoint.source import Checkpoint
 from flashllm.errors import FormatError
@@ -20,6 +22,8 @@ _OTHERS = {
     "mtp.": "layers that draft tokens",
 }
 _DRAFTING = ("qwen3_next", *_TEXT_OF.values())  # models published with layers that draft
+_BEHIND = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")  # and those whose such layers are numbered on behind their own
+_MOST_BEHIND = 16
 _OF_WHOLE = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
 
 
@@ -38,11 +42,12 @@ def text_part(checkpoint: Checkpoint) -> Checkpoint:
         config = {**text, **of_whole, "model_type": _TEXT_OF[whole]}
         made[CONFIG] = json.dumps(config, indent=2).encode()
         companions = tuple(path for path in companions if path.name != CONFIG)
-    elif whole not in _DRAFTING:
+    elif whole not in (*_DRAFTING, *_BEHIND):
         return checkpoint
+    others = _OTHERS | (_behind(config) if whole in _BEHIND else {})
     tensors, files, left_out = {}, {}, Counter[str]()
     for name, info in checkpoint.tensors.items():
-        other = next((prefix for prefix in _OTHERS if name.startswith(prefix)), None)
+        other = next((prefix for prefix in others if name.startswith(prefix)), None)
         if other is not None:
             left_out[other] += 1
             continue
@@ -50,7 +55,7 @@ def text_part(checkpoint: Checkpoint) -> Checkpoint:
         if mine in tensors:
             raise FormatError(f"{checkpoint.where(name)}: the checkpoint has both {name} and {mine}")
         tensors[mine], files[mine] = info, checkpoint._files[name]
-    said = [f"{_OTHERS[prefix]} ({prefix}\u2026, {count} tensors)" for prefix, count in left_out.items()]
+    said = [f"{others[prefix]} ({prefix}\u2026, {count} tensors)" for prefix, count in left_out.items()]
     return dataclasses.replace(
         checkpoint,
         config=MappingProxyType(config),
@@ -60,3 +65,11 @@ def text_part(checkpoint: Checkpoint) -> Checkpoint:
         assumed=f"left out: {' and '.join(said)}" if said else checkpoint.assumed,
         _files=MappingProxyType(files),
     )
+
+
+def _behind(config: Mapping[str, Any]) -> dict[str, str]:
+    """Prefixes of the layers behind the model's own, as many as the config says; where it says nothing, one."""
+    first, count = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers", 1)
+    if type(first) is not int or type(count) is not int or not 0 <= count <= _MOST_BEHIND:
+        return {}
+    return {f"model.layers.{layer}.": "a layer that drafts tokens" for layer in range(first, first + count)}
