@@ -11,7 +11,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSpec:
-    """What a router makes of its products with a token: which experts it goes to, and their weights.
+    """A router's choice: which experts a token goes to, and their weights, by its products with the token.
 
     The experts with the highest scores are chosen. Where the model has a bias of the choice, it is added to the scores
     for the choice alone, and not to the weights (Wang et al., 2024: auxiliary-loss-free load balancing).

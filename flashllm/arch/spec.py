@@ -202,7 +202,7 @@ class DeltaRule:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: those of queries, keys and values."""
+        """Channels of the convolution: those of queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.mixed_dim
 
     @property

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from flashllm.arch.experts.row import experts_of, in_layer, matrices, row
+from flashllm.arch.experts.row import GATED_SHARED, experts_of, row
 from flashllm.arch.family import decoder_block, never, says
 from flashllm.arch.llama.names import projections
 from flashllm.arch.mixture import RouterSpec
@@ -108,8 +108,7 @@ QWEN2_MOE = row(
     experts=60,
     block=_qwen2_moe,
     attention=projections(says("qkv_bias"), never),
-    shared_matrices=in_layer(matrices("mlp.shared_expert")),
-    ffn_tensors=(ResidentTensor(name="layers.{i}.shared_gate.weight", source="mlp.shared_expert_gate.weight"),),
+    **GATED_SHARED,
 )
 QWEN3_MOE = row(
     "qwen3_moe",

@@ -127,3 +127,8 @@ def dense_first(config: Config, key: str = "first_k_dense_replace") -> frozenset
 
 
 SHARED = in_layer(matrices("mlp.shared_experts"))
+# Qwen's: one shared expert, which a gate weighs.
+GATED_SHARED: dict[str, Any] = {
+    "shared_matrices": in_layer(matrices("mlp.shared_expert")),
+    "ffn_tensors": (ResidentTensor(name="layers.{i}.shared_gate.weight", source="mlp.shared_expert_gate.weight"),),
+}

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from flashllm.arch.experts.plain import dense_layers
-from flashllm.arch.experts.row import experts_of
-from flashllm.arch.family import decoder, decoder_block, head_size, kv_heads, linear_tensors, never, says
+from flashllm.arch.experts.row import GATED_SHARED, experts_of, row
+from flashllm.arch.family import decoder, decoder_block, head_size, kv_heads, linear_tensors, says
 from flashllm.arch.llama.names import BEFORE, GATED
 from flashllm.arch.mixture import ExpertsSpec, RouterSpec
 from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, DeltaRule, LayerSpec, check_size
-from flashllm.arch.tensors import ArchitectureSpec, Part, ResidentTensor, attentions, delta_rules, mixtures
+from flashllm.arch.tensors import Part, ResidentTensor, attentions, delta_rules
 from flashllm.errors import UnsupportedModelError
 
 
@@ -33,7 +33,7 @@ def _rule(config: Config) -> DeltaRule:
 
 
 def _attention() -> tuple[ResidentTensor, ...]:
-    """Of the layers that attend: of each head the rows of its query, then those of its gate."""
+    """Tensors of the layers that attend. A query tensor has, head by head, the rows of the query, then the gate's."""
 
     def of_heads(part: int) -> Callable[[Config], Part]:
         def rows(config: Config) -> Part:
@@ -57,7 +57,8 @@ def _attention() -> tuple[ResidentTensor, ...]:
 
 
 def _delta(sources: Mapping[str, tuple[str, Callable[[Config], Part]]]) -> tuple[ResidentTensor, ...]:
-    """Of the others. `sources`: of each projection of what goes in, the tensor within the layer, and its rows there."""
+    """Tensors of the other layers. `sources`: the tensor, within the layer, and its rows that each projection of the
+    input is."""
     tensors = (
         *(
             ResidentTensor(name=f"layers.{{i}}.{name}.weight", source=f"linear_attn.{source}.weight", part=part)
@@ -160,37 +161,14 @@ _NEXT: dict[str, Any] = {
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
     "num_experts_per_tok": 10,
-    "num_experts": 512,
     "norm_topk_prob": True,
     "mlp_only_layers": None,
 }
 
-_EXPERT = {matrix: source.replace("mlp.", "mlp.experts.{e}.") for matrix, source in GATED.items()}
-_DENSE = {matrix: f"model.layers.{{i}}.{source}.weight" for matrix, source in GATED.items()}
-_MIXTURE: dict[str, Any] = {
-    "matrices": _EXPERT,
-    "shared_matrices": {matrix: source.replace("mlp.", "mlp.shared_expert.") for matrix, source in _DENSE.items()},
-    "ffn_tensors": tuple(
-        ResidentTensor(name=f"layers.{{i}}.{name}.weight", source=f"mlp.{source}.weight", layers=mixtures)
-        for name, source in (("router", "gate"), ("shared_gate", "shared_expert_gate"))
-    ),
-    "stacked": {
-        "model.layers.{i}.mlp.experts.gate_up_proj": tuple(
-            f"model.layers.{{i}}.{_EXPERT[matrix]}.weight" for matrix in ("gate", "up")
-        ),
-        "model.layers.{i}.mlp.experts.down_proj": (f"model.layers.{{i}}.{_EXPERT['down']}.weight",),
-    },
-}
-
-
-def _row(model_type: str, **others: Any) -> ArchitectureSpec:
-    ignored = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
-    return decoder(model_type, norms=BEFORE, ffn_bias=never, ignored=ignored, **others)
-
-
-QWEN3_NEXT = _row(
+QWEN3_NEXT = row(
     "qwen3_next",
     defaults=_NEXT,
+    experts=512,
     block=_qwen3_next,
     attention=(
         *_attention(),
@@ -201,8 +179,7 @@ QWEN3_NEXT = _row(
             }
         ),
     ),
-    dense_matrices=_DENSE,
-    **_MIXTURE,
+    **GATED_SHARED,
 )
 
 _FLAT = (
@@ -214,7 +191,7 @@ _FLAT = (
         }
     ),
 )
-QWEN3_5 = _row(
+QWEN3_5 = decoder(
     "qwen3_5_text",
     defaults={
         **_DEFAULTS,
@@ -227,8 +204,10 @@ QWEN3_5 = _row(
     block=_block,
     attention=_FLAT,
     matrices=GATED,
+    norms=BEFORE,
+    ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",),
 )
-QWEN3_5_MOE = _row(
+QWEN3_5_MOE = row(
     "qwen3_5_moe_text",
     defaults={
         **_DEFAULTS,
@@ -238,13 +217,12 @@ QWEN3_5_MOE = _row(
         "num_key_value_heads": 2,
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
-        "num_experts_per_tok": 8,
-        "num_experts": 256,
+        "intermediate_size": 512,  # of no layer
     },
-    derived=lambda config: {"intermediate_size": config["moe_intermediate_size"]},  # of no layer
+    experts=256,
     block=lambda config: _block(config, experts=_experts(config, normalized=True)),
     attention=_FLAT,
-    **_MIXTURE,
+    **GATED_SHARED,
 )
 
 WITH_STATES = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)

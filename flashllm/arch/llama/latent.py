@@ -49,7 +49,7 @@ def latent_block(
 
 
 def _yarn_scale(rope: Mapping[str, Any]) -> float:
-    """What queries and keys are scaled by where a rope type says so of all their dimensions."""
+    """Factor of queries, and of keys, of a rope type that scales all of their dimensions; 1 of others."""
     if rope.get("rope_type", rope.get("type", "default")) == "default" or not rope.get("mscale_all_dim"):
         return 1.0
     factor, scale = check_number("factor", rope.get("factor")), check_number("mscale_all_dim", rope["mscale_all_dim"])
@@ -60,7 +60,7 @@ _SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", 
 
 
 def _plain_rows(config: Config) -> Part:
-    """Of `kv_b_proj`, those of the heads' plain keys."""
+    """Rows of `kv_b_proj` that make the heads' plain keys, to be read turned."""
     _, _, plain, value, heads = (check_size(key, config[key]) for key in _SIZES)
     return Part(count=plain, step=plain + value, repeats=heads, turned=True)
 
