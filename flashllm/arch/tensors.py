@@ -14,7 +14,7 @@ Canonical names, "{i}" for the layer; those a model has no use for are absent:
     layers.{i}.out.weight [d_model, heads * head_dim], .bias
     layers whose mixer is a `DeltaRule`, with r = value_heads * value_dim: query, key, value, out_gate, out as it says;
         layers.{i}.beta.weight, decay.weight [value_heads, d_model]     layers.{i}.conv.weight [channels, 1, kernel]
-        layers.{i}.decay_log, decay_bias [value_heads]                  layers.{i}.mixed_norm.weight [value_dim]
+        layers.{i}.decay_log, decay_bias [value_heads], in fp32;                layers.{i}.mixed_norm.weight [value_dim]
     of latent attention (`Latent`): layers.{i}.query_down.weight [query_rank, d_model], .bias; query_norm [query_rank];
         layers.{i}.query.weight [heads * (plain + rotated), query_rank or d_model]; key_norm [rank];
         layers.{i}.key.weight [rank + rotated, d_model], .bias: of the row that is kept;
@@ -48,7 +48,7 @@ Shape = tuple[int, ...]
 
 def is_wide(name: str) -> bool:
     """True for the canonical name of a tensor that is in fp32 whatever the model's dtype."""
-    return name.endswith((".wide_router.weight", ".choice.bias"))
+    return name.endswith((".wide_router.weight", ".choice.bias", ".decay_log", ".decay_bias"))
 
 
 def _always(config: Config) -> bool:

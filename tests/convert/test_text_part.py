@@ -5,9 +5,15 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
+from arch_models import VARIANTS, make_checkpoint
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import load_file as torch_load
+from safetensors.torch import save_file as torch_save
 
+from flashllm.config import RunConfig
 from flashllm.convert.run import convert
+from flashllm.engine.model import Model
 from flashllm.errors import FormatError, UnsupportedModelError
 from flashllm.format.manifest import MANIFEST
 
@@ -98,3 +104,17 @@ def test_a_config_without_the_texts_is_refused(variant_of, tmp_path):
     (path / "config.json").write_text(json.dumps({"model_type": "qwen3_5"}))
     with pytest.raises(FormatError, match="has no text_config, which qwen3_5 models have"):
         convert(path, tmp_path / "model")
+
+
+def test_decays_in_fp32_stay_so_in_a_model_of_16_bits(tmp_path):
+    path = make_checkpoint(tmp_path / "hf", VARIANTS["qwen3_next"], dtype="bfloat16")
+    tensors = torch_load(path / "model.safetensors")
+    name = "model.layers.0.linear_attn.A_log"
+    tensors[name] = torch.full_like(tensors[name], 0.1, dtype=torch.float32)  # which bfloat16 would round
+    torch_save(tensors, path / "model.safetensors")
+    convert(path, tmp_path / "model")
+    stored = torch_load(tmp_path / "model" / "resident.safetensors")
+    assert torch.equal(stored["layers.0.decay_log"], tensors[name])
+    assert stored["layers.0.query.weight"].dtype == torch.bfloat16
+    with Model.open(tmp_path / "model", RunConfig()) as model, model.new_sequence() as sequence:
+        assert np.isfinite(model.step([(sequence, [5, 6, 7])])).all()

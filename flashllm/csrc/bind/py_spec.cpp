@@ -114,9 +114,8 @@ void read_attention(const Attributes& from, LayerSpec& layer, ModelSpec& model) 
   from("gate", to.gated, kGates);
 }
 
-void read_delta_rule(const Attributes& from, LayerSpec& layer, ModelSpec& model) {
+void read_delta_rule(const Attributes& from, LayerSpec& layer, ModelSpec&) {
   DeltaSpec& to = layer.delta;
-  (void)model;
   from("key_heads", to.key_heads);
   from("value_heads", to.value_heads);
   from("key_dim", to.key_dim);

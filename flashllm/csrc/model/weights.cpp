@@ -47,8 +47,8 @@ void read_delta(NamedTensors& tensors, const std::string& layer, const Architect
   weights.beta = small("beta");
   weights.decay = small("decay");
   weights.convolution = tensors.floats(layer + "conv.weight", spec.channels() * spec.kernel);
-  weights.decay_log = tensors.floats(layer + "decay_log", spec.value_heads);
-  weights.decay_bias = tensors.floats(layer + "decay_bias", spec.value_heads);
+  weights.decay_log = tensors.wide_floats(layer + "decay_log", spec.value_heads);
+  weights.decay_bias = tensors.wide_floats(layer + "decay_bias", spec.value_heads);
   NormStyle style = of.norms;
   style.shift = 0.0F;
   weights.mixed_norm = tensors.norm(layer + "mixed_norm", style, spec.value_dim);
