@@ -284,6 +284,9 @@ def test_speculation(made, way):
         assert model.most_drafted == 0
         with model.new_sequence() as sequence, pytest.raises(UsageError, match="drafted tokens are at most 0"):
             model.step([(sequence, made.ids[:3])], drafted=2)
+        asked = resolve(RunConfig(**RUN, speculate="lookup"), model.directory, available=10**12, process=10**8)
+        assert "no tokens are drafted" in asked.notices[-1]
+        assert not any("drafted" in notice for notice in model.notices)
         return
     with model.new_sequence() as sequence, model.new_sequence() as drafting:
         run(model, made.ids[:60], sequence)
