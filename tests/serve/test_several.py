@@ -120,3 +120,26 @@ def test_what_is_kept_makes_room(model, error):
         patch.setattr(shared, "_make_room", lambda: False)
         with pytest.raises(error, match="no memory"):
             shared.step([(sequence, [6])])
+
+
+@pytest.mark.parametrize("variant", ["qwen3_next", "glm4_moe_lite"])
+def test_beginnings_of_models_with_a_state_or_latent_keys(variant_of, variant):
+    """Prompts that begin alike go on from a page's end, with the logits that they have alone."""
+    _, path = variant_of(variant)
+    begin = [4 + number % 250 for number in range(100)]
+    bodies = [
+        {"prompt": ids, "max_tokens": 6, "temperature": 0, "logprobs": 3}
+        for ids in (begin, [*begin, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16], [*begin[:70], *[30] * 30], begin)
+    ]
+    with Model.open(path, RunConfig(threads=1, io_threads=4)) as model:
+        alone, reused = [], []
+        for body in bodies:
+            with running(model, path) as (address, _), httpx.Client(base_url=address, timeout=60) as http:
+                alone.append(answer(http, body))
+        with running(model, path) as (address, _), httpx.Client(base_url=address, timeout=60) as http:
+            for body in bodies:
+                response = http.post("/v1/completions", json={"ignore_eos": True, **body}).json()
+                reused.append(response["usage"]["prompt_tokens_details"]["cached_tokens"])
+                assert response["choices"] == alone.pop(0)
+    assert reused[0] == 0
+    assert all(count >= 64 for count in reused[1:])
