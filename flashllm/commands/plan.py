@@ -99,26 +99,25 @@ def _table(model: "ModelDir", plan: "Plan") -> list[str]:
     neurons = model.architecture.neurons
     shares = [f"{min(1.0, sum(rows) / neurons):.0%}" for rows in (memory.cache_rows, memory.full_cache_rows)]
     share = shares[0] if shares[0] == shares[1] else f"{shares[0]} to {shares[1]}"
+    by_popularity = plan.popularity is not None and memory.cache_policy != "window" and not memory.dense_layers
+    shared_out = ", shared out by popularity" if by_popularity else ""
+    layers, rules = len(model.block.layers), len(model.block.delta_rules)
+    windowed = sum(layer.mixer.window is not None for layer in model.block.layers)
+    state = format_size(model.block.state_nbytes)
+    sequences = [
+        *([f"{state} of it the state of {rules} of {layers} layers, and checkpoints"] if rules else []),
+        *([f"{windowed} of {layers} layers keep a window's"] if windowed else []),
+        f"a server: {memory.parallel} at once, {format_size(memory.kept_nbytes)} kept between requests",
+    ]
     remarks = {
         "requests": f"a server's: {format_size(requests_nbytes(memory.context))} more",
-        "KV cache": f"a server: {memory.parallel} at once, {format_size(memory.kept_nbytes)} kept between requests",
+        "KV cache": "; ".join(sequences),
+        "neuron cache": f"{share} of {neurons} neurons{shared_out}",
     }
     lines = [
         ("", f"{min(KV_BLOCK_TOKENS, memory.context)} tokens", f"{memory.context} tokens", ""),
         *((name, format_size(start), format_size(full), remarks.get(name, "")) for name, start, full in memory.rows()),
     ]
-    windowed = sum(layer.mixer.window is not None for layer in model.block.layers)
-    if windowed:
-        lines[-2] = (*lines[-2][:3], f"{windowed} of {len(model.block.layers)} layers keep a window's; {lines[-2][3]}")
-    if states := model.block.state_nbytes:
-        count = len(model.block.delta_rules)
-        remark = (
-            f"{format_size(states)} of it the state of {count} of {len(model.block.layers)} layers, and checkpoints"
-        )
-        lines[-2] = (*lines[-2][:3], f"{remark}; {lines[-2][3]}")
-    by_popularity = plan.popularity is not None and memory.cache_policy != "window" and not memory.dense_layers
-    shared_out = ", shared out by popularity" if by_popularity else ""
-    lines[-1] = (*lines[-1][:3], f"{share} of {neurons} neurons{shared_out}")
     first = sum(start for _, start, _ in memory.rows())
     full = sum(end for *_, end in memory.rows())
     lines.append(("total", format_size(first), format_size(full), ""))

@@ -140,7 +140,8 @@ def check_mixers(block: BlockSpec, name: str) -> None:
     if block.delta_rules:
         raise UnsupportedModelError(
             f"{name}: layers keep a state in the place of keys and values (gated delta rule), which the throughput "
-            "engine does not do for a batch; use `flashllm run`, `chat` or `serve`, and convert without --calibrate"
+            "engine does not do for a batch; use `flashllm generate`, `chat` or `serve`, and convert without "
+            "--calibrate"
         )
 
 
