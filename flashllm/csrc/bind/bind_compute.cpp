@@ -1,14 +1,5 @@
 // Compute threads, SIMD levels, and resident linears.
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
-
-#include <memory>
-#include <optional>
 #include <stdexcept>
-#include <utility>
-#include <vector>
 
 #include "bind/bindings.h"
 #include "kernels/kernels.h"
@@ -117,86 +108,77 @@ void throw_unless_whole(Encoded result) {
 // A linear over memory that is not its own: of the throughput engine, for measurements and tests; a model's
 // are inside it. Weights, inputs and outputs are of one dtype (bf16 also as uint16), but for weights of a
 // grouped encoding, whose rows are bytes. Rows are outputs, or inputs (`by_inputs`, encoded weights alone).
-class PyLinear {
- public:
-  PyLinear(Rows weight, std::optional<FloatArray> bias, const std::string& dtype,
-           std::shared_ptr<ThreadPool> pool, const std::string& simd,
-           const std::optional<std::string>& encoding, std::optional<std::size_t> columns,
-           const std::string& inputs, bool by_inputs)
-      : weight_(std::move(weight)),
-        bias_(std::move(bias)),
-        pool_(std::move(pool)),
-        simd_(parse_simd(simd)),
-        by_inputs_(by_inputs) {
-    dtype_ = parse_dtype(dtype);
-    weights_.codec = encoding.has_value() ? parse_codec(*encoding) : codec_of(dtype_);
-    weights_.data = static_cast<const std::byte*>(weight_.data());
-    weights_.rows = weight_.shape(0);
-    weights_.inputs = inputs_of(weights_.codec, parse_inputs(inputs));
-    weights_.columns = columns.value_or(weight_.shape(1));
-    weights_.stride = vector_nbytes(weights_.codec, weights_.columns);
-    require(by_inputs ? weights_.codec != RowCodec::bf12 && is_coded(weights_.codec)
-                      : is_coded(weights_.codec) || weights_.codec == codec_of(dtype_),
-            "a linear's encoding must be its dtype or one in groups");
-    require(weight_.shape(1) * weight_.itemsize() == weights_.stride &&
-                weight_.itemsize() == (is_coded(weights_.codec) ? 1 : dtype_nbytes(dtype_)),
-            "a linear's weight is not of its dtype or encoding");
-    if (bias_.has_value()) {
-      require(bias_->shape(0) == width(), "a linear's bias must have one value an output");
-      weights_.bias = bias_->data();
-    }
-  }
+struct Linear {
+  RowMatrix weights;
+  Dtype dtype;
+  bool by_inputs;
+  ThreadPool& pool;
+  SimdLevel simd;
 
-  // x: [tokens, inputs], out: [tokens, outputs]; as for few tokens, where memory is the limit.
-  void forward(const Rows& x, const Rows& out) {
-    check(x, out, dtype_);
-    const nb::gil_scoped_release unlocked;
-    few(x, out, dtype_);
-  }
-
-  // The same for a prompt, where arithmetic is the limit. Outputs in fp32 are not rounded.
-  void forward_many(const Rows& x, const Rows& out) {
-    const Dtype to = out.dtype() == nb::dtype<float>() ? Dtype::f32 : dtype_;
-    check(x, out, to);
-    const nb::gil_scoped_release unlocked;
-    if (by_inputs_) return few(x, out, to);
-    const PackedTokens packed(static_cast<const std::byte*>(x.data()), x.shape(0), weights_.columns, dtype_,
-                              form_of_many(weights_.codec, weights_.inputs, dtype_, weights_.columns, simd_),
-                              *pool_, simd_);
-    linear_many(weights_, packed, to, static_cast<std::byte*>(out.data()), *pool_, simd_);
-  }
-
- private:
-  std::size_t inputs() const { return by_inputs_ ? weights_.rows : weights_.columns; }
-  std::size_t width() const { return by_inputs_ ? weights_.columns : weights_.rows; }
+  std::size_t inputs() const { return by_inputs ? weights.rows : weights.columns; }
+  std::size_t width() const { return by_inputs ? weights.columns : weights.rows; }
 
   void few(const Rows& x, const Rows& out, Dtype to) const {
     const std::size_t tokens = x.shape(0);
     const auto* from = static_cast<const std::byte*>(x.data());
     auto* last = static_cast<std::byte*>(out.data());
-    if (by_inputs_) return linear_by_columns(weights_, from, tokens, dtype_, to, last, *pool_, simd_);
+    if (by_inputs) return linear_by_columns(weights, from, tokens, dtype, to, last, pool, simd);
     std::vector<float> wide(tokens * inputs()), made(tokens * width());
-    Arithmetic arithmetic(dtype_, *pool_, simd_);
+    Arithmetic arithmetic(dtype, pool, simd);
     arithmetic.widen(from, wide.size(), wide.data());
-    linear(weights_, wide.data(), tokens, made.data(), *pool_, simd_);
+    linear(weights, wide.data(), tokens, made.data(), pool, simd);
     arithmetic.narrow(made.data(), made.size(), last);
   }
 
   void check(const Rows& x, const Rows& out, Dtype out_dtype) const {
-    require(x.itemsize() == dtype_nbytes(dtype_) && out.itemsize() == dtype_nbytes(out_dtype),
+    require(x.itemsize() == dtype_nbytes(dtype) && out.itemsize() == dtype_nbytes(out_dtype),
             "inputs and outputs must be of the weights' dtype");
     require(x.shape(1) == inputs() && out.shape(0) == x.shape(0) && out.shape(1) == width(),
             "inputs must be [tokens, inputs], outputs [tokens, outputs]");
   }
-
-  Rows weight_;
-  std::optional<FloatArray> bias_;
-  std::shared_ptr<ThreadPool> pool_;
-  SimdLevel simd_;
-  bool by_inputs_;
-  Dtype dtype_ = Dtype::f32;
-  RowMatrix weights_;
 };
+
+void make_linear(Linear* self, const Rows& weight, const std::optional<FloatArray>& bias,
+                 const std::string& dtype, ThreadPool& pool, const std::string& simd,
+                 const std::optional<std::string>& encoding, std::optional<std::size_t> columns,
+                 const std::string& inputs, bool by_inputs) {
+  const Dtype parsed = parse_dtype(dtype);
+  RowMatrix weights;
+  weights.codec = encoding ? parse_codec(*encoding) : codec_of(parsed);
+  weights.data = static_cast<const std::byte*>(weight.data());
+  weights.rows = weight.shape(0);
+  weights.inputs = inputs_of(weights.codec, parse_inputs(inputs));
+  weights.columns = columns.value_or(weight.shape(1));
+  weights.stride = vector_nbytes(weights.codec, weights.columns);
+  const bool coded = is_coded(weights.codec);
+  require(by_inputs ? weights.codec != RowCodec::bf12 && coded : coded || weights.codec == codec_of(parsed),
+          "a linear's encoding must be its dtype or one in groups");
+  require(weight.shape(1) * weight.itemsize() == weights.stride &&
+              weight.itemsize() == (coded ? 1 : dtype_nbytes(parsed)),
+          "a linear's weight is not of its dtype or encoding");
+  const Linear made{weights, parsed, by_inputs, pool, parse_simd(simd)};
+  require(!bias || bias->shape(0) == made.width(), "a linear's bias must have one value an output");
+  new (self) Linear(made);
+  if (bias) self->weights.bias = bias->data();
+}
+
+// x: [tokens, inputs], out: [tokens, outputs]; as for few tokens, where memory is the limit.
+void forward(const Linear& self, const Rows& x, const Rows& out) {
+  self.check(x, out, self.dtype);
+  self.few(x, out, self.dtype);
+}
+
+// The same for a prompt, where arithmetic is the limit. Outputs in fp32 are not rounded.
+void forward_many(const Linear& self, const Rows& x, const Rows& out) {
+  const RowMatrix& weights = self.weights;
+  const Dtype to = out.dtype() == nb::dtype<float>() ? Dtype::f32 : self.dtype;
+  self.check(x, out, to);
+  if (self.by_inputs) return self.few(x, out, to);
+  const TokenForm form = form_of_many(weights.codec, weights.inputs, self.dtype, weights.columns, self.simd);
+  const PackedTokens packed(static_cast<const std::byte*>(x.data()), x.shape(0), weights.columns, self.dtype,
+                            form, self.pool, self.simd);
+  linear_many(weights, packed, to, static_cast<std::byte*>(out.data()), self.pool, self.simd);
+}
 
 }  // namespace
 
@@ -252,16 +234,15 @@ void init_compute(nb::module_& m) {
       },
       nb::arg("weights"), nb::arg("dtype"), nb::arg("encoding"), nb::arg("out"), nb::arg("pool"));
 
-  nb::class_<PyLinear>(m, "Linear")
-      .def(nb::init<Rows, std::optional<FloatArray>, const std::string&, std::shared_ptr<ThreadPool>,
-                    const std::string&, const std::optional<std::string>&, std::optional<std::size_t>,
-                    const std::string&, bool>(),
-           nb::arg("weight"), nb::arg("bias").none(), nb::arg("dtype"), nb::arg("pool"),
-           nb::arg("simd") = "auto", nb::arg("encoding").none() = nb::none(),
+  nb::class_<Linear>(m, "Linear")
+      .def("__init__", &make_linear, nb::arg("weight"), nb::arg("bias").none(), nb::arg("dtype"),
+           nb::arg("pool"), nb::arg("simd") = "auto", nb::arg("encoding").none() = nb::none(),
            nb::arg("columns").none() = nb::none(), nb::arg("inputs") = "float32",
-           nb::arg("by_inputs") = false)
-      .def("forward", &PyLinear::forward, nb::arg("x"), nb::arg("out"))
-      .def("forward_many", &PyLinear::forward_many, nb::arg("x"), nb::arg("out"));
+           nb::arg("by_inputs") = false, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
+           nb::keep_alive<1, 5>())
+      .def("forward", &forward, nb::arg("x"), nb::arg("out"), nb::call_guard<nb::gil_scoped_release>())
+      .def("forward_many", &forward_many, nb::arg("x"), nb::arg("out"),
+           nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace flashllm

@@ -1,17 +1,5 @@
 // Counters, cache replay, and the FFN layer of the token loop with what it is made of.
-#include <nanobind/stl/map.h>
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
-
 #include <algorithm>
-#include <map>
-#include <memory>
-#include <optional>
-#include <tuple>
-#include <vector>
 
 #include "bind/bindings.h"
 #include "bind/py_ffn.h"
@@ -65,26 +53,6 @@ std::vector<std::int32_t> checked_ids(const IdArray& active, std::int32_t units)
   return ids;
 }
 
-// A prefetch buffer with all it refers to.
-class PyPrefetch {
- public:
-  PyPrefetch(ByteArray rows, std::uint32_t stride, std::int32_t num_neurons, std::shared_ptr<Reader> reader,
-             std::shared_ptr<DirectFile> file)
-      : rows_(std::move(rows)), reader_(std::move(reader)), file_(std::move(file)) {
-    require(num_neurons > 0, "a prefetch buffer needs neurons");
-    const std::int32_t capacity = units_in(rows_, stride, num_neurons, "a prefetch buffer");
-    require(capacity > 0, "a prefetch buffer needs room for at least one row");
-    buffer_ = std::make_unique<Prefetch>(bytes_of(rows_), capacity, stride, num_neurons, *reader_, *file_);
-  }
-  Prefetch& buffer() { return *buffer_; }
-
- private:
-  ByteArray rows_;
-  std::shared_ptr<Reader> reader_;
-  std::shared_ptr<DirectFile> file_;
-  std::unique_ptr<Prefetch> buffer_;
-};
-
 PyFfnLayer::PyFfnLayer(FfnLayerOptions options, std::shared_ptr<NamedTensors> tensors,
                        std::shared_ptr<NeuronSource> source, LayerRows rows, std::shared_ptr<ThreadPool> pool,
                        std::shared_ptr<FfnCounters> counters)
@@ -107,7 +75,7 @@ PyFfnLayer::PyFfnLayer(FfnLayerOptions options, std::shared_ptr<NamedTensors> te
   const auto neurons = static_cast<std::size_t>(options.num_neurons);
   std::size_t own = neurons;
   if (rows_.experts) {
-    options.experts = &rows_.experts->experts();
+    options.experts = rows_.experts.get();
     options.checksums = skip_experts(rows_.checksums, rows_.experts.get());
     own -= std::min(own, static_cast<std::size_t>(options.experts->num_rows()));
   }
@@ -133,9 +101,8 @@ PyFfnLayer::PyFfnLayer(FfnLayerOptions options, std::shared_ptr<NamedTensors> te
 
 void PyFfnLayer::set_predictor(const nb::dict& tensors, const std::string& prefix,
                                const std::map<std::string, std::string>& encodings,
-                               std::shared_ptr<PyPrefetch> prefetch) {
-  read_predictor({tensors_of(tensors), prefix, parse_codecs(encodings)}, *layer_,
-                 prefetch ? &prefetch->buffer() : nullptr);
+                               std::shared_ptr<Prefetch> prefetch) {
+  read_predictor({tensors_of(tensors), prefix, parse_codecs(encodings)}, *layer_, prefetch.get());
   if (prefetch) prefetch_ = std::move(prefetch);
   predictors_.push_back(tensors);
 }
@@ -153,11 +120,18 @@ void init_ffn(nb::module_& m) {
 
   nb::class_<FfnCounters>(m, "Counters").def(nb::init<>()).def("take", &take);
 
-  nb::class_<PyPrefetch>(m, "Prefetch")
-      .def(nb::init<ByteArray, std::uint32_t, std::int32_t, std::shared_ptr<Reader>,
-                    std::shared_ptr<DirectFile>>(),
-           nb::kw_only(), nb::arg("rows"), nb::arg("stride"), nb::arg("num_neurons"), nb::arg("reader"),
-           nb::arg("file"));
+  nb::class_<Prefetch>(m, "Prefetch")
+      .def(
+          "__init__",
+          [](Prefetch* self, const ByteArray& rows, std::uint32_t stride, std::int32_t num_neurons,
+             Reader& reader, const DirectFile& file) {
+            require(num_neurons > 0, "a prefetch buffer needs neurons");
+            const std::int32_t capacity = units_in(rows, stride, num_neurons, "a prefetch buffer");
+            require(capacity > 0, "a prefetch buffer needs room for at least one row");
+            new (self) Prefetch(bytes_of(rows), capacity, stride, num_neurons, reader, file);
+          },
+          nb::kw_only(), nb::arg("rows"), nb::arg("stride"), nb::arg("num_neurons"), nb::arg("reader"),
+          nb::arg("file"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>());
 
   nb::class_<CacheReplay>(m, "CacheReplay")
       .def(
@@ -222,7 +196,7 @@ void init_ffn(nb::module_& m) {
 
   nb::class_<LayerRows>(m, "LayerRows")
       .def(nb::init<ByteArray, std::uint64_t, ChecksumArray, std::int32_t, std::optional<FloatArray>,
-                    std::shared_ptr<PyLyingExperts>>(),
+                    std::shared_ptr<LyingExperts>>(),
            nb::kw_only(), nb::arg("memory"), nb::arg("offset"), nb::arg("checksums"),
            nb::arg("checksum_rows") = 1, nb::arg("popularity").none() = nb::none(),
            nb::arg("experts").none() = nb::none());

@@ -1,13 +1,4 @@
 // Files, batches of reads, writes, memory and checksums.
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
-
-#include <map>
-#include <optional>
-#include <string>
-#include <vector>
-
 #include "bind/bindings.h"
 #include "io/memory.h"
 #include "io/reader.h"
@@ -17,7 +8,6 @@ namespace flashllm {
 
 namespace {
 
-using Bytes = nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>;
 using Checksums = nb::ndarray<nb::numpy, std::uint64_t, nb::ndim<1>>;
 
 Bytes allocate(std::size_t nbytes) { return owned<Bytes>(std::make_unique<HugeBuffer>(nbytes), {nbytes}); }

@@ -1,20 +1,9 @@
 // The model that runs tokens.
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
-
 #include <atomic>
 #include <chrono>
-#include <memory>
-#include <optional>
-#include <tuple>
-#include <vector>
 
 #include "bind/bindings.h"
 #include "bind/py_ffn.h"
-#include "bind/py_row_stream.h"
 #include "bind/py_spec.h"
 #include "model/model.h"
 
@@ -67,7 +56,7 @@ class PyModel {
  public:
   // caches: of each layer whose neurons `source` reads; None: every token computes every neuron of it.
   PyModel(nb::handle block, std::shared_ptr<NamedTensors> tensors, const RowFormat& rows,
-          std::shared_ptr<PyRowStream> stream, std::shared_ptr<NeuronSource> source,
+          std::shared_ptr<RowStream> stream, std::shared_ptr<NeuronSource> source,
           const std::vector<std::optional<LayerRows>>& caches, std::shared_ptr<ThreadPool> pool,
           std::shared_ptr<FfnCounters> counters, std::size_t block_tokens, std::size_t fill_tokens,
           bool prefetch)
@@ -87,8 +76,8 @@ class PyModel {
     ModelWeights weights = read_ends(*tensors_, of);
     for (std::size_t i = 0; i < caches.size(); ++i)
       weights.blocks.push_back(block_weights(of, i, rows, caches[i]));
-    model_ = std::make_unique<Model>(spec, weights, rows, stream_->stream(), *pool_, *counters_,
-                                     tensors_->level(), [this] { check(); });
+    model_ = std::make_unique<Model>(spec, weights, rows, *stream_, *pool_, *counters_, tensors_->level(),
+                                     [this] { check(); });
   }
 
   const std::vector<std::shared_ptr<PyFfnLayer>>& ffns() const { return ffns_; }
@@ -106,8 +95,7 @@ class PyModel {
   // states [tokens, d_model] that enter the first block
   void embed(const std::vector<Entry>& entries, const States& states) {
     const std::vector<Token> tokens = tokens_of(entries);
-    require(states.shape(0) == tokens.size() && states.shape(1) == d_model_,
-            "states must be [tokens, d_model]");
+    require_rows(states, tokens.size(), d_model_, "states");
     const nb::gil_scoped_release unlocked;
     model_->embed(tokens.data(), tokens.size(), states.data());
   }
@@ -119,17 +107,12 @@ class PyModel {
     std::vector<Token> tokens;
     for (const auto& [sequence, count] : entries)
       for (std::size_t i = 0; i < count; ++i) tokens.push_back({sequence, i, 0});
-    require(states.shape(0) == tokens.size() && states.shape(1) == d_model_,
-            "states must be [tokens, d_model]");
+    require_rows(states, tokens.size(), d_model_, "states");
     PyTap tap(observer, d_model_);
     Tap* asked = observer.is_none() ? nullptr : &tap;
     const nb::gil_scoped_release unlocked;
     model_->run_block(layer, 0, tokens, states.data(), asked);
   }
-
-  void accept(std::size_t count) { model_->accept(count); }
-
-  void interrupt() { model_->interrupt(); }
 
   // From any thread: until it is taken back, a prompt's pass ends between two blocks.
   void cancel(bool on) { cancelled_.store(on, std::memory_order_relaxed); }
@@ -183,7 +166,7 @@ class PyModel {
   }
 
   std::shared_ptr<NamedTensors> tensors_;
-  std::shared_ptr<PyRowStream> stream_;
+  std::shared_ptr<RowStream> stream_;
   std::shared_ptr<NeuronSource> source_;
   std::shared_ptr<ThreadPool> pool_;
   std::shared_ptr<FfnCounters> counters_;
@@ -252,7 +235,7 @@ class PyPass {
 
 void init_model(nb::module_& m) {
   nb::class_<PyModel>(m, "Model")
-      .def(nb::init<nb::handle, std::shared_ptr<NamedTensors>, const RowFormat&, std::shared_ptr<PyRowStream>,
+      .def(nb::init<nb::handle, std::shared_ptr<NamedTensors>, const RowFormat&, std::shared_ptr<RowStream>,
                     std::shared_ptr<NeuronSource>, const std::vector<std::optional<LayerRows>>&,
                     std::shared_ptr<ThreadPool>, std::shared_ptr<FfnCounters>, std::size_t, std::size_t,
                     bool>(),
@@ -260,11 +243,13 @@ void init_model(nb::module_& m) {
            nb::arg("source"), nb::arg("caches"), nb::arg("pool"), nb::arg("counters"),
            nb::arg("block_tokens"), nb::arg("fill_tokens"), nb::arg("prefetch"))
       .def_prop_ro("ffns", &PyModel::ffns)
-      .def("accept", &PyModel::accept, nb::arg("count"), nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "accept", [](PyModel& self, std::size_t count) { self.model().accept(count); }, nb::arg("count"),
+          nb::call_guard<nb::gil_scoped_release>())
       .def("embed", &PyModel::embed, nb::arg("entries"), nb::arg("states"))
       .def("run_block", &PyModel::run_block, nb::arg("layer"), nb::arg("entries"), nb::arg("states"),
            nb::arg("observer").none() = nb::none())
-      .def("interrupt", &PyModel::interrupt)
+      .def("interrupt", [](PyModel& self) { self.model().interrupt(); })
       .def("cancel", &PyModel::cancel, nb::arg("on"));
   nb::class_<PyPass>(m, "Pass")
       .def(nb::init<PyModel&, const std::vector<Entry>&, const std::string&, bool, nb::object, std::size_t,

@@ -1,22 +1,7 @@
 // The throughput engine: a model's layers over lent weights, and attention over a batch's KV blocks.
-#include <nanobind/stl/map.h>
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/unique_ptr.h>
-#include <nanobind/stl/vector.h>
-
-#include <atomic>
-#include <map>
-#include <memory>
-#include <optional>
-#include <string>
-#include <vector>
-
-#include "attention/kv_block.h"
 #include "bind/bindings.h"
 #include "bind/py_spec.h"
-#include "kernels/kernels.h"
+#include "offload/batch_attention.h"
 #include "offload/batch_model.h"
 
 namespace flashllm {
@@ -47,12 +32,6 @@ void require_aligned(const Array& array, const char* what) {
   constexpr std::uintptr_t kAlignment = 16;
   require(reinterpret_cast<std::uintptr_t>(array.data()) % kAlignment == 0,
           std::string(what) + " must lie at a multiple of 16 bytes");
-}
-
-template <typename Array>
-void require_rows(const Array& array, std::size_t rows, std::size_t width, const char* what) {
-  require(array.ndim() == 2 && array.shape(0) == rows && array.shape(1) == width,
-          std::string(what) + " must be [" + std::to_string(rows) + ", " + std::to_string(width) + "]");
 }
 
 // Keys and values are the caller's: `attend(first, queries, keys, values, out)` keeps those of the tokens
@@ -218,179 +197,79 @@ class PyBatchModel {
 constexpr Named<KvLayout> kLayouts[] = {
     {"plain", KvLayout::plain}, {"hidden", KvLayout::hidden}, {"kivi", KvLayout::kivi}};
 
-// Attention of a batch of sequences over their KV blocks, which lie in arenas [slots, bytes of a block].
-class PyBatchAttention {
- public:
-  PyBatchAttention(std::size_t heads, std::size_t kv_heads, std::size_t head_dim, const std::string& dtype,
-                   float scale, std::shared_ptr<ThreadPool> pool, const std::string& layout, int bits,
-                   float softcap, nb::handle alibi, std::size_t value_dim, const std::string& simd)
-      : pool_(std::move(pool)),
-        simd_(parse_simd(simd)),
-        alibi_(read_alibi(alibi)),
-        format_(kv_heads, head_dim, parse_dtype(dtype), by_name("a layout of KV blocks", layout, kLayouts),
-                bits, value_dim != 0) {
-    require(heads != 0 && heads % kv_heads == 0, "heads must be a multiple of kv_heads");
-    shape_.heads = heads;
-    shape_.kv_heads = kv_heads;
-    shape_.head_dim = head_dim;
-    shape_.value_dim = value_dim;
-    shape_.dtype = format_.dtype();
-    shape_.scale = scale;
-    shape_.softcap = softcap;
-    require(alibi_.slopes.empty() || alibi_.slopes.size() == heads, "every head needs a slope");
-    if (!alibi_.slopes.empty()) shape_.alibi = &alibi_;
-  }
+void make_attention(BatchAttention* self, std::size_t heads, std::size_t kv_heads, std::size_t head_dim,
+                    const std::string& dtype, float scale, ThreadPool& pool, const std::string& layout,
+                    int bits, float softcap, nb::handle alibi, std::size_t value_dim,
+                    const std::string& simd) {
+  AttentionShape shape;
+  shape.heads = heads;
+  shape.kv_heads = kv_heads;
+  shape.head_dim = head_dim;
+  shape.value_dim = value_dim;
+  shape.dtype = parse_dtype(dtype);
+  shape.scale = scale;
+  shape.softcap = softcap;
+  const KvBlockFormat format(kv_heads, head_dim, shape.dtype,
+                             by_name("a layout of KV blocks", layout, kLayouts), bits, value_dim != 0);
+  new (self) BatchAttention(shape, read_alibi(alibi), format, pool, parse_simd(simd));
+}
 
-  std::size_t block_nbytes() const { return format_.block_nbytes(); }
-  std::size_t sealed_nbytes() const { return format_.sealed_nbytes(); }
+// An array [slots, bytes of a block].
+template <typename Array>
+auto arena_of(const BatchAttention& self, const Array& array, bool is_sealed = false) {
+  const std::size_t nbytes = is_sealed ? self.format().sealed_nbytes() : self.format().block_nbytes();
+  require_aligned(array, "an arena");
+  require(array.shape(1) == nbytes, std::string("an arena of ") + (is_sealed ? "sealed" : "plain") +
+                                        " blocks must be [slots, " + std::to_string(nbytes) + "]");
+  return Arena<std::remove_pointer_t<decltype(bytes_of(array))>>{bytes_of(array), array.shape(0), nbytes};
+}
 
-  void write(const FloatRows& keys, const FloatRows& values, const ByteRows& arena, const IdArray& slots,
-             const IdArray& positions) const {
-    constexpr std::size_t kGrain = 16;
-    const std::size_t n = slots.shape(0), width = format_.kv_heads() * format_.head_dim();
-    require_rows(keys, n, width, "keys");
-    require_rows(values, n, width, "values");
-    require(positions.shape(0) == n, "every slot needs a position");
-    check_arena(arena, false);
-    check_slots(slots, arena.shape(0));
-    for (std::size_t i = 0; i < n; ++i) require(positions.data()[i] >= 0, "a position must not be negative");
-    const nb::gil_scoped_release unlocked;
-    pool_->parallel_for(n, kGrain, [&](std::size_t begin, std::size_t end) {
-      for (std::size_t i = begin; i < end; ++i)
-        format_.write(keys.data() + i * width, values.data() + i * width,
-                      static_cast<std::size_t>(positions.data()[i]),
-                      bytes_of(arena) + at(slots, i) * block_nbytes());
-    });
-  }
+void write(const BatchAttention& self, const FloatRows& keys, const FloatRows& values, const ByteRows& arena,
+           const IdArray& slots, const IdArray& positions) {
+  const std::size_t n = slots.shape(0), width = self.shape().kv_heads * self.shape().head_dim;
+  require_rows(keys, n, width, "keys");
+  require_rows(values, n, width, "values");
+  require(positions.shape(0) == n, "every slot needs a position");
+  self.write(keys.data(), values.data(), n, arena_of(self, arena), slots.data(), positions.data());
+}
 
-  void seal(const ConstRows& arena, const IdArray& slots, const ByteRows& out_arena,
-            const IdArray& out_slots) const {
-    check_arena(arena, false);
-    check_arena(out_arena, true);
-    check_slots(slots, arena.shape(0));
-    check_slots(out_slots, out_arena.shape(0));
-    require(slots.shape(0) == out_slots.shape(0), "every slot needs an output slot");
-    const nb::gil_scoped_release unlocked;
-    std::atomic<bool> is_finite{true};
-    pool_->parallel_for(slots.shape(0), 1, [&](std::size_t begin, std::size_t end) {
-      for (std::size_t i = begin; i < end; ++i)
-        if (!format_.seal(bytes_of(arena) + at(slots, i) * block_nbytes(),
-                          bytes_of(out_arena) + at(out_slots, i) * sealed_nbytes(), simd_))
-          is_finite = false;
-    });
-    require(is_finite, "keys and values that are not finite cannot be packed");
-  }
+void seal(const BatchAttention& self, const ConstRows& arena, const IdArray& slots, const ByteRows& out_arena,
+          const IdArray& out_slots) {
+  require(slots.shape(0) == out_slots.shape(0), "every slot needs an output slot");
+  self.seal(arena_of(self, arena), slots.data(), slots.shape(0), arena_of(self, out_arena, true),
+            out_slots.data());
+}
 
-  // Causal attention of consecutive tokens, the first at `first_position`, over the plain blocks that lie one
-  // after another from `first_slot` on.
-  void prompt(const FloatRows& q, const ConstRows& arena, std::size_t first_slot, std::size_t first_position,
-              const Floats& out, std::size_t window, const std::optional<FloatArray>& sinks) const {
-    check_queries(q, out);
-    check_arena(arena, false);
-    const AttentionShape shape = of_layer(window, sinks);
-    std::vector<const std::byte*> pages((first_position + q.shape(0) + kKvBlock - 1) / kKvBlock);
-    require(first_slot <= arena.shape(0) && pages.size() <= arena.shape(0) - first_slot,
-            "the sequence's blocks reach beyond the arena's " + std::to_string(arena.shape(0)) + " slots");
-    for (std::size_t i = 0; i < pages.size(); ++i)
-      pages[i] = bytes_of(arena) + (first_slot + i) * block_nbytes();
-    const nb::gil_scoped_release unlocked;
-    attend_many(shape, q.data(), q.shape(0), first_position, format_.view(pages.data()), out.data(), *pool_,
-                simd_);
-  }
+using Sinks = std::optional<FloatArray>;
 
-  // Attention of one token a sequence, to its first lengths[i] positions, its own included, which lie in the
-  // blocks [offsets[i], offsets[i + 1]) of the table: the last one, which it is in, is plain and in the first
-  // arena; those before it are sealed, in the other arenas, where they are packed.
-  void decode(const FloatRows& q, const std::vector<ConstRows>& arenas, const Table& table,
-              const Longs& offsets, const Longs& lengths, const Floats& out, double share, std::size_t window,
-              const std::optional<FloatArray>& sinks) const {
-    check_queries(q, out);
-    const std::size_t n = q.shape(0);
-    require(offsets.shape(0) == n + 1 && lengths.shape(0) == n,
-            "lengths must have one value a query, offsets one more");
-    require(table.shape(1) == 2, "the table of blocks must be [blocks, 2]: arena, slot");
-    require(share > 0.0 && share <= 1.0, "share must be more than 0 and at most 1");
-    AttentionShape shape = of_layer(window, sinks);
-    shape.share = share;
-    for (std::size_t a = 0; a < arenas.size(); ++a) check_arena(arenas[a], a > 0);
-    const std::vector<const std::byte*> blocks = check_table(arenas, table);
-    std::vector<AttendingToken> tokens(n);
-    for (std::size_t i = 0; i < n; ++i) {
-      const std::int64_t begin = offsets.data()[i], end = offsets.data()[i + 1], length = lengths.data()[i];
-      require(0 <= begin && begin <= end && end <= static_cast<std::int64_t>(blocks.size()),
-              "offsets must rise from 0 up to the table's length");
-      const std::int64_t last = begin + (length - 1) / static_cast<std::int64_t>(kKvBlock);
-      require(length > 0 && last < end, "sequence " + std::to_string(i) + ": its blocks do not hold " +
-                                            std::to_string(length) + " positions");
-      for (std::int64_t b = begin; format_.is_packed() && b <= last; ++b)
-        require((table.data()[2 * b] > 0) == (b < last),
-                "sequence " + std::to_string(i) + ": all of its blocks but the last must be sealed");
-      KvView kv = format_.view(blocks.data() + begin);
-      if (format_.is_packed()) {
-        kv.format = &format_;
-        kv.packed_pages = kv.pages;
-      }
-      tokens[i] = {q.data() + i * q.shape(1), kv, static_cast<std::size_t>(length),
-                   out.data() + i * q.shape(1)};
-    }
-    const nb::gil_scoped_release unlocked;
-    attend_each(shape, tokens.data(), n, *pool_, simd_);
-  }
+// Those of a call that fits the layer; nullptr where there are none.
+const float* sinks_of(const BatchAttention& self, const FloatRows& q, const Floats& out, const Sinks& sinks) {
+  const AttentionShape& shape = self.shape();
+  require_rows(q, q.shape(0), shape.heads * shape.head_dim, "q");
+  require_rows(out, q.shape(0), shape.heads * shape.head_dim, "out");
+  require(!sinks || sinks->shape(0) == shape.heads, "every head needs a sink");
+  return sinks ? sinks->data() : nullptr;
+}
 
- private:
-  AttentionShape of_layer(std::size_t window, const std::optional<FloatArray>& sinks) const {
-    require(!sinks || sinks->shape(0) == shape_.heads, "every head needs a sink");
-    AttentionShape shape = shape_;
-    shape.window = window;
-    shape.sinks = sinks ? sinks->data() : nullptr;
-    return shape;
-  }
-  static std::size_t at(const IdArray& slots, std::size_t i) {
-    return static_cast<std::size_t>(slots.data()[i]);
-  }
+void prompt(const BatchAttention& self, const FloatRows& q, const ConstRows& arena, std::size_t first_slot,
+            std::size_t first_position, const Floats& out, std::size_t window, const Sinks& sinks) {
+  const float* taken = sinks_of(self, q, out, sinks);
+  self.prompt(q.data(), q.shape(0), arena_of(self, arena), first_slot, first_position, out.data(), window,
+              taken);
+}
 
-  template <typename Array>
-  void check_arena(const Array& arena, bool is_sealed) const {
-    const std::size_t nbytes = is_sealed ? sealed_nbytes() : block_nbytes();
-    require_aligned(arena, "an arena");
-    require(arena.shape(1) == nbytes, std::string("an arena of ") + (is_sealed ? "sealed" : "plain") +
-                                          " blocks must be [slots, " + std::to_string(nbytes) + "]");
-  }
-
-  static void check_slot(std::int64_t slot, std::size_t slots) {
-    require(slot >= 0 && slot < static_cast<std::int64_t>(slots),
-            "slot " + std::to_string(slot) + " is not one of the arena's " + std::to_string(slots));
-  }
-  static void check_slots(const IdArray& slots, std::size_t count) {
-    for (std::size_t i = 0; i < slots.shape(0); ++i) check_slot(slots.data()[i], count);
-  }
-
-  // Where each block of the table lies.
-  static std::vector<const std::byte*> check_table(const std::vector<ConstRows>& arenas, const Table& table) {
-    std::vector<const std::byte*> blocks(table.shape(0));
-    for (std::size_t b = 0; b < blocks.size(); ++b) {
-      const std::int32_t number = table.data()[2 * b], slot = table.data()[2 * b + 1];
-      require(number >= 0 && static_cast<std::size_t>(number) < arenas.size(),
-              "no arena " + std::to_string(number));
-      const ConstRows& arena = arenas[static_cast<std::size_t>(number)];
-      check_slot(slot, arena.shape(0));
-      blocks[b] = bytes_of(arena) + static_cast<std::size_t>(slot) * arena.shape(1);
-    }
-    return blocks;
-  }
-
-  void check_queries(const FloatRows& q, const Floats& out) const {
-    const std::size_t width = shape_.heads * shape_.head_dim;
-    require_rows(q, q.shape(0), width, "q");
-    require_rows(out, q.shape(0), width, "out");
-  }
-
-  std::shared_ptr<ThreadPool> pool_;
-  SimdLevel simd_;
-  const Alibi alibi_;
-  KvBlockFormat format_;
-  AttentionShape shape_;
-};
+void decode(const BatchAttention& self, const FloatRows& q, const std::vector<ConstRows>& arenas,
+            const Table& table, const Longs& offsets, const Longs& lengths, const Floats& out, double share,
+            std::size_t window, const Sinks& sinks) {
+  const float* taken = sinks_of(self, q, out, sinks);
+  require(offsets.shape(0) == q.shape(0) + 1 && lengths.shape(0) == q.shape(0),
+          "lengths must have one value a query, offsets one more");
+  require(table.shape(1) == 2, "the table of blocks must be [blocks, 2]: arena, slot");
+  std::vector<Arena<const std::byte>> lie;
+  for (const ConstRows& arena : arenas) lie.push_back(arena_of(self, arena, !lie.empty()));
+  self.decode(q.data(), q.shape(0), lie, {table.data(), table.shape(0), offsets.data(), lengths.data()},
+              out.data(), share, window, taken);
+}
 
 }  // namespace
 
@@ -419,26 +298,26 @@ void init_offload(nb::module_& m) {
            nb::arg("attend"), nb::arg("decoding") = false, nb::arg("watch").none() = nb::none())
       .def("head", &PyBatchModel::head, nb::arg("ends"), nb::arg("states"), nb::arg("logits"));
 
-  nb::class_<PyBatchAttention>(m, "BatchAttention")
-      .def(nb::init<std::size_t, std::size_t, std::size_t, const std::string&, float,
-                    std::shared_ptr<ThreadPool>, const std::string&, int, float, nb::handle, std::size_t,
-                    const std::string&>(),
-           nb::kw_only(), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("dtype"),
-           nb::arg("scale"), nb::arg("pool"), nb::arg("layout") = "plain", nb::arg("bits") = 4,
-           nb::arg("softcap") = 0.0F, nb::arg("alibi").none() = nb::none(), nb::arg("value_dim") = 0,
-           nb::arg("simd") = "auto")
-      .def_prop_ro("block_nbytes", &PyBatchAttention::block_nbytes)
-      .def_prop_ro("sealed_nbytes", &PyBatchAttention::sealed_nbytes)
-      .def("write", &PyBatchAttention::write, nb::arg("keys"), nb::arg("values"), nb::arg("arena"),
-           nb::arg("slots"), nb::arg("positions"))
-      .def("seal", &PyBatchAttention::seal, nb::arg("arena"), nb::arg("slots"), nb::arg("out_arena"),
-           nb::arg("out_slots"))
-      .def("prompt", &PyBatchAttention::prompt, nb::arg("q"), nb::arg("arena"), nb::arg("first_slot"),
+  // Calls let the interpreter's lock go.
+  using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<BatchAttention>(m, "BatchAttention")
+      .def("__init__", &make_attention, nb::kw_only(), nb::arg("heads"), nb::arg("kv_heads"),
+           nb::arg("head_dim"), nb::arg("dtype"), nb::arg("scale"), nb::arg("pool"),
+           nb::arg("layout") = "plain", nb::arg("bits") = 4, nb::arg("softcap") = 0.0F,
+           nb::arg("alibi").none() = nb::none(), nb::arg("value_dim") = 0, nb::arg("simd") = "auto",
+           nb::keep_alive<1, 7>())
+      .def_prop_ro("block_nbytes", [](const BatchAttention& self) { return self.format().block_nbytes(); })
+      .def_prop_ro("sealed_nbytes", [](const BatchAttention& self) { return self.format().sealed_nbytes(); })
+      .def("write", &write, nb::arg("keys"), nb::arg("values"), nb::arg("arena"), nb::arg("slots"),
+           nb::arg("positions"), Unlocked())
+      .def("seal", &seal, nb::arg("arena"), nb::arg("slots"), nb::arg("out_arena"), nb::arg("out_slots"),
+           Unlocked())
+      .def("prompt", &prompt, nb::arg("q"), nb::arg("arena"), nb::arg("first_slot"),
            nb::arg("first_position"), nb::arg("out"), nb::arg("window") = 0,
-           nb::arg("sinks").none() = nb::none())
-      .def("decode", &PyBatchAttention::decode, nb::arg("q"), nb::arg("arenas"), nb::arg("table"),
-           nb::arg("offsets"), nb::arg("lengths"), nb::arg("out"), nb::arg("share") = 1.0,
-           nb::arg("window") = 0, nb::arg("sinks").none() = nb::none());
+           nb::arg("sinks").none() = nb::none(), Unlocked())
+      .def("decode", &decode, nb::arg("q"), nb::arg("arenas"), nb::arg("table"), nb::arg("offsets"),
+           nb::arg("lengths"), nb::arg("out"), nb::arg("share") = 1.0, nb::arg("window") = 0,
+           nb::arg("sinks").none() = nb::none(), Unlocked());
 }
 
 }  // namespace flashllm

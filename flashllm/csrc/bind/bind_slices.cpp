@@ -1,11 +1,7 @@
 // Experts where they lie in a file of another layout.
-#include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
-
-#include "bind/py_slices.h"
+#include "bind/bindings.h"
 #include "io/xxh3.h"
+#include "planes/block_rows.h"
 
 namespace flashllm {
 
@@ -27,25 +23,35 @@ void unpack(const BlockRows& self, const ConstBytes& stored, std::uint64_t first
   self.unpack(bytes_of(stored), first, nbytes, bytes_of(rows));
 }
 
-}  // namespace
+// A matrix: its file, the first expert's offset, an expert's bytes, those of a piece, how they are unpacked.
+using Slices = std::tuple<std::shared_ptr<DirectFile>, std::uint64_t, std::uint64_t, std::uint64_t,
+                          std::shared_ptr<BlockRows>>;
 
-PyLyingExperts::PyLyingExperts(std::vector<PySlices> matrices, std::int32_t count, std::int32_t size,
-                               const ChecksumArray& checksums)
-    : matrices_(std::move(matrices)), checksums_(checksums) {
+// The first of `checksums`, which may be more, are those of the experts.
+void make_experts(nb::pointer_and_handle<LyingExperts> self, const std::vector<Slices>& matrices,
+                  std::int32_t count, std::int32_t size, const ChecksumArray& checksums) {
   require(count > 0 && size > 0, "experts need rows");
-  experts_.count = count;
-  experts_.size = size;
-  for (const auto& [file, offset, nbytes, piece, rows] : matrices_) {
+  LyingExperts made;
+  made.count = count;
+  made.size = size;
+  for (const auto& [file, offset, nbytes, piece, rows] : matrices) {
     const std::size_t row = rows->row_nbytes(), stored = nbytes / row;
     require(nbytes != 0 && nbytes % row == 0 && piece != 0 && piece % (row * rows->grain()) == 0 &&
                 piece % kHashedMultiple == 0 && nbytes % kHashedMultiple == 0 && piece >= kMinHashed &&
                 rows->neurons(stored) == static_cast<std::size_t>(size) && rows->outputs_fit(stored),
             "an expert's slices do not fit its rows");
-    experts_.matrices.push_back({file.get(), offset, nbytes, piece, rows.get()});
+    made.matrices.push_back({file.get(), offset, nbytes, piece, rows.get()});
   }
-  experts_.checksums = checksums_.data();
-  require(checksums_.shape(0) >= static_cast<std::size_t>(count) * experts_.pieces(), "too few checksums");
+  made.checksums = checksums.data();
+  require(checksums.shape(0) >= static_cast<std::size_t>(count) * made.pieces(), "too few checksums");
+  new (self.p) LyingExperts(std::move(made));
+  for (const Slices& each : matrices) {
+    keep(self.h, std::get<std::shared_ptr<DirectFile>>(each));
+    keep(self.h, std::get<std::shared_ptr<BlockRows>>(each));
+  }
 }
+
+}  // namespace
 
 void init_slices(nb::module_& m) {
   nb::class_<BlockRows>(m, "BlockRows")
@@ -62,9 +68,9 @@ void init_slices(nb::module_& m) {
             unpack(self, stored, first, rows, self.stride());
           },
           nb::arg("stored"), nb::arg("first"), nb::arg("rows"));
-  nb::class_<PyLyingExperts>(m, "LyingExperts")
-      .def(nb::init<std::vector<PySlices>, std::int32_t, std::int32_t, const ChecksumArray&>(),
-           nb::arg("matrices"), nb::kw_only(), nb::arg("count"), nb::arg("size"), nb::arg("checksums"));
+  nb::class_<LyingExperts>(m, "LyingExperts")
+      .def("__init__", &make_experts, nb::arg("matrices"), nb::kw_only(), nb::arg("count"), nb::arg("size"),
+           nb::arg("checksums"), nb::keep_alive<1, 5>());
 }
 
 }  // namespace flashllm

@@ -1,12 +1,4 @@
 // What sequences leave behind.
-#include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
-
-#include <memory>
-#include <string>
-#include <vector>
-
 #include "bind/bindings.h"
 #include "bind/py_spec.h"
 #include "model/sequence_state.h"
@@ -14,8 +6,6 @@
 namespace flashllm {
 
 namespace {
-
-using Bytes = nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>;
 
 // The pages of `owner`, which lives as long as the arrays.
 std::vector<std::vector<Bytes>> arrays_of(nb::handle owner, const SequenceState::Spans& spans) {

@@ -1,85 +1,79 @@
 // Streams of rows.
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
-
-#include "bind/py_row_stream.h"
+#include "bind/bindings.h"
+#include "io/row_stream.h"
 #include "io/xxh3.h"
 
 namespace flashllm {
 
 namespace {
 
-using RowsView = nb::ndarray<nb::numpy, const std::uint8_t, nb::ndim<2>>;
+using Self = nb::pointer_and_handle<RowStream>;
+using RowsView = nb::ndarray<nb::numpy, const std::uint8_t, Two>;
+// A layer: offset of row 0, rows, checksums, and how many rows share one.
+using StreamedRows = std::tuple<std::uint64_t, std::size_t, ChecksumArray, std::size_t>;
+// Of each layer, or of none where there are fewer.
+using LayersExperts = std::vector<std::optional<std::shared_ptr<LyingExperts>>>;
 
-}  // namespace
-
-PyRowStream::PyRowStream(std::shared_ptr<Reader> reader, std::shared_ptr<DirectFile> file,
-                         const std::vector<StreamedRows>& layers, std::size_t stride, std::size_t block_rows,
-                         std::size_t ahead, LayersExperts experts)
-    : reader_(std::move(reader)), file_(std::move(file)), experts_(std::move(experts)) {
-  experts_.resize(layers.size());
+void make_stream(Self self, Reader& reader, const DirectFile& file, const std::vector<StreamedRows>& layers,
+                 std::size_t stride, std::size_t block_rows, std::size_t ahead, LayersExperts experts) {
+  experts.resize(layers.size());
   std::vector<StreamedLayer> streamed;
   for (const auto& [offset, rows, checksums, checksum_rows] : layers) {
-    const auto& of_layer = experts_[streamed.size()];
-    const PyLyingExperts* lying = of_layer ? of_layer->get() : nullptr;
-    const auto passed = static_cast<std::size_t>(lying == nullptr ? 0 : lying->experts().num_rows());
+    const LyingExperts* lying = experts[streamed.size()].value_or(nullptr).get();
+    const auto passed = static_cast<std::size_t>(lying == nullptr ? 0 : lying->num_rows());
     const std::uint64_t* own = skip_experts(checksums, lying);
     const auto sums = static_cast<std::size_t>(checksums.data() + checksums.shape(0) - own);
     require(
         checksum_rows > 0 && passed <= rows && sums == (rows - passed + checksum_rows - 1) / checksum_rows,
         "a streamed layer has one checksum for every `checksum_rows` rows");
-    streamed.push_back({offset, rows, own, checksum_rows, lying == nullptr ? nullptr : &lying->experts()});
-    checksums_.push_back(checksums);
+    streamed.push_back({offset, rows, own, checksum_rows, lying});
   }
-  stream_ = std::make_unique<RowStream>(*reader_, *file_, std::move(streamed), stride, block_rows, ahead);
+  new (self.p) RowStream(reader, file, std::move(streamed), stride, block_rows, ahead);
+  for (const auto& layer : layers) keep(self.h, std::get<ChecksumArray>(layer));
+  for (const auto& each : experts) keep(self.h, each);
 }
 
-void PyRowStream::begin(int layer, std::optional<int> then) {
-  const auto known = [this](int index) {
-    return index >= 0 && static_cast<std::size_t>(index) < stream_->num_layers();
+void begin(RowStream& self, int layer, std::optional<int> then) {
+  const auto known = [&](int index) {
+    return index >= 0 && static_cast<std::size_t>(index) < self.num_layers();
   };
   require(known(layer) && (!then || known(*then)), "a layer beyond those there are");
-  stream_->begin(layer, then.value_or(RowStream::kNoLayer));
+  self.begin(layer, then.value_or(RowStream::kNoLayer));
 }
 
-nb::object PyRowStream::next() {
+// (first row, rows [count, stride], valid until the next call), or None after the last block
+nb::object next(Self self) {
   RowBlock block;
   bool more = false;
   {
     const nb::gil_scoped_release unlocked;
-    more = stream_->next(block);
+    more = self.p->next(block);
   }
   if (!more) return nb::none();
   const auto* rows = reinterpret_cast<const std::uint8_t*>(block.rows);
-  return nb::make_tuple(block.first_row, RowsView(rows, {block.count, stream_->stride()}, nb::find(this)));
+  return nb::make_tuple(block.first_row, RowsView(rows, {block.count, self.p->stride()}, self.h));
 }
 
-void PyRowStream::keep(std::size_t layer, const ByteArray& memory) {
-  require(layer < stream_->num_layers(), "a layer beyond those there are");
+// Whole rows of `memory`, from allocate(), keep the layer's first ones.
+void keep_rows(RowStream& self, std::size_t layer, const ByteArray& memory) {
+  require(layer < self.num_layers(), "a layer beyond those there are");
   require(reinterpret_cast<std::uintptr_t>(memory.data()) % kHashedMultiple == 0,
           "memory that keeps rows must come from allocate()");
-  stream_->keep(layer, reinterpret_cast<std::byte*>(memory.data()), memory.nbytes() / stream_->stride());
-  kept_.push_back(memory);
+  self.keep(layer, bytes_of(memory), memory.nbytes() / self.stride());
 }
 
+}  // namespace
+
 void init_stream(nb::module_& m) {
-  nb::class_<PyRowStream>(m, "RowStream")
-      .def(nb::init<std::shared_ptr<Reader>, std::shared_ptr<DirectFile>, const std::vector<StreamedRows>&,
-                    std::size_t, std::size_t, std::size_t, LayersExperts>(),
-           nb::arg("reader"), nb::arg("file"), nb::arg("layers"), nb::kw_only(), nb::arg("stride"),
-           nb::arg("block_rows"), nb::arg("ahead"), nb::arg("experts") = LayersExperts())
-      .def("begin", &PyRowStream::begin, nb::arg("layer"), nb::arg("then").none() = nb::none())
-      .def("next", &PyRowStream::next)
-      .def("keep", &PyRowStream::keep, nb::arg("layer"), nb::arg("memory"))
-      .def(
-          "set_kept",
-          [](PyRowStream& self, std::size_t layer, std::size_t rows) { self.stream().set_kept(layer, rows); },
-          nb::arg("layer"), nb::arg("rows"))
-      .def(
-          "kept", [](PyRowStream& self, std::size_t layer) { return self.stream().kept(layer); },
-          nb::arg("layer"));
+  nb::class_<RowStream>(m, "RowStream")
+      .def("__init__", &make_stream, nb::arg("reader"), nb::arg("file"), nb::arg("layers"), nb::kw_only(),
+           nb::arg("stride"), nb::arg("block_rows"), nb::arg("ahead"), nb::arg("experts") = LayersExperts(),
+           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
+      .def("begin", &begin, nb::arg("layer"), nb::arg("then").none() = nb::none())
+      .def("next", &next)
+      .def("keep", &keep_rows, nb::arg("layer"), nb::arg("memory"), nb::keep_alive<1, 3>())
+      .def("set_kept", &RowStream::set_kept, nb::arg("layer"), nb::arg("rows"))
+      .def("kept", &RowStream::kept, nb::arg("layer"));
 }
 
 }  // namespace flashllm

@@ -4,14 +4,23 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
 
 #include <initializer_list>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "ffn/ffn_layer.h"
 #include "io/direct_writer.h"
@@ -39,6 +48,8 @@ using Array = Exact<nb::ndarray<Of..., nb::device::cpu, nb::c_contig>>;
 using One = nb::ndim<1>;
 using Two = nb::ndim<2>;
 
+using Bytes = nb::ndarray<nb::numpy, std::uint8_t, One>;  // handed to Python
+
 using AnyArray = Array<>;
 using ByteArray = Array<std::uint8_t>;
 using ByteRows = Array<std::uint8_t, Two>;
@@ -56,6 +67,13 @@ auto bytes_of(const Array& array) {
   } else {
     return reinterpret_cast<std::byte*>(array.data());
   }
+}
+
+// Throws CoreError for another array than [rows, width].
+template <typename Array>
+void require_rows(const Array& array, std::size_t rows, std::size_t width, const char* what) {
+  require(array.ndim() == 2 && array.shape(0) == rows && array.shape(1) == width,
+          std::string(what) + " must be [" + std::to_string(rows) + ", " + std::to_string(width) + "]");
 }
 
 template <typename T>
@@ -115,6 +133,20 @@ Array owned(std::unique_ptr<Holder> holder, std::initializer_list<std::size_t> s
   const nb::capsule owner(holder.get(), [](void* held) noexcept { delete static_cast<Holder*>(held); });
   holder.release();
   return Array(data, shape, owner);
+}
+
+// `kept` lives at least as long as `owner`.
+template <typename Kept>
+void keep(nb::handle owner, const Kept& kept) {
+  nb::keep_alive_obj(owner, nb::cast(kept));
+}
+
+// The checksums of the rows behind `experts` (nullptr: all). Throws CoreError where there are too few.
+inline const std::uint64_t* skip_experts(const ChecksumArray& checksums, const LyingExperts* experts) {
+  const std::size_t passed =
+      experts == nullptr ? 0 : static_cast<std::size_t>(experts->count) * experts->pieces();
+  require(passed <= checksums.shape(0), "too few checksums");
+  return checksums.data() + passed;
 }
 
 void init_io(nb::module_& m);

@@ -1,19 +1,10 @@
 // An FFN layer as Python holds it, with all it refers to, and what it is made of.
 #pragma once
 
-#include <map>
-#include <memory>
-#include <optional>
-#include <string>
-#include <vector>
-
 #include "bind/bindings.h"
-#include "bind/py_slices.h"
 #include "model/weights.h"
 
 namespace flashllm {
-
-class PyPrefetch;
 
 // Where all layers read neurons, and how their caches keep them.
 struct NeuronSource {
@@ -34,7 +25,7 @@ struct LayerRows {
   ChecksumArray checksums;
   std::int32_t checksum_rows = 1;        // that share one
   std::optional<FloatArray> popularity;  // of each unit
-  std::shared_ptr<PyLyingExperts> experts;
+  std::shared_ptr<LyingExperts> experts;
 };
 
 // Throws CoreError for others than ascending ids below `units`.
@@ -54,8 +45,7 @@ class PyFfnLayer {
   // `encodings`: of some of them, by name. With `prefetch` it is the predictor that tells this layer's
   // neurons from the input of the layer before, and `prefetch` holds what is read on its word.
   void set_predictor(const nb::dict& tensors, const std::string& prefix,
-                     const std::map<std::string, std::string>& encodings,
-                     std::shared_ptr<PyPrefetch> prefetch);
+                     const std::map<std::string, std::string>& encodings, std::shared_ptr<Prefetch> prefetch);
 
  private:
   std::shared_ptr<NamedTensors> tensors_;
@@ -64,7 +54,7 @@ class PyFfnLayer {
   std::shared_ptr<ThreadPool> pool_;
   std::shared_ptr<FfnCounters> counters_;
   std::vector<nb::dict> predictors_;  // the arrays that they point to
-  std::shared_ptr<PyPrefetch> prefetch_;
+  std::shared_ptr<Prefetch> prefetch_;
   std::unique_ptr<FfnLayer> layer_;
 };
 

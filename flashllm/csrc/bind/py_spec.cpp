@@ -1,10 +1,6 @@
 #include "bind/py_spec.h"
 
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
-
 #include <algorithm>
-#include <string>
 
 namespace flashllm {
 

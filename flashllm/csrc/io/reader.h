@@ -82,7 +82,7 @@ struct ReaderOptions {
   bool verify = true;  // compare the checksums of jobs that carry them
   // Longer than the kernel gives a drive before it tries again or gives it up (30 s).
   std::chrono::milliseconds patience{60'000};
-  std::function<void()> look;  // called now and then in a wait; what it throws ends the wait
+  std::function<void()> look = nullptr;  // called now and then in a wait; what it throws ends the wait
 };
 
 // Takes work from a ReadQueue and finishes it. All memory and threads are taken when it is made.

@@ -1,12 +1,7 @@
 // What _core_testing has and _core has not: reads and writes that fail on demand, attention by itself, the
 // bits of a level, and what lies inside (inspection.cpp).
-#include <nanobind/stl/string.h>
-
-#include <memory>
-#include <string>
-
-#include "bind/bindings.h"
 #include "bind_testing.h"
+#include "bind/bindings.h"
 #include "digest.h"
 #include "fault.h"
 

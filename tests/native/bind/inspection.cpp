@@ -1,18 +1,9 @@
 // What tests and benchmarks see and set of the core's parts, and the product does not: traces, clocks, and
 // what is cached.
-#include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
-
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "bind/bindings.h"
 #include "bind/py_ffn.h"
-#include "bind/py_row_stream.h"
 #include "bind_testing.h"
+#include "io/row_stream.h"
 #include "trace_predictor.h"
 
 namespace flashllm {
@@ -81,8 +72,8 @@ void make_layer(PyFfnLayer* self, std::size_t layer, std::shared_ptr<NamedTensor
       PyFfnLayer(options, std::move(tensors), std::move(source), rows, std::move(pool), std::move(counters));
 }
 
-nb::dict take(PyRowStream& self) {
-  const StreamTimes times = self.stream().take();
+nb::dict take(RowStream& self) {
+  const StreamTimes times = self.take();
   return dict_of({{"wait_ns", times.wait_ns},
                   {"busy_ns", times.busy_ns},
                   {"bytes", times.bytes},
@@ -113,9 +104,7 @@ void init_inspection(nb::module_& m) {
       [](nb::handle writer, std::uint64_t ticket) { return direct_writer_of(writer).finished(ticket); },
       nb::arg("writer"), nb::arg("ticket"));
 
-  bound<PyRowStream>(m, "RowStream")
-      .def("drain", [](PyRowStream& self) { self.stream().drain(); })
-      .def("take", &take);
+  bound<RowStream>(m, "RowStream").def("drain", [](RowStream& self) { self.drain(); }).def("take", &take);
 
   bound<PyFfnLayer>(m, "FfnLayer")
       .def("__init__", &make_layer, nb::kw_only(), nb::arg("layer"), nb::arg("tensors"),

@@ -1,11 +1,4 @@
 // Attention by itself, for tests and benchmarks: a model's is inside it.
-#include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
-
-#include <memory>
-#include <string>
-#include <vector>
-
 #include "bind/bindings.h"
 #include "model/sequence_state.h"
 
