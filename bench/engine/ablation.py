@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from engine_runs import COLD_TOKENS, PAPER_READER, Workers, add_read_first, summary
-from memory_group import GroupError
 
 from flashllm.base.units import parse_size
+from flashllm.commands.machine.memory_group import GroupError
 from flashllm.config import Ablation
 from flashllm.convert.locate import is_demo, resolve_model
 

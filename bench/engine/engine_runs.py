@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from memory_group import MemoryGroup, drop_page_cache
-
+from flashllm.commands.machine.memory_group import MemoryGroup, drop_page_cache
 from flashllm.format.model_files import FFN, RESIDENT
 
 WORKER = Path(__file__).with_name("breakdown_worker.py")

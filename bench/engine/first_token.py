@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from engine_runs import Workers, add_read_first
-from memory_group import GroupError
 
 from flashllm.base.units import format_size, parse_size
+from flashllm.commands.machine.memory_group import GroupError
 from flashllm.convert.locate import is_demo, resolve_model
 from flashllm.errors import FlashError
 from flashllm.format.manifest import open_model_dir

@@ -28,9 +28,9 @@ from typing import Any
 
 from breakdown_report import markdown, plot
 from engine_runs import COLD_TOKENS, PAPER_READER, Workers, add_read_first, summary
-from memory_group import GroupError
 
 from flashllm.base.units import format_size, parse_size
+from flashllm.commands.machine.memory_group import GroupError
 from flashllm.config import DEFAULT_WINDOW
 from flashllm.convert.locate import is_demo, resolve_model
 from flashllm.errors import FlashError

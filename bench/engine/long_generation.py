@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from engine_runs import Workers, add_read_first
-from memory_group import GroupError
 
 from flashllm.base.units import parse_size
+from flashllm.commands.machine.memory_group import GroupError
 from flashllm.convert.locate import resolve_model
 
 SAMPLINGS: dict[str, dict[str, Any]] = {

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine_runs import Workers, add_read_first, summary
-from memory_group import GroupError
 
 from flashllm.base.units import parse_size
+from flashllm.commands.machine.memory_group import GroupError
 from flashllm.convert.locate import resolve_model
 from flashllm.format.manifest import open_model_dir
 from flashllm.format.model_files import FFN, RESIDENT

@@ -7,7 +7,7 @@ with the same text as before.
 Attacks: prompts of megabytes; bodies that stop in the middle; connections that never send their headers, more than
 there are descriptors; readers that never read. The 2,000 requests are of every dialect, whole and streamed, with
 schemas and tools, and some clients leave in the middle. Needs root and a memory control group
-(bench/engine/memory_group.py). The last line is one JSON document.
+(`flashllm.commands.machine.memory_group`). The last line is one JSON document.
 """
 
 import argparse
@@ -33,9 +33,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))
 import psutil
 from limits import FLASHLLM, TOO_LITTLE, growth, said_need, served
-from memory_group import MemoryGroup, drop_page_cache
 
 from flashllm.base.units import format_size, parse_size
+from flashllm.commands.machine.memory_group import MemoryGroup, drop_page_cache
 from flashllm.plan.requests import body_nbytes
 
 DESCRIPTORS = 1024  # of the server

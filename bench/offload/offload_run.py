@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-from memory_group import MemoryGroup, drop_page_cache
-
 from flashllm.base.units import parse_size
+from flashllm.commands.machine.memory_group import MemoryGroup, drop_page_cache
 
 WORKER = Path(__file__).with_name("run_worker.py")
 PEER = Path(__file__).with_name("peer_worker.py")

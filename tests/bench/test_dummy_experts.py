@@ -31,7 +31,7 @@ def test_the_file_has_the_shape(tmp_path, name):
 
 
 def test_what_llama_cpp_runs_converts_with_its_bits(tmp_path):
-    """As same_file.py wants it: without a vocabulary, too."""
+    """As a report beside llama.cpp wants it: without a vocabulary, too."""
     shape = replace(
         SHAPES["gpt-oss-20b"], layers=2, hidden=64, ffn=32, heads=2, kv_heads=1, head_dim=32, vocab=100, experts=6
     )

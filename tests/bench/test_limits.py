@@ -5,8 +5,8 @@ import json
 import bench_path  # noqa: F401
 import limits
 import pytest
-from memory_group import GroupError, MemoryGroup
 
+from flashllm.commands.machine.memory_group import GroupError, MemoryGroup
 from flashllm.convert.locate import demo_path
 
 

@@ -84,7 +84,7 @@ def test_options_are_few():
 
     found = set(options_of(make_parser(COMPLETION)))
     assert {"--memory", "--bits", "--input", "--park-size"} <= found
-    assert len(found) <= 65, sorted(found)
+    assert len(found) <= 67, sorted(found)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
-"""`flashllm bench [MODEL]`: where each token's time goes on this machine."""
+"""`flashllm bench [MODEL]`: where each token's time goes on this machine; with --report by a fixed protocol."""
 
 import argparse
 import contextlib
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashllm.base.command_line import print_json, say, whole
@@ -25,9 +26,20 @@ _BAR_CHARS = 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "Example: flashllm bench MODEL --memory 7GB"
+    parser.epilog = "Examples: flashllm bench MODEL --memory 7GB; flashllm bench FILE.gguf --memory 7GB --report out.md"
     options.add_model(parser)
     parser.add_argument("--tokens", metavar="N", type=whole(_WARM_TOKENS + 2), default=64, help="default: %(default)s")
+    parser.add_argument(
+        "--report",
+        metavar="FILE",
+        nargs="?",
+        const="",
+        help="a fixed protocol in the place of --tokens, minutes long: prompts of 128 and 2,048 tokens, cold and warm, "
+        "with the machine and the drive; printed, and written to FILE as Markdown and to FILE.json",
+    )
+    parser.add_argument(
+        "--beside", choices=("llama.cpp",), help="with --report: the same for llama.cpp on the same GGUF file"
+    )
     options.add_json(parser)
     options.add_memory(parser)
     options.add_engine(parser)
@@ -39,7 +51,11 @@ def main(args: argparse.Namespace) -> int:
     """Generate, and show medians; the first tokens do not count."""
     from flashllm.errors import UsageError
 
+    if args.beside is not None and args.report is None:
+        raise UsageError("--beside is a part of --report")
     path = find_model(args)
+    if args.report is not None:
+        return _report(args, path)
     with contextlib.ExitStack() as stack:
         with loading(path):
             from flashllm.commands.runtime import open_session
@@ -70,6 +86,27 @@ def main(args: argparse.Namespace) -> int:
         print_json(facts)
     else:
         print(inert("\n".join(lines(facts))))
+    return 0
+
+
+def _report(args: argparse.Namespace, path: Path) -> int:
+    """Print the protocol's report, and write it where a file is named."""
+    import json
+
+    from flashllm.commands.machine.report import markdown, report
+
+    file = Path(args.report) if args.report else None
+    if file is not None:
+        file.touch()  # what cannot be written is known before minutes are spent
+    document = report(args, path)
+    block = markdown(document)
+    if file is not None:
+        file.write_text(block + "\n", encoding="utf-8")
+        file.with_name(f"{file.name}.json").write_text(json.dumps(document) + "\n", encoding="utf-8")
+    if args.json:
+        print_json(document)
+    else:
+        print(inert(block))
     return 0
 
 

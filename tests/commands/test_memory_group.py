@@ -7,9 +7,9 @@ import sys
 import time
 from pathlib import Path
 
-import bench_path  # noqa: F401
-import memory_group
 import pytest
+
+from flashllm.commands.machine import memory_group
 
 SCRIPT = Path(memory_group.__file__)
 LIMIT = 64 << 20

@@ -1,6 +1,6 @@
 """Runs a command under a memory limit that the kernel enforces, from a cold page cache.
 
-    python bench/engine/memory_group.py 7.0GB flashllm generate MODEL --memory 7.0GB --prompt "Once upon a time"
+    python -m flashllm.commands.machine.memory_group 7.0GB flashllm generate MODEL --memory 7.0GB --prompt "Once upon"
 
 Everything the command holds counts, the page cache it causes included; going over the limit is a SIGKILL. Needs root
 and a memory control group of version 1 or 2, and refuses without: a run that nothing caps must not look like one that
@@ -25,6 +25,7 @@ from typing import IO, Any
 
 from flashllm.base.files import Closing
 from flashllm.base.units import format_size, parse_size
+from flashllm.errors import FlashError
 
 _V1 = {
     "limit": "memory.limit_in_bytes",
@@ -40,7 +41,7 @@ _ROOTS: tuple[tuple[Path, Mapping[str, str]], ...] = (
 _EMPTY_WAIT_S = 5.0  # a killed process leaves its group only when the kernel has torn it down
 
 
-class GroupError(Exception):
+class GroupError(FlashError):
     """No limit can be enforced here; the message says why."""
 
 
@@ -95,7 +96,7 @@ class MemoryGroup(Closing):
             except FileNotFoundError:  # kernels that do not count swap have no such file
                 continue
             except OSError as error:
-                return error.strerror
+                return str(error.strerror)
         return ""
 
     def entering(self, command: Sequence[str]) -> list[str]:

@@ -1,0 +1,134 @@
+"""`flashllm bench --report`: the protocol on tiny models, its block, and what is said of the drive."""
+
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+
+import bench_path  # noqa: F401
+import numpy as np
+import pytest
+from dummy_experts import SHAPES, make
+
+from flashllm.cli import main
+from flashllm.commands.machine import report as reporting
+from flashllm.commands.machine.memory_group import GroupError, MemoryGroup
+from flashllm.profile.drive import answers, kind_of_drive, modes_of
+
+TINY = {"layers": 2, "hidden": 64, "ffn": 32, "heads": 2, "kv_heads": 1, "head_dim": 32, "vocab": 100}
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    monkeypatch.setattr(reporting, "PROMPTS", (12, 20))
+    monkeypatch.setattr(reporting, "TOKENS", 6)
+    monkeypatch.setattr(reporting, "_SCRATCH_NBYTES", 4 << 20)
+
+    def call(*argv):
+        status = main(["bench", *map(str, argv), "--threads", "1", "--no-profile"])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+def groups_can_be_made():
+    try:
+        MemoryGroup(64 << 20).close()
+    except GroupError:
+        return False
+    return True
+
+
+def test_a_report_has_every_run_the_machine_and_the_drive(run, tiny, tmp_path):
+    status, out, err = run(tiny().path(), "--memory", "300MB", "--report", tmp_path / "out.md")
+    assert status == 0, err
+    assert (tmp_path / "out.md").read_text() == out
+    document = json.loads((tmp_path / "out.md.json").read_text())
+    assert document["enforced"] == groups_can_be_made()
+    assert [(one["engine"], one["prompt"]) for one in document["runs"]] == [("flashllm", 12), ("flashllm", 20)]
+    for one in document["runs"]:
+        assert [each["name"] for each in one["runs"]] == ["cold", "warm"]
+        for each in one["runs"]:
+            assert len(each["token_ms_each"]) == 6
+            assert sum(each["mean_ms"][part] for part in ("io", "memory", "compute", "other")) == pytest.approx(
+                each["mean_ms"]["total"], rel=0.02
+            )
+        assert one["peak_bytes"] > 0
+    drive = document["drive"]
+    assert drive["span_nbytes"] == 4 << 20
+    assert drive["bps"] > 0
+    assert f"| drive | {drive['kind']}, " in out
+    assert sum(line.startswith("| flashllm | ") for line in out.splitlines()) == 4
+    assert "memory limit | 300 MB, " + ("enforced" if document["enforced"] else "NOT enforced") in out
+
+
+def test_the_peer_needs_its_package_a_gguf_file_and_a_report(run, tiny, monkeypatch):
+    assert "--beside is a part of --report" in run(tiny().path(), "--beside", "llama.cpp")[2]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "pip install" in run(tiny().path(), "--report", "--beside", "llama.cpp")[2]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert "must be a GGUF file" in run(tiny().path(), "--report", "--beside", "llama.cpp")[2]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed")
+def test_both_engines_run_the_same_file(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    file = tmp_path / "m.gguf"
+    make(file, replace(SHAPES["olmoe"], experts=12, **TINY))
+    status, out, err = run(file, "--report", "--json", "--beside", "llama.cpp")
+    assert status == 0, err
+    runs = json.loads(out)["runs"]
+    order = [("flashllm", 12), ("llama.cpp", 12), ("llama.cpp", 20), ("flashllm", 20)]
+    assert [(one["engine"], one["prompt"]) for one in runs] == order
+    assert all(len(each["token_ms_each"]) == 6 for one in runs for each in one["runs"])
+
+
+def test_what_the_context_is_too_short_for_is_left_out(run, tiny, monkeypatch):
+    monkeypatch.setattr(reporting, "PROMPTS", (100_000,))
+    status, _, err = run(tiny().path(), "--report")
+    assert status == 2
+    assert "a prompt of 100000 tokens is left out" in err
+    assert "too short for the protocol" in err
+
+
+def test_text_begins_again_and_without_a_tokenizer_there_are_ids(tiny, tmp_path):
+    ids = reporting.text_ids(tiny().path(), 100, 50_000)
+    assert len(ids) == 50_000
+    assert ids[: ids.index(ids[0], 1)]
+    (tmp_path / "config.json").write_text("{}")
+    assert reporting.text_ids(tmp_path, 5, 7) == [0, 1, 2, 3, 4, 0, 1]
+
+
+def test_another_drive_takes_the_longer_of_requests_and_bytes():
+    mean = {"total": 100.0, "io": 40.0, "compute": 50.0}
+    run = {"runs": [{"mean_ms": mean, "bytes_read": 53e6, "requests": 900}], "mode": "sparse"}
+    assert reporting.elsewhere(run)[0] == {"drive": "SATA SSD", "token_ms": pytest.approx(160)}
+    run["runs"][0]["requests"] = 18_000
+    assert reporting.elsewhere(run)[0]["token_ms"] == pytest.approx(260)
+    assert reporting.elsewhere({**run, "mode": "dense"})[0]["token_ms"] == pytest.approx(210)
+
+
+def test_two_modes_are_told_from_one():
+    random = np.random.default_rng(0)
+    one = random.lognormal(np.log(1e-4), 0.3, 1500)
+    assert len(modes_of(one)) == 1
+    slow = random.lognormal(np.log(1e-3), 0.3, 300)
+    (most, fast), (few, slower) = modes_of(np.concatenate([one, slow]))
+    assert (most, few) == (pytest.approx(0.83, abs=0.02), pytest.approx(0.17, abs=0.02))
+    assert (fast, slower) == (pytest.approx(1e-4, rel=0.1), pytest.approx(1e-3, rel=0.1))
+    assert len(modes_of(np.full(4, 1e-4))) == 1
+
+
+def test_a_drive_answers(tmp_path):
+    from flashllm.profile.costs import ReaderChoice
+
+    file = tmp_path / "file"
+    file.write_bytes(np.random.default_rng(0).bytes(1 << 20))
+    choice = ReaderChoice(backend="threads", depth=4, max_gap=0, source="argument")
+    found = answers(file, choice, request_nbytes=10_000, singles=50)
+    assert (found.span_nbytes, found.request_nbytes) == (1 << 20, 12_288)
+    assert found.median_s <= found.p99_s
+    assert kind_of_drive(tmp_path)
+    if sys.platform == "linux":
+        assert kind_of_drive(tmp_path / "..")
