@@ -117,6 +117,7 @@ _NAMED = r'"?(?P<name>[^">\n]+)"?>'
 _WORD = r"(?P<name>[\w.:-]+)"
 _KIMI = r"(?P<id>(?:functions\.)?(?P<name>[\w.-]+)(?::\d+)?)\s*<\|tool_call_argument_begin\|>"
 _DEEPSEEK = r"(?:function<｜tool▁sep｜>)?(?P<name>[^\s<]+)(?:<｜tool▁sep｜>|\s*```json)"
+_FENCED = r"(?P<name>[^\s<]+)\s*(?:```json)?"
 _MISTRAL = r"(?P<name>[\w.-]+)(?:\[CALL_ID\](?P<id>[^\s\[]+))?(?:\[ARGS\])?"
 
 # The first whose marks a template has is the model's.
@@ -240,10 +241,63 @@ FORMATS = (
         ),
     ),
     Format(
+        name="hy3",  # its marks have a name behind them
+        written=("<arg_key{}>", ":opensource"),
+        section=("<tool_calls:opensource>", "</tool_calls:opensource>"),
+        thinking=(("<think:opensource>", "</think:opensource>"),),
+        calls=(
+            _parameters(
+                *("<tool_call:opensource>", rf"{_WORD}<tool_sep:opensource>", "</tool_call:opensource>"),
+                *("<arg_key:opensource>", "<arg_value:opensource>", "</arg_value:opensource>"),
+            ),
+        ),
+        held=(
+            Held(
+                before="<tool_calls:opensource>\n",
+                call="<tool_call:opensource>NAME<tool_sep:opensource>\nARGUMENTS</tool_call:opensource>\n",
+                parameter="<arg_key:opensource>KEY</arg_key:opensource>\n"
+                "<arg_value:opensource>VALUE</arg_value:opensource>\n",
+                between="",
+                behind="</tool_calls:opensource>",
+            ),
+        ),
+    ),
+    Format(
+        name="hunyuan",
+        written=("<tool_calls>", "```json"),
+        section=("<tool_calls>", "</tool_calls>"),
+        calls=(_json("<tool_call>", _FENCED, "```</tool_call>", "</tool_call>"),),
+        held=(
+            Held(
+                before="<tool_calls>\n",
+                call="<tool_call>NAME\n```json\nARGUMENTS\n```</tool_call>",
+                between="\n",
+                behind="\n</tool_calls>",
+            ),
+        ),
+        dropped=("<answer>", "</answer>"),
+    ),
+    Format(
+        name="lfm2",
+        written=("List of tools: ", "<|im_start|>"),
+        calls=(
+            _objects("<|tool_call_start|>", "<|tool_call_end|>"),
+            Call(open="<|tool_call_start|>", body="python", close=("<|tool_call_end|>",)),
+        ),
+        held=(_held("name", "arguments", "<|tool_call_start|>[", "]<|tool_call_end|>", ", "),),
+    ),
+    Format(
         name="nemotron",
         written=("<TOOLCALL>",),
         calls=(_objects("<TOOLCALL>", "</TOOLCALL>"),),
         held=(_held("name", "arguments", "<TOOLCALL>[", "]</TOOLCALL>", ", "),),
+    ),
+    Format(
+        name="ernie",
+        written=("<tool_call>", "<response>", "<|im_start|>"),
+        calls=(_objects("<tool_call>", "</tool_call>"),),
+        held=(Held(call='<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>', between="\n"),),
+        dropped=("<response>", "</response>"),
     ),
     Format(
         name="hermes",

@@ -5,11 +5,12 @@ import json
 import numpy as np
 import pytest
 from tiny_models import SENTENCES, make_tokenizer
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import GemmaTokenizer, GPT2Tokenizer, LlamaTokenizer, Qwen2Tokenizer
 
 from flashllm.convert.checkpoint.gguf.metadata import Metadata
-from flashllm.convert.checkpoint.gguf.tokenizer import WORDS, read_vocabulary, special_ids, tokenizer_files
+from flashllm.convert.checkpoint.gguf.tokenizer import read_vocabulary, special_ids, tokenizer_files
+from flashllm.convert.checkpoint.gguf.words import RULES
 from flashllm.convert.tokenizer import TEXTS, difference
 from flashllm.errors import FormatError, UnsupportedModelError
 
@@ -121,7 +122,143 @@ def test_words_are_cut_by_the_named_rule(byte_level, tmp_path, rule, text, words
     assert _cut(rule, text, byte_level, tmp_path) == words
 
 
-@pytest.mark.parametrize("rule", WORDS)
+# As the models' tokenizer.json have them: (expression, behaviour), one after the other.
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CL100K = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN = _CL100K.replace("{1,3}", "")
+_DEEPSEEK = (
+    ("\\p{N}{1,3}", "isolated"),
+    ("[一-龥぀-ゟ゠-ヿ]+", "isolated"),
+    (
+        "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+|"
+        " ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+        "isolated",
+    ),
+)
+_LETTERS = (  # of the first DeepSeek
+    r"\s?[A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376"
+    r"\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556"
+    r"\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a"
+    r"\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4"
+    r"\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc"
+    r"\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139\u213c-\u213f"
+    r"\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b"
+    r"\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a"
+    r"\x{10400}-\x{1044f}\x{104b0}-\x{104d3}\x{104d8}-\x{104fb}\x{10c80}-\x{10cb2}\x{10cc0}-\x{10cf2}"
+    r"\x{118a0}-\x{118df}\x{1e900}-\x{1e943}]+"
+)
+_FAR_EAST = "[一-龥ࠀ-一가-퟿]+"
+REFERENCES = {
+    "qwen35": (
+        (
+            _ENDINGS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|"
+            r"\s*[\r\n]+|\s+(?!\S)|\s+",
+            "isolated",
+        ),
+    ),
+    "chatglm-bpe": ((_CL100K, "isolated"),),
+    "lfm2": ((_CL100K, "isolated"),),
+    "deepseek-v3": _DEEPSEEK,
+    "hunyuan-dense": _DEEPSEEK,
+    "deepseek-llm": (
+        ("[\r\n]", "isolated"),
+        (_LETTERS, "isolated"),
+        ("\\s?[!-/:-~！-／：-～‘-‟　-。]+", "isolated"),
+        ("\\s+$", "isolated"),
+        (_FAR_EAST, "isolated"),
+        (r"\p{N}", "isolated"),
+    ),
+    "deepseek-coder": (
+        ("[\r\n]", "isolated"),
+        ("\\s?\\p{L}+", "isolated"),
+        ("\\s?\\p{P}+", "isolated"),
+        (_FAR_EAST, "isolated"),
+        (r"\p{N}", "isolated"),
+    ),
+    "kimi-k2": (
+        (
+            r"[\p{Han}]+|"
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+            r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+            "isolated",
+        ),
+    ),
+    "minimax-m2": ((_O200K, "isolated"),),
+    "gpt-4o": ((_O200K, "isolated"),),
+    "falcon-h1": ((_O200K.replace("{1,3}", ""), "isolated"),),
+    "laguna": ((r"(?:\r?\n)+(?!\r?\n)", "merged_with_next"), (_QWEN, "isolated")),
+    "bailingmoe2": (
+        (
+            r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|"
+            r"\s*[\r\n]|\s+(?!\S)|\s+",
+            "isolated",
+        ),
+    ),
+    "exaone-moe": (
+        (
+            _ENDINGS + r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?|"
+            r"\s*[\r\n]|\s+(?!\S)|\s+",
+            "isolated",
+        ),
+    ),
+    "youtu": (
+        ("[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+", "isolated"),
+        (_O200K.replace("{1,3}", ""), "isolated"),
+    ),
+    "seed-coder": ((_QWEN.replace(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}\r\n]+"), "isolated"),),
+    "minicpm5": ((r"\p{N}{1,3}", "isolated"), (_CL100K.replace("{1,3}", "+"), "isolated")),
+    "cohere2moe": ((r"\d{1,3}(?=(?:\d{3})*\b)", "isolated"), (_O200K, "isolated")),
+    "afmoe": (
+        (r"\p{Nd}{1,510}(?=(?>\p{Nd}{510})*(?:\P{Nd}|$))|\G\p{Nd}{510}", "isolated"),
+        (r"\A\p{Nd}{1,2}(?=\p{Nd}{3}+\z)", "isolated"),
+        (r"\A\p{Nd}{3}|\G\p{Nd}{3}", "isolated"),
+        (
+            r"(?:[\u4E00-\u9FFF\u3040-\u309F\u30A0-\u30FF\u3400-\u4DBF\uf900-\uFAFF\uFF65-\uFF9F\u2F00-\u2FDF]+|"
+            r"[\u0E00-\u0E7F]+|[\u0E80-\u0EFF]+|[\u1780-\u17FF]+|[\u1000-\u109F\uAA60-\uAA7F\uA9E0-\uA9FF]+|"
+            r"[\uAC00-\uD7AF\u1100-\u11FF]+)",
+            "isolated",
+        ),
+        _DEEPSEEK[2],
+    ),
+}
+PAGE = """The QUICK brown-Fox's tail isn't 3.14159 m; WE'LL pay $1,234,567.89 (or 7 €) by 2026-11-25T07:15:30Z.
+
+\tdef parse(self, x: int=0) -> List[str]:\r\n        return [f"{x!r}/{i:03d}" for i in range(10**6)]  # TODO://\r\n
+    // C++: std::vector<uint8_t>&& p = a->b["key"]; i += 0xFF;   \n\n\n   if (!ok) { goto end; }   \t \n
+Zażółć gęślą jaźń · naïve café e\u0301te\u0301 · Ελληνικά ΑΘΗΝΑ · Русский ЯЗЫК'S · Հայերեն հայ · ქართული · ᲥᲐᲠᲗᲣᲚᲘ
+עברית שָׁלוֹם · العَرَبِيَّة ١٢٣٤٥٦٧ · हिन्दी नमस्ते १२३४ · বাংলা · ภาษาไทย สวัสดี ๑๒๓ · ລາວ · ខ្មែរ · မြန်မာ
+中文测试，今天是2026年11月25日。“引号”——真的吗？日本語のテキスト、ひらがなカタカナﾊﾝｶｸ！ 한국어 문장 ㄱㄴ ㄅㄆ 𠮷野家 々
+Ⅻ ½ x² H₂O ① １２３ ＡＢＣ ﬁn Ångström İstanbul ǅ ʼn Ꭰꭰ 𝐀𝑏 👩‍👩‍👧‍👦🏳️‍🌈👍🏽 ☃️ …!!! ??!? <|im_start|> </think>
+a\u00a0b\u2003c\u3000d\u200be\ufefff\x0bg\x0ch\x85i\u2028j\x00k 1 12 123 1234 12345 123456 1234567 12345678
+iPhone15ProMAX XMLHttpRequest'D don't I'M you'Ve they'RE he'lL 'tis rock 'n' roll''s ''' """
+PAGE += "9" * 1600 + " " + "8" * 511 + "\r\r\n\n \n" + " " * 40 + "x\n" + "\t" * 9 + "  \n  "
+
+
+def _pieces_of(pre_tokenizer, text):
+    """Where the words begin and end: bytes, as the alphabet has them."""
+    return [word for word, _ in pre_tokenizer.pre_tokenize_str(text)]
+
+
+@pytest.mark.parametrize("rule", REFERENCES)
+def test_a_page_is_cut_as_the_models_own_tokenizer_cuts_it(byte_level, tmp_path, rule):
+    steps = [pre_tokenizers.Split(Regex(expression), how) for expression, how in REFERENCES[rule]]
+    reference = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    made = _made(_byte_level_metadata(byte_level, rule), tmp_path)
+    pages = [PAGE, *PAGE.splitlines(keepends=True), *SAMPLES]
+    for text in pages:
+        assert _pieces_of(made.pre_tokenizer, text) == _pieces_of(reference, text)
+    assert len(_pieces_of(made.pre_tokenizer, PAGE)) > 300
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_every_rule_keeps_every_character(byte_level, tmp_path, rule):
     made = _made(_byte_level_metadata(byte_level, rule), tmp_path)
     for text in SAMPLES:
@@ -147,6 +284,46 @@ def test_sentencepiece_without_a_leading_space_is_gemmas(pieces, tmp_path):
         ids = made.encode(text).ids
         assert ids == reference(text, add_special_tokens=False)["input_ids"], text
         assert made.decode(ids) == text
+
+
+def test_pieces_with_merges_of_their_own_are_gemmas(pieces, tmp_path):
+    """Gemma 4's: texts begin with bos, whatever the file says."""
+    vocabulary, merges = pieces
+    reference = GemmaTokenizer({token: index for index, token in enumerate(vocabulary)}, merges)
+    given = {"model": "gemma4", "scores": None, "merges": [" ".join(merge) for merge in merges]}
+    for begins in (None, False):
+        made = _made(_pieces_metadata(pieces, **given, add_bos_token=begins), tmp_path)
+        for text in (*SAMPLES, PAGE):
+            ids = made.encode(text).ids
+            assert ids == [1, *reference(text, add_special_tokens=False)["input_ids"]], text
+            assert made.decode(ids) == text
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kinds", "ends"),
+    [
+        ({3: "<|im_end|>", 5: "<|call|>"}, 3, [0, 3, 5]),
+        ({3: "<turn|>", 5: "<|tool_response>"}, 4, [0, 3, 5]),
+        ({3: "<turn|>", 5: "<|im_end|>"}, 1, 0),  # plain words
+        ({3: "<|end|>", 5: "<|user|>"}, 3, [0, 3]),
+        ({3: "<|end|>", 5: "<|return|>"}, 3, [0, 5]),  # of a part of the answer
+    ],
+)
+def test_every_token_that_ends_a_turn_ends_an_answer(byte_level, tmp_path, tokens, kinds, ends):
+    vocabulary, types = list(byte_level[0]), [1] * len(byte_level[0])
+    vocabulary[1] = "<|begin|>"
+    for at, token in tokens.items():
+        vocabulary[at], types[at] = token, kinds
+    metadata = _byte_level_metadata((vocabulary, byte_level[1][:1]), "gpt-2", token_type=types, eot_token_id=None)
+    if "<|return|>" in tokens.values():
+        metadata["tokenizer.ggml.eot_token_id"] = 3
+    assert json.loads(_files(metadata, tmp_path)["generation_config.json"])["eos_token_id"] == ends
+
+
+@pytest.mark.parametrize(("rule", "form"), [("qwen35", "ﬁÅ"), ("exaone-moe", "fiÅ"), ("deepseek-v3", "ﬁA\u030a")])
+def test_normal_forms(byte_level, tmp_path, rule, form):
+    made = _made(_byte_level_metadata(byte_level, rule), tmp_path)
+    assert made.decode(made.encode("ﬁA\u030a").ids) == form
 
 
 def test_what_begins_and_ends_a_text(byte_level, pieces, tmp_path):

@@ -38,7 +38,8 @@ def theirs():
 
 def test_the_conversation_is_left_as_it_was():
     messages = [dict(USER)]
-    assert ChatTemplate("{{ messages | length }}", "here").render(messages) == "1"
+    template = ChatTemplate("{% set _ = messages.append(1) %}{{ messages | length }}", "here")
+    assert [template.render(messages) for _ in range(2)] == ["2", "2"]  # a list may grow, of a copy
     assert messages == [USER]
 
 
@@ -78,7 +79,7 @@ def test_a_huge_template_is_refused():
         "{{ dict.__subclasses__() }}",
         "{{ namespace.__init__.__globals__ }}",
         "{{ (messages | map(attribute='__class__') | list)[0].__name__ }}",
-        "{{ messages.append(1) }}",
+        "{{ messages.clear() }}",
         "{{ messages[0].update(role='system') }}",
         "{% set ns = namespace(__class__='x') %}",
         "{% set ns = namespace() %}{% set ns.__init__ = 1 %}",

@@ -143,6 +143,33 @@ ANSWERS = [
     ("harmony, an answer", "harmony",
      "<|channel|>analysis<|message|>Fine.<|end|><|start|>assistant<|channel|>final<|message|>It  rains.<|return|>",
      "Fine.", "It  rains.", []),
+    ("LFM2's card and chat template", "lfm2",
+     "<think>Rain?</think>I look.<|tool_call_start|>[get_weather(city='Köln', days=3), now()]<|tool_call_end|>",
+     "Rain?", "I look.", [COLOGNE, NOW]),
+    ("LFM2's card, where its system prompt asks for JSON", "lfm2",
+     '<|tool_call_start|>[{"name": "get_weather", "arguments": {"city": "Köln", "days": 3}}]<|tool_call_end|>Done.', "",
+     "Done.", [COLOGNE]),
+    ("LFM2.5's chat template, values as Python and JSON have them", "lfm2",
+     "<|tool_call_start|>[get_weather(city='Köln', exact=True, near=None, of=[\"a\"])]<|tool_call_end|>", "", "",
+     [("get_weather", {"city": "Köln", "exact": True, "near": None, "of": ["a"]})]),
+    ("Hunyuan's chat template (7B; A13B)", "hunyuan",
+     "<think>\nRain?\n</think>\n<answer>\nI look.\n</answer><tool_calls>\n<tool_call>get_weather\n```json\n"
+     '{"city": "Köln", "days": 3}\n```</tool_call>\n<tool_call>now\n```json\n{}\n```</tool_call>\n</tool_calls>',
+     "Rain?", "I look.", [COLOGNE, NOW]),
+    ("Hy3's chat template", "hy3",
+     "<think:opensource>Rain?</think:opensource>I look.<tool_calls:opensource>\n<tool_call:opensource>get_weather"
+     "<tool_sep:opensource>\n<arg_key:opensource>city</arg_key:opensource>\n<arg_value:opensource>Köln"
+     "</arg_value:opensource>\n<arg_key:opensource>days</arg_key:opensource>\n<arg_value:opensource>3"
+     "</arg_value:opensource>\n</tool_call:opensource>\n<tool_call:opensource>now<tool_sep:opensource>\n"
+     "</tool_call:opensource>\n</tool_calls:opensource>", "Rain?", "I look.", [COLOGNE, NOW]),
+    ("ERNIE 4.5 Thinking's card", "ernie",
+     '<think>\nRain?\n</think>\n\n\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln", "days": 3}}\n'
+     "</tool_call>\n", "Rain?", "", [COLOGNE]),
+    ("ERNIE 4.5 Thinking's card, an answer", "ernie",
+     "<think>\nFine.\n</think>\n\n\n<response>\nIt rains.\n</response>\n", "Fine.", "It rains.", []),
+    ("Ling 2.0's, EXAONE 4's and Trinity's chat templates", "hermes",
+     'I look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln", "days": 3}}\n</tool_call>\n'
+     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', "", "I look.", [COLOGNE, NOW]),
     ("QwQ's and R1's distilled models", "thinking", "<think>\nRain?\n</think>\n\nIt rains.", "Rain?", "It rains.", []),
 ]  # fmt: skip
 
@@ -185,6 +212,10 @@ TEMPLATES = [
     ("<tool_call>\\n{{ call | tojson }}\\n</tool_call> <think>", "hermes"),
     ("<tool_call>\\n<function={{ name }}>\\n<parameter={{ key }}>", "qwen-coder"),
     ("<tool_call>{{ name }}<arg_key>{{ k }}</arg_key>", "glm"),
+    ("<tool_calls>\n<tool_call>function_name\n```json\n{}\n```</tool_call>", "hunyuan"),
+    ("{%- set a = '<arg_key{}>'.format(':opensource') %}", "hy3"),
+    ("<|im_start|>system\nList of tools: <|tool_list_start|>[", "lfm2"),
+    ("<|im_start|>assistant<tool_call>{{ call }}</tool_call><response>{{ content }}</response>", "ernie"),
     ("[AVAILABLE_TOOLS] [TOOL_CALLS] [", "mistral"),
     ("{{ '<|tool_call|>' }} <think>", "granite"),
     ("<|tool|>{{ message['tools'] }}<|/tool|>", "phi4"),

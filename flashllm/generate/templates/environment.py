@@ -44,7 +44,10 @@ class _Compiler(CodeGenerator):
 
 
 class Environment(ImmutableSandboxedEnvironment):
-    """The sandbox with transformers' names, without text of no use in a conversation."""
+    """The sandbox with transformers' names, without text of no use in a conversation.
+
+    Lists may grow, as in templates for Kimi: what there is to change is a copy, of this conversation.
+    """
 
     code_generator_class = _Compiler
 
@@ -59,6 +62,9 @@ class Environment(ImmutableSandboxedEnvironment):
             "dict": _make_dict,
             "namespace": _Namespace,
         }
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return (isinstance(obj, list) and attr == "append") or super().is_safe_attribute(obj, attr, value)
 
     def call(self, context: jinja2.runtime.Context, function: Any, /, *args: Any, **values: Any) -> Any:
         if getattr(function, "__name__", None) in _WIDE_METHODS:

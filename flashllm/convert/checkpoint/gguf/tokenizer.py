@@ -1,8 +1,8 @@
 """The tokenizer in a GGUF file's metadata, as the files a Hugging Face folder would have. Knows no tensors.
 
-Two kinds: byte-level BPE ("gpt2"), which cuts a text into words first by a rule that the file only names, and
-SentencePiece's BPE ("llama"), whose merges follow from the pieces' scores. A rule that is not in the table is refused:
-another one would give other tokens without a word.
+Byte-level BPE ("gpt2") cuts a text into words first by a rule that the file only names (words.py); one that is not in
+the table is refused: another one would give other tokens without a word. SentencePiece's BPE has its merges ("gemma4"),
+or they follow from the pieces' scores ("llama").
 """
 
 import json
@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from flashllm.base.files import read_bounded
 from flashllm.convert.checkpoint.gguf.metadata import Metadata
+from flashllm.convert.checkpoint.gguf.words import RULES
 from flashllm.convert.tokenizer import MAX_NBYTES, MAX_TEMPLATE_NBYTES, TOKENIZER, parse_tokenizer
 from flashllm.errors import FormatError, UnsupportedModelError
 from flashllm.format.model_files import GENERATION_CONFIG
@@ -21,32 +22,15 @@ from flashllm.format.model_files import GENERATION_CONFIG
 _KEY = "tokenizer.ggml."
 _SPACE = "▁"  # SentencePiece's
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # types of tokens, besides 1: normal, 2: unknown, 5: unused
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
-_QWEN2 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{{0}}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{{0}}"
-_CASED_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_TEKKEN = rf"{_CASED.replace('{0}', '')}|\p{{N}}|{_CASED_REST}"
-_GPT4O = rf"{_CASED.replace('{0}', _ENDINGS + '?')}|\p{{N}}{{1,3}}|{_CASED_REST}"
-
-# The rules by the name in a file: the text is cut at each expression's matches, one expression after the other.
-_DIGITS_THEN_GPT2 = (r"\p{N}", _GPT2)
-WORDS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "a.x-4.0", "mellum"), (_GPT2,)),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), _DIGITS_THEN_GPT2),
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe"), (_LLAMA3,)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan"), (_QWEN2,)),
-    "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]"),
-    "tekken": (_TEKKEN,),
-    **dict.fromkeys(("gpt-4o", "llama4"), (_GPT4O,)),
-    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
-}
-_WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}  # in the vocabulary are not merged
-_COMPOSED = {"qwen2", "deepseek-r1-qwen", "megrez"}  # texts are brought into normal form C first
-_BEGINS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}  # begin texts with bos by default
+# Tokens that end an answer: files name one of several. Where there is one of _GO_ON, "<|end|>" ends a part of it.
+_ENDS = frozenset(
+    (
+        *("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|end|>"),
+        *("<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>", "<turn|>", "<|tool_response>"),
+        *("[e~[", "[|endofturn|]", "<|role_end|>", "<|endofresponse|>", "</assistant>"),
+    )
+)
+_GO_ON = ("<|return|>", "<|flush|>")
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # our names of special tokens -> the file's
 
 
@@ -100,7 +84,7 @@ def tokenizer_files(metadata: Metadata, vocabulary: Sequence[str], path: Path) -
     files = {
         TOKENIZER: _made(metadata, vocabulary, path),
         "tokenizer_config.json": _json(config),
-        GENERATION_CONFIG: _json(_generation(metadata, len(vocabulary))),
+        GENERATION_CONFIG: _json(_generation(metadata, vocabulary)),
     }
     parse_tokenizer(files[TOKENIZER], path)
     if len(files[TOKENIZER]) > MAX_NBYTES:
@@ -119,15 +103,19 @@ def _json(value: Any) -> bytes:
     return json.dumps(value, indent=1, ensure_ascii=False).encode()
 
 
-def _generation(metadata: Metadata, size: int) -> dict[str, Any]:
+def _generation(metadata: Metadata, vocabulary: Sequence[str]) -> dict[str, Any]:
     """generation_config.json: every token that ends an answer."""
+    size = len(vocabulary)
     result: dict[str, Any] = {
         name: each for name, each in special_ids(metadata, size).items() if name != "eos_token_id"
     }
-    ends = [_special(metadata, name, size) for name in ("eos", "eot", "eom")]
-    ids = sorted({index for index in ends if index is not None})
-    if ids:
-        result["eos_token_id"] = ids if len(ids) > 1 else ids[0]
+    ends = {index for name in ("eos", "eot", "eom") if (index := _special(metadata, name, size)) is not None}
+    types = _types(metadata, vocabulary)
+    ends |= {at for at, token in enumerate(vocabulary) if token in _ENDS and types[at] in (_CONTROL, _USER_DEFINED)}
+    if any(token in _GO_ON for token in vocabulary):
+        ends = {at for at in ends if vocabulary[at] != "<|end|>"}
+    if ends:
+        result["eos_token_id"] = sorted(ends) if len(ends) > 1 else ends.pop()
     return result
 
 
@@ -173,8 +161,8 @@ def _backend(metadata: Metadata, vocabulary: Sequence[str], path: Path) -> Token
         )
     if kind == "gpt2":
         backend = _byte_level(metadata, vocabulary, path)
-    elif kind == "llama":
-        backend = _sentencepiece(metadata, vocabulary, path)
+    elif kind in ("llama", "gemma4"):
+        backend = _sentencepiece(metadata, vocabulary)
     else:
         raise UnsupportedModelError(
             f"{path}: its tokenizer is of kind {kind[:80]!r}, which is not known; put the model's tokenizer.json "
@@ -191,20 +179,17 @@ def _backend(metadata: Metadata, vocabulary: Sequence[str], path: Path) -> Token
 
 
 def _byte_level(metadata: Metadata, vocabulary: Sequence[str], path: Path) -> Tokenizer:
-    rule = metadata.text(f"{_KEY}pre", "None")
-    if rule not in WORDS:
+    name = metadata.text(f"{_KEY}pre", "None")
+    if name not in RULES:
         raise UnsupportedModelError(
-            f"{path}: its tokenizer cuts words by the rule {rule[:80]!r}, which is not known; put the model's "
+            f"{path}: its tokenizer cuts words by the rule {name[:80]!r}, which is not known; put the model's "
             "tokenizer.json beside the file"
         )
-    merges = []
-    for merge in metadata.texts(f"{_KEY}merges"):
-        left, _, right = merge.partition(" ")
-        merges.append((left, right))
-    backend = Tokenizer(models.BPE(_ids(vocabulary), merges, ignore_merges=rule in _WHOLE_WORDS))
-    if rule in _COMPOSED:
-        backend.normalizer = normalizers.NFC()
-    cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in WORDS[rule]]
+    rule = RULES[name]
+    backend = Tokenizer(models.BPE(_ids(vocabulary), _pairs(metadata), ignore_merges=rule.whole))
+    if rule.form is not None:
+        backend.normalizer = getattr(normalizers, rule.form)()
+    cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in rule.cuts]
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
@@ -212,22 +197,35 @@ def _byte_level(metadata: Metadata, vocabulary: Sequence[str], path: Path) -> To
     return backend
 
 
-def _sentencepiece(metadata: Metadata, vocabulary: Sequence[str], path: Path) -> Tokenizer:
-    scores = metadata.numbers(f"{_KEY}scores", len(vocabulary))
+def _pairs(metadata: Metadata) -> list[tuple[str, str]]:
+    """The pairs that the file says are joined, the first ones first."""
+    pairs = []
+    for merge in metadata.texts(f"{_KEY}merges"):
+        left, _, right = merge.partition(" ")
+        pairs.append((left, right))
+    return pairs
+
+
+def _sentencepiece(metadata: Metadata, vocabulary: Sequence[str]) -> Tokenizer:
     types = _types(metadata, vocabulary)
     unknown = _special(metadata, "unknown", len(vocabulary))
     ids = _ids(vocabulary)
-    pieces = {token: scores[index] for token, index in ids.items() if types[index] in (1, _USER_DEFINED)}
+    given = metadata.text(f"{_KEY}model") != "llama"
+    if given:
+        pairs = _pairs(metadata)
+    else:
+        scores = metadata.numbers(f"{_KEY}scores", len(vocabulary))
+        pairs = _merges({token: scores[index] for token, index in ids.items() if types[index] in (1, _USER_DEFINED)})
     backend = Tokenizer(
         models.BPE(
             ids,
-            _merges(pieces),
+            pairs,
             unk_token=vocabulary[0 if unknown is None else unknown],
             fuse_unk=True,
             byte_fallback=_BYTE in types,
         )
     )
-    prefix = metadata.flag(f"{_KEY}add_space_prefix", True)
+    prefix = metadata.flag(f"{_KEY}add_space_prefix", not given)
     replace = normalizers.Replace(" ", _SPACE)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), replace]) if prefix else replace
     strip = [decoders.Strip(" ", 1, 0)] if prefix else []
@@ -251,10 +249,14 @@ def _merges(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
 
 def _add_ends(backend: Tokenizer, metadata: Metadata, vocabulary: Sequence[str], path: Path) -> None:
     """Let every text begin with bos, or end with eos, where the file says so."""
-    begins = metadata.text(f"{_KEY}model") == "llama" or metadata.text(f"{_KEY}pre", "None") in _BEGINS
+    rule = RULES.get(metadata.text(f"{_KEY}pre", "None"))
+    kind = metadata.text(f"{_KEY}model")
+    begins = kind == "llama" or (rule is not None and rule.begins)
     wanted = [
         name for name, default in (("bos", begins), ("eos", False)) if metadata.flag(f"{_KEY}add_{name}_token", default)
     ]
+    if kind == "gemma4" and "bos" not in wanted:  # some of its files say the contrary
+        wanted.insert(0, "bos")
     ids: dict[str, int] = {}
     for name in wanted:
         index = _special(metadata, name, len(vocabulary))
