@@ -19,9 +19,13 @@ from flashllm.convert.run import convert
 
 VOCAB, CONTEXT, LAYERS = 300, 160, 3
 _GROUPED = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+_WIDE_HEADS = (
+    *("qwen3", "gemma", "gemma2", "gemma3_text", "vaultgemma", "glm", "glm4", "ernie4_5", "seed_oss", "helium", "cwm"),
+    *("hunyuan_v1_dense", "hyperclovax"),
+)
 _SIZES = {  # of model_types whose config has other keys
     "opt": {"hidden_size": 64, "ffn_dim": 96, "num_attention_heads": 4},
-    **{name: {**_GROUPED, "head_dim": 16} for name in ("qwen3", "gemma", "gemma2", "gemma3_text", "glm")},
+    **{name: {**_GROUPED, "head_dim": 16} for name in _WIDE_HEADS},
     **{
         name: {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
         for name in ("gpt_neox", "persimmon")
@@ -40,6 +44,18 @@ _SIZES = {  # of model_types whose config has other keys
             "ernie4_5_moe": ("moe_intermediate_size",),
             "glm4_moe": ("moe_intermediate_size",),
             "dots1": ("moe_intermediate_size",),
+            "flex_olmo": ("intermediate_size",),
+            "mellum": ("moe_intermediate_size",),
+            "phimoe": ("intermediate_size",),
+            "hunyuan_v1_moe": ("intermediate_size",),
+            "granitemoe": ("intermediate_size",),
+            "granitemoeshared": ("intermediate_size", "shared_intermediate_size"),
+            "granitemoe_swa": ("intermediate_size",),
+            "solar_open": ("moe_intermediate_size",),
+            "exaone_moe": ("moe_intermediate_size",),
+            "afmoe": ("moe_intermediate_size",),
+            "laguna": ("moe_intermediate_size", "shared_expert_intermediate_size"),
+            "hy_v3": ("moe_intermediate_size",),
         }.items()
     },
     **{
@@ -73,7 +89,13 @@ for _name in _WITH_STATES:
     }
 _SIZES["minimax_m2"] |= {"head_dim": 16}
 _SIZES["dots1"] |= {"n_shared_experts": 2, "first_k_dense_replace": 1}
-for _name in ("glm4_moe", "dots1"):
+for _name in ("mellum", "hunyuan_v1_moe", "solar_open", "afmoe", "laguna", "hy_v3"):
+    _SIZES[_name] |= {"head_dim": 16}
+_SIZES["phimoe"] |= {"num_experts_per_tok": 2, "bos_token_id": 2, "lm_head_bias": True}
+for _name in ("phimoe", "granitemoe", "granitemoeshared", "granitemoe_swa"):
+    _SIZES[_name]["num_local_experts"] = _SIZES[_name].pop("num_experts")
+_SIZES["hunyuan_v1_moe"]["moe_topk"] = _SIZES["hunyuan_v1_moe"].pop("num_experts_per_tok")
+for _name in ("glm4_moe", "dots1", "solar_open"):
     _SIZES[_name]["n_routed_experts"] = _SIZES[_name].pop("num_experts")
 for _name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"):
     _SIZES[_name] |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
@@ -382,6 +404,78 @@ VARIANTS |= {
 }
 
 
+_SOME = ["sparse", "dense", "sparse"]  # layers that are mixtures
+_MULTIPLIED = {
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+}
+_TYPES = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 50}
+_TWO_ROPES = {
+    "full_attention": {"rope_type": "default", "rope_theta": 500.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+}
+VARIANTS |= {
+    "ministral": Variant("ministral", _TYPES | {"head_dim": 24}),
+    "cwm": Variant("cwm", {"sliding_window": 37}),
+    "olmo3": Variant(
+        "olmo3",
+        _TYPES
+        | {
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 500.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 40,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            }
+        },
+    ),
+    "cohere2": Variant("cohere2", _TYPES | {"logit_scale": 0.5}),
+    "exaone4": Variant("exaone4", {"sliding_window": 50, "sliding_window_pattern": 2}),
+    "exaone4 without windows": Variant("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "granite_swa": Variant(
+        "granite_swa", _MULTIPLIED | _TYPES | {"layer_rope_theta": [500.0, 0, 50.0], "tie_word_embeddings": False}
+    ),
+    "vaultgemma": Variant("vaultgemma", {"sliding_window": 50, "query_pre_attn_scalar": 12}),
+    "glm4": Variant("glm4"),
+    "ernie4_5": Variant("ernie4_5", {"use_bias": True}),
+    "seed_oss": Variant("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
+    "olmo": Variant("olmo"),
+    "helium": Variant("helium", {"num_key_value_heads": 4}),
+    "hyperclovax": Variant("hyperclovax", _MULTIPLIED),
+    "hyperclovax without norms behind": Variant("hyperclovax", {"use_post_norm": False}),
+    "hunyuan_v1_dense": Variant("hunyuan_v1_dense", {"attention_bias": True}),
+    "hunyuan_v1_dense alpha rope": Variant(
+        "hunyuan_v1_dense",
+        {"rope_parameters": {**_ROPE, "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}, "head_dim": 24},
+    ),
+    "flex_olmo": Variant("flex_olmo"),
+    "mellum": Variant("mellum", _TYPES | {"rope_parameters": _TWO_ROPES, "mlp_layer_types": _SOME}),
+    "phimoe": Variant("phimoe", {"attention_bias": True}),
+    "phimoe much jitter": Variant("phimoe", {"router_jitter_noise": 0.3, "lm_head_bias": False}),
+    "hunyuan_v1_moe": Variant("hunyuan_v1_moe"),
+    "granitemoe": Variant("granitemoe", _MULTIPLIED),
+    "granitemoeshared": Variant("granitemoeshared", _MULTIPLIED | {"shared_intermediate_size": 80}),
+    "granitemoe_swa": Variant(
+        "granitemoe_swa", _MULTIPLIED | _TYPES | {"layer_rope_theta": [50.0, 500.0, 0], "shared_intermediate_size": 32}
+    ),
+    "solar_open": Variant("solar_open", {"routed_scaling_factor": 2.5}),
+    "exaone_moe": Variant("exaone_moe", {"sliding_window": 50, "sliding_window_pattern": 2}),
+    "afmoe": Variant("afmoe", _TYPES | {"mup_enabled": True, "route_scale": 2.5}),
+    "laguna": Variant(
+        "laguna",
+        _TYPES
+        | {"num_attention_heads_per_layer": [4, 8, 2], "moe_routed_scaling_factor": 2.5, "rope_parameters": _TWO_ROPES},
+    ),
+    "laguna gate of every number": Variant("laguna", {"gating": "per-element", "mlp_layer_types": _SOME}),
+    "hy_v3": Variant("hy_v3", {"mlp_layer_types": _SOME}),
+}
+
+
 def make_config(variant: Variant) -> PreTrainedConfig:
     """The variant's config, as transformers completes it."""
     given = {**_SIZES.get(variant.model_type, _GROUPED), **copy.deepcopy(variant.config)}  # which it completes
@@ -400,6 +494,9 @@ def make_config(variant: Variant) -> PreTrainedConfig:
             **given,
         }
     )
+
+
+_CHOICES = ("correction_bias", "expert_bias")  # of experts alone
 
 
 class _Fatrelu(torch.nn.Module):
@@ -482,10 +579,10 @@ def make_checkpoint(path: Path, variant: Variant, *, dtype: str = "float32", see
         give_layers(model, {**model.config.to_dict(), **variant.config})
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias")]
+        biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(_CHOICES)]
         for name, parameter in [*sorted(model.named_parameters()), *biases]:
             noise = torch.randn(parameter.shape, generator=generator)
-            if name.endswith("correction_bias"):
+            if name.endswith(_CHOICES):
                 # By far below the scores in one variant: what is left out must not count as zero.
                 parameter.copy_((-3.0 if variant == VARIANTS["glm4_moe groups"] else 0.0) + 0.2 * noise)
             elif "norm" in name or ".ln_" in name:

@@ -140,7 +140,9 @@ class ReferenceDecoder:
         if part != "value" and mixer.query_key_norm == "projection":
             made = self._norm(name + "_norm", made)
         made = made.view(len(x), heads, mixer.head_dim)
-        return self._norm(name + "_norm", made) if part != "value" and mixer.query_key_norm.startswith("h") else made
+        return (
+            self._norm(name + "_norm", made) if part != "value" and mixer.query_key_norm in ("head", "heads") else made
+        )
 
     def _latent(self, layer, x, positions):
         """Query, key and value of every head, expanded."""
@@ -169,6 +171,9 @@ class ReferenceDecoder:
             query = self._heads(layer, "query", x, mixer.heads)
             key, value = (self._heads(layer, part, x, mixer.kv_heads) for part in ("key", "value"))
             query, key = (self._rotate(states, positions, mixer.rotary) for states in (query, key))
+            if mixer.query_key_norm == "turned_head":
+                at = f"layers.{layer}."
+                query, key = self._norm(at + "query_norm", query), self._norm(at + "key_norm", key)
             key, value = (states.repeat_interleave(mixer.heads // mixer.kv_heads, 1) for states in (key, value))
         query = query * mixer.query_scale
         scores = self._capped(torch.einsum("qhd,khd->hqk", query, key), mixer.softcap)
@@ -181,8 +186,10 @@ class ReferenceDecoder:
             scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(x), 1)), -1)
         mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(x)], value)
         mixed = mixed.reshape(len(x), -1)
-        if mixer.gate == "sigmoid":
-            mixed = mixed * torch.sigmoid(self._linear(f"layers.{layer}.out_gate", x))
+        if mixer.gate != "none":
+            gate = self._linear(f"layers.{layer}.out_gate", x)
+            gate = torch.sigmoid(gate) if mixer.gate == "sigmoid" else torch.nn.functional.softplus(gate)
+            mixed = mixed * gate.repeat_interleave(mixed.shape[1] // gate.shape[1], 1)
         if self.block.sub_norms:
             mixed = self._norm(f"layers.{layer}.attention_sub_norm", mixed)
         return self._linear(f"layers.{layer}.out", self._rounded(mixed))
@@ -273,6 +280,14 @@ class ReferenceDecoder:
         values = scores.gather(-1, chosen)
         if router.score == "softmax_of_chosen":
             values = values.softmax(-1)
+        if router.score == "sparse_mixer":
+            left, parts = products, []
+            for expert in chosen.T:
+                best = left.max(-1, keepdim=True).values
+                far = (best - products) / products.abs().maximum(best) > 2 * router.jitter
+                parts.append(left.masked_fill(far, -torch.inf).softmax(-1).gather(-1, expert[:, None]))
+                left = left.scatter(-1, expert[:, None], -torch.inf)
+            values = torch.cat(parts, -1)
         if router.normalized:
             values = values / (values.sum(-1, keepdim=True) + router.epsilon).clamp(min=router.least_sum)
         return torch.zeros_like(products).scatter(-1, chosen, values * router.factor)

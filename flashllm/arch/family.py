@@ -3,7 +3,7 @@
 A file says where its model_type differs. Plain values; knows no model_type.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any, Literal
@@ -126,6 +126,7 @@ def decoder(
     ffn_bias: When = never,
     ffn_tensors: tuple[ResidentTensor, ...] = (),
     names: Mapping[str, str] | None = None,
+    final_norm: When = always,
     head_bias: When = never,
     matrix_parts: Mapping[str, Callable[[Config], Part]] | None = None,
     **others: Any,
@@ -133,6 +134,7 @@ def decoder(
     """A table with these tensors, and Llama's names where `names` (base, embedding, embedding_norm, positions, layer,
     final_norm) says nothing else. `norms`: canonical name -> state_dict name within a layer, and the models that have
     it there, in those layers that have it; a name with a dot behind it is the same norm under another name.
+    `final_norm`: the models whose last norm has a weight.
     `ffn_tensors`: more of the FFN that is resident, by its name within a layer."""
     named = {"base": "model.", "embedding": "embed_tokens", "layer": "layers.{i}.", "final_norm": "norm"}
     named |= names or {}
@@ -166,7 +168,7 @@ def decoder(
             *norms_of("ffn"),
             *(() if ffn_bias is never else bias_tensors(matrices, ffn_bias)),
             *(replace(tensor, source=layer + tensor.source) for tensor in ffn_tensors),
-            *norm_of("final_norm", base + named["final_norm"], always),
+            *norm_of("final_norm", base + named["final_norm"], final_norm),
             ResidentTensor(name="head.weight", source="lm_head.weight", when=is_untied),
             ResidentTensor(name="head.bias", source="lm_head.bias", when=head_bias),
         ),
@@ -305,6 +307,15 @@ def _thresholds(config: Config, count: int) -> list[float]:
     if len(values) != count:
         raise ValueError(f"hidden_act_param must be a number or a list of {count}, not {len(values)} numbers")
     return [check_number("hidden_act_param", value) for value in values]
+
+
+def turning(block: BlockSpec, turns: Sequence[object]) -> BlockSpec:
+    """The block with a rotation in those layers alone that `turns` has something true for."""
+    layers = (
+        layer if turned else replace(layer, mixer=replace(layer.attention, rotary=None))
+        for turned, layer in zip(turns, block.layers, strict=True)
+    )
+    return replace(block, layers=tuple(layers))
 
 
 def alternating(count: int, period: int) -> list[str]:

@@ -17,8 +17,10 @@ class RouterSpec:
     for the choice alone, and not to the weights (Wang et al., 2024: auxiliary-loss-free load balancing).
     """
 
-    # A softmax over all experts; a softmax over the chosen, by their products; or a sigmoid of each product.
-    score: Literal["softmax", "softmax_of_chosen", "sigmoid"] = "softmax"
+    # A softmax over all experts; a softmax over the chosen, by their products; a sigmoid of each product; or
+    # SparseMixer's (Liu et al., 2023): of one chosen after the other, its part of a softmax over those experts that are
+    # left and whose products are within 2 * `jitter` of the highest, as a part of the larger of it and their own.
+    score: Literal["softmax", "softmax_of_chosen", "sigmoid", "sparse_mixer"] = "softmax"
     # The experts come in `groups` of as many, of which only the `chosen_groups` count that score highest, each by the
     # sum of its two highest experts or by its highest (DeepSeek-AI, 2024: DeepSeek-V3, and V2).
     groups: int = 1
@@ -28,14 +30,16 @@ class RouterSpec:
     epsilon: float = 0.0  # that is added to the sum
     least_sum: float = 0.0  # what they are divided by is no less
     factor: float = 1.0  # that the weights are multiplied by, afterwards
+    jitter: float = 0.0  # of SparseMixer
 
     def __post_init__(self) -> None:
-        for name, known in (("score", ("softmax", "softmax_of_chosen", "sigmoid")), ("groups_by", ("two", "one"))):
+        scores = ("softmax", "softmax_of_chosen", "sigmoid", "sparse_mixer")
+        for name, known in (("score", scores), ("groups_by", ("two", "one"))):
             if getattr(self, name) not in known:
                 raise ValueError(f"router: {name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
         if not 1 <= self.chosen_groups <= self.groups:
             raise ValueError(f"router: {self.chosen_groups} of {self.groups} groups cannot be chosen")
-        for name in ("epsilon", "least_sum", "factor"):
+        for name in ("epsilon", "least_sum", "factor", "jitter"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"router: {name} must be a number from 0, not {value}")

@@ -16,6 +16,7 @@ from flashllm.arch.llama.delta import WITH_STATES
 from flashllm.arch.llama.dense import DENSE
 from flashllm.arch.llama.latent import LATENT_DENSE
 from flashllm.arch.llama.sparse import SPARSE
+from flashllm.arch.llama.windowed import WINDOWED
 from flashllm.arch.opt import OPT
 from flashllm.arch.refused import describe_refused
 from flashllm.arch.spec import Architecture, BlockSpec
@@ -27,7 +28,18 @@ _MAX_LABELS = 10_000
 
 ARCHITECTURES: dict[str, ArchitectureSpec] = {
     spec.model_type: spec
-    for spec in (OPT, *DENSE, *LATENT_DENSE, *SPARSE, BITNET, *GPT_LIKE, *WITH_ALIBI, *MIXTURES, *WITH_STATES)
+    for spec in (
+        OPT,
+        *DENSE,
+        *WINDOWED,
+        *LATENT_DENSE,
+        *SPARSE,
+        BITNET,
+        *GPT_LIKE,
+        *WITH_ALIBI,
+        *MIXTURES,
+        *WITH_STATES,
+    )
 }
 
 

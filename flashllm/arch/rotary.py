@@ -6,6 +6,7 @@ computed as for lengths within the trained context, to which `trained_context` l
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from flashllm.arch.spec import MAX_CONTEXT, Config, Rotary, check_number, check_size
@@ -34,6 +35,8 @@ def rotary_of(
     key = "partial_rotary_factor"
     share = check_number(key, _first(rope.get(key), config.get(key), config.get("rotary_pct"), share))
     dims = int(head_dim * share)
+    if kind == "dynamic" and rope.get("alpha") and dims > 2:  # Hunyuan's, which is the same at every length
+        theta *= _positive(rope, "alpha") ** (dims / (dims - 2))
     if theta <= 0 or dims < 2 or dims % 2 or dims > head_dim:
         raise ValueError(
             f"rotary positions need rope_theta above 0 and an even number of dimensions, not {theta} and {dims}"
@@ -50,6 +53,21 @@ def rotary_of(
         case "llama3":
             return Rotary(inverse_frequency=tuple(_llama3(frequency, rope, config) for frequency in plain))
     return Rotary(inverse_frequency=tuple(plain))
+
+
+def rotary_by_type(
+    config: Config, head_dim: int, *, theta: float, share: float = 1.0, sliding: Mapping[str, Any] | None = None
+) -> dict[str, Rotary]:
+    """The rotary embedding of each type of layer: its own parameters where the config has some by the type's name;
+    else the config's for layers that see everything, and `sliding` for those with a window. Errors as `rotary`."""
+    rope = rope_parameters(config)
+    own = {kind: rope[kind] for kind in ("full_attention", "sliding_attention") if isinstance(rope.get(kind), dict)}
+    bare = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_parameters")}
+    given = {
+        "full_attention": own.get("full_attention", {} if own else rope),
+        "sliding_attention": {**(sliding or {}), **own.get("sliding_attention", {})},
+    }
+    return {kind: rotary_of(each, bare, head_dim, theta=theta, share=share) for kind, each in given.items()}
 
 
 def rope_parameters(config: Config) -> dict[str, Any]:

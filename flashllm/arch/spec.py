@@ -88,13 +88,15 @@ class Attention:
     head_dim: int
     query_scale: float  # of the queries, after their bias, norm and rotation
     # A norm of queries and keys before their rotation: of each head with one weight [head_dim] for all, of each head
-    # with its own weight ("heads": [heads, head_dim]), or of all heads together ("projection").
-    query_key_norm: Literal["none", "head", "heads", "projection"] = "none"
+    # with its own weight ("heads": [heads, head_dim]), or of all heads together ("projection"); or of each head behind
+    # the rotation ("turned_head").
+    query_key_norm: Literal["none", "head", "heads", "projection", "turned_head"] = "none"
     rotary: Rotary | None = None  # None: nothing is turned
     window: int | None = None  # positions a query sees, its own included; None: all before it
     softcap: float | None = None  # scores are cap * tanh(score / cap) (Gemma 2)
     alibi: Alibi | None = None
-    gate: Literal["none", "sigmoid"] = "none"  # of a product with what goes in, that what is mixed is multiplied by
+    # Of a product with what goes in, that what is mixed is multiplied by; "head_softplus": a number of each head.
+    gate: Literal["none", "sigmoid", "softplus", "head_softplus"] = "none"
     latent: Latent | None = None  # a key is head_dim = rank and rotated dimensions wide, and there is one
 
     def __post_init__(self) -> None:
@@ -130,7 +132,7 @@ class Attention:
     def rows(self) -> Mapping[str, int]:
         """Outputs of each projection by its canonical name within a layer."""
         value = self.kv_dim if self.latent is None else self.mixed_dim
-        rows = {"query": self.projected_dim, "key": self.kv_dim, "value": value, "out_gate": self.mixed_dim}
+        rows = {"query": self.projected_dim, "key": self.kv_dim, "value": value, "out_gate": self.gate_dim}
         return rows | ({} if self.latent is None else {"query_down": self.latent.query_rank or 0})
 
     @property
@@ -147,6 +149,11 @@ class Attention:
     def projected_dim(self) -> int:
         """Outputs of the query projection."""
         return self.query_dim if self.latent is None else self.heads * (self.latent.plain_dim + self.rotated_dim)
+
+    @property
+    def gate_dim(self) -> int:
+        """Outputs of the gate's projection, where there is one."""
+        return self.heads if self.gate == "head_softplus" else self.mixed_dim
 
     @property
     def mixed_dim(self) -> int:

@@ -127,7 +127,8 @@ class ArchitectureSpec:
     shared_matrices: Mapping[str, str] = field(default_factory=dict)
     dense_matrices: Mapping[str, str] = field(default_factory=dict)
     # Other forms in which checkpoints have these: tensors that hold all experts of a layer, [experts, rows, columns],
-    # each with the names of the equal parts of an expert's rows; and names of tensors that have another here.
+    # or the shared neurons, [rows, columns], each with the names of the equal parts of an expert's rows; and names of
+    # tensors that have another here.
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     derived: Callable[[Config], Mapping[str, Any]] = _nothing  # the usual keys, for configs that have others
@@ -237,7 +238,7 @@ def _head_norm(part: str, heads: Callable[[Attention], int]) -> dict[str, _Shape
         mixer = layer.attention
         if mixer.latent is not None:
             return (mixer.latent.rank if part == "key" else mixer.latent.query_rank or 0,)
-        if mixer.query_key_norm == "head":
+        if mixer.query_key_norm in ("head", "turned_head"):
             return (mixer.head_dim,)
         own = (heads(mixer), mixer.head_dim)
         return own if mixer.query_key_norm == "heads" else (math.prod(own),)

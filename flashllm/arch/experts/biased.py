@@ -1,12 +1,26 @@
 """Mixtures of experts whose routers choose by a bias that their weights do not have (Wang et al., 2024), a row each."""
 
+from dataclasses import replace
 from typing import Any
 
-from flashllm.arch.experts.row import SHARED, dense_first, experts_of, grouped_router, row, shared_neurons
-from flashllm.arch.family import decoder_block, never, says
-from flashllm.arch.llama.names import BARE, BIASED, projections
+from flashllm.arch.experts.row import (
+    SHARED,
+    dense_first,
+    experts_of,
+    grouped_router,
+    in_layer,
+    matrices,
+    row,
+    shared_neurons,
+)
+from flashllm.arch.family import always, decoder_block, head_size, never, says, turning
+from flashllm.arch.llama.names import AROUND, BARE, BIASED, projections
+from flashllm.arch.llama.windowed import EXAONE_DEFAULTS, exaone_block, slides, with_types
 from flashllm.arch.mixture import RouterSpec
+from flashllm.arch.rotary import rotary_by_type
 from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, check_number, check_size
+from flashllm.arch.tensors import ResidentTensor
+from flashllm.errors import UnsupportedModelError
 
 _BIAS = "mlp.gate.e_score_correction_bias"
 
@@ -185,4 +199,240 @@ MINIMAX = row(
     matrices={matrix: f"block_sparse_moe.experts.{{e}}.w{i}" for matrix, i in (("up", 3), ("gate", 1), ("down", 2))},
 )
 
-BIASED_CHOICE = (ERNIE, GLM4, DOTS1, MINIMAX)
+# Solar Open (Upstage, 2026): GLM-4.5's router.
+
+
+def _solar(config: Config) -> BlockSpec:
+    shared = shared_neurons(config, "n_shared_experts")
+    experts = experts_of(config, "moe_intermediate_size", grouped_router(config), shared=shared)
+    return decoder_block({"intermediate_size": experts.neurons, **config}, theta=1e6, experts=experts)
+
+
+SOLAR = row(
+    "solar_open",
+    defaults={
+        **_GROUPED,
+        "vocab_size": 196608,
+        "hidden_size": 4096,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "moe_intermediate_size": 1280,
+        "n_shared_experts": 1,
+    },
+    experts=128,
+    is_wide=True,
+    choice=_BIAS,
+    block=_solar,
+    attention=projections(says("attention_bias"), never),
+    shared_matrices=SHARED,
+)
+
+
+# EXAONE MoE (LG AI Research, 2026): EXAONE 4's windows and rotation, its norms before attention and FFN.
+
+
+def _exaone(config: Config) -> BlockSpec:
+    shared = shared_neurons(config, "num_shared_experts")
+    experts = experts_of(config, "moe_intermediate_size", grouped_router(config), shared=shared)
+    return exaone_block(config, experts=experts, dense_layers=dense_first(config))
+
+
+EXAONE = row(
+    "exaone_moe",
+    defaults={
+        **EXAONE_DEFAULTS,
+        **_GROUPED,
+        "moe_intermediate_size": 1024,
+        "num_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "mlp_layer_types": None,
+        "routed_scaling_factor": 2.5,
+    },
+    experts=64,
+    is_wide=True,
+    choice="mlp.e_score_correction_bias",
+    newer_choice=_BIAS,
+    block=_exaone,
+    attention=BARE,
+    shared_matrices=SHARED,
+)
+
+
+# AFMoE (Arcee, 2025: Trinity): a gate behind attention, norms around; layers without a window turn nothing.
+
+
+def _afmoe(config: Config) -> BlockSpec:
+    full = with_types(config, config["global_attn_every_n_layers"])
+    router = RouterSpec(
+        score="sigmoid", normalized=True, epsilon=1e-20, factor=check_number("route_scale", config["route_scale"])
+    )
+    shared = shared_neurons(config, "num_shared_experts")
+    block = decoder_block(
+        full,
+        query_key_norm="head",
+        gate="sigmoid",
+        norms="both",
+        embedding_scale=config["hidden_size"] ** 0.5 if config["mup_enabled"] else 1.0,
+        experts=experts_of(config, "moe_intermediate_size", router, shared=shared),
+        dense_layers=dense_first(config, "num_dense_layers"),
+    )
+    return turning(block, slides(full))
+
+
+AFMOE = row(
+    "afmoe",
+    defaults={
+        "vocab_size": 200192,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 16384,
+        "rms_norm_eps": 1e-5,
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 6,
+        "num_shared_experts": 2,
+        "num_dense_layers": 1,
+        "route_scale": 1.0,
+        "global_attn_every_n_layers": 4,
+        "sliding_window": 1024,
+        "layer_types": None,
+        "mup_enabled": False,
+    },
+    experts=64,
+    router="mlp.router.gate",
+    renamed={},
+    choice="mlp.expert_bias",
+    block=_afmoe,
+    attention=(*BIASED, ResidentTensor(name="layers.{i}.out_gate.weight", source="self_attn.gate_proj.weight")),
+    norms={
+        **AROUND,
+        "ffn_norm": ("pre_mlp_layernorm", always),
+        "ffn_output_norm": ("post_mlp_layernorm", always),
+    },
+    shared_matrices=SHARED,
+)
+
+
+# Laguna (Poolside, 2026): a softplus of a gate, of each head or of each number; heads by layer.
+
+
+def _laguna(config: Config) -> BlockSpec:
+    for key in ("moe_apply_router_weight_on_input", "moe_router_logit_softcapping"):
+        if config[key]:
+            raise UnsupportedModelError(f"laguna with {key} is not supported")
+    count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
+    heads = config["num_attention_heads_per_layer"] or [config["num_attention_heads"]] * count
+    if not isinstance(heads, list) or len(heads) != count:
+        raise ValueError(f"num_attention_heads_per_layer must be a list of {count} numbers")
+    factor = check_number("moe_routed_scaling_factor", config["moe_routed_scaling_factor"])
+    key = "shared_expert_intermediate_size"
+    block = decoder_block(
+        {
+            **config,
+            "layer_types": config["layer_types"] or ["full_attention"] * count,
+        },
+        query_key_norm="head",
+        gate="head_softplus" if config["gating"] in (True, "per-head") else "softplus",
+        rotary_of=rotary_by_type(config, head_size(config), theta=500_000.0),
+        experts=experts_of(
+            config,
+            "moe_intermediate_size",
+            RouterSpec(score="sigmoid", normalized=True, factor=factor),
+            shared=check_size(key, config[key]),
+        ),
+        dense_layers=dense_first(config, "first_k_dense_replace"),
+    )
+    layers = (
+        replace(layer, mixer=replace(layer.attention, heads=own))
+        for layer, own in zip(block.layers, heads, strict=True)
+    )
+    return replace(block, layers=tuple(layers))
+
+
+LAGUNA = row(
+    "laguna",
+    defaults={
+        "vocab_size": 100352,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 48,
+        "num_key_value_heads": 8,
+        "num_attention_heads_per_layer": None,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "full_attention": {"rope_theta": 500_000.0, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_theta": 10_000.0},
+        },
+        "sliding_window": 512,
+        "layer_types": None,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "mlp_layer_types": None,
+        "first_k_dense_replace": 1,
+        "gating": True,
+        "moe_routed_scaling_factor": 1.0,
+        "moe_apply_router_weight_on_input": False,
+        "moe_router_logit_softcapping": 0.0,
+    },
+    experts=256,
+    choice="mlp.experts.e_score_correction_bias",
+    newer_choice=_BIAS,
+    block=_laguna,
+    attention=(*BIASED, ResidentTensor(name="layers.{i}.out_gate.weight", source="self_attn.g_proj.weight")),
+    shared_matrices=in_layer(matrices("mlp.shared_expert")),
+)
+
+
+# Hunyuan 3 (Tencent, 2026).
+
+
+def _hunyuan3(config: Config) -> BlockSpec:
+    factor = check_number("router_scaling_factor", config["router_scaling_factor"])
+    router = RouterSpec(score="sigmoid", normalized=True, epsilon=1e-20, factor=factor)
+    shared = shared_neurons(config, "num_shared_experts")
+    return decoder_block(
+        config,
+        theta=11158840.0,
+        query_key_norm="head",
+        experts=experts_of(config, "moe_intermediate_size", router, shared=shared),
+        dense_layers=dense_first(config),
+    )
+
+
+HUNYUAN3 = row(
+    "hy_v3",
+    defaults={
+        "vocab_size": 120832,
+        "hidden_size": 4096,
+        "intermediate_size": 13312,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "moe_intermediate_size": 1536,
+        "num_shared_experts": 1,
+        "router_scaling_factor": 2.826,
+        "mlp_layer_types": None,
+        "first_k_dense_replace": 1,
+    },
+    experts=192,
+    router="mlp.router.gate",
+    is_wide=True,
+    choice="mlp.expert_bias",
+    newer_choice="mlp.e_score_correction_bias",
+    block=_hunyuan3,
+    attention=BIASED,
+    shared_matrices=in_layer(matrices("mlp.shared_mlp")),
+)
+
+BIASED_CHOICE = (ERNIE, GLM4, DOTS1, MINIMAX, SOLAR, EXAONE, AFMOE, LAGUNA, HUNYUAN3)

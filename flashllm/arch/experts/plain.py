@@ -3,11 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
-from flashllm.arch.experts.row import GATED_SHARED, experts_of, row
-from flashllm.arch.family import decoder_block, never, says
-from flashllm.arch.llama.names import projections
+from flashllm.arch.experts.row import GATED_SHARED, dense_first, experts_of, in_layer, matrices, row
+from flashllm.arch.family import always, decoder_block, head_size, never, says
+from flashllm.arch.llama.dense import HUNYUAN_DEFAULTS, HUNYUAN_NORMS
+from flashllm.arch.llama.names import BEHIND, BIASED, projections
 from flashllm.arch.mixture import RouterSpec
-from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, check_size
+from flashllm.arch.rotary import rope_parameters, rotary_by_type
+from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, check_number, check_size
 from flashllm.arch.tensors import ResidentTensor
 from flashllm.errors import UnsupportedModelError
 
@@ -42,6 +44,32 @@ OLMOE = row(
     attention=projections(says("attention_bias"), says("attention_bias")),
 )
 
+
+# FlexOlmo (Shi et al., 2025): OLMo 2's norms.
+
+
+def _flex_olmo(config: Config) -> BlockSpec:
+    experts = experts_of(config, "intermediate_size", _softmax(config))
+    return decoder_block(config, theta=500_000.0, norms="output", query_key_norm="projection", experts=experts)
+
+
+FLEX_OLMO = row(
+    "flex_olmo",
+    defaults={
+        "vocab_size": 100352,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "num_experts_per_tok": 5,
+    },
+    experts=7,
+    block=_flex_olmo,
+    attention=BIASED,
+    norms=BEHIND,
+)
 
 # Qwen 1.5 MoE, 2 and 3 (Qwen Team, 2024, 2025). The former have shared neurons, which a gate weighs.
 
@@ -124,7 +152,46 @@ QWEN3_MOE = row(
     attention=projections(says("attention_bias"), says("attention_bias")),
 )
 
+# Mellum 2 (JetBrains, 2026): Qwen 3's, with a rotation of its own for layers with a window.
+
+
+def _mellum(config: Config) -> BlockSpec:
+    count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
+    types = config["layer_types"] or ["full_attention"] * count
+    return decoder_block(
+        {**config, "layer_types": types},
+        query_key_norm="head",
+        rotary_of=rotary_by_type(config, head_size(config), theta=500_000.0, sliding={"rope_theta": 10_000.0}),
+        experts=experts_of(config, "moe_intermediate_size", _softmax(config)),
+        dense_layers=dense_first(config),
+    )
+
+
+MELLUM = row(
+    "mellum",
+    defaults={
+        "vocab_size": 98304,
+        "hidden_size": 2304,
+        "intermediate_size": 7168,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "sliding_window": 1024,
+        "layer_types": None,
+        "mlp_layer_types": None,
+        "moe_intermediate_size": 896,
+        "norm_topk_prob": True,
+    },
+    experts=64,
+    block=_mellum,
+    attention=BIASED,
+)
+
 # Mixtral (Jiang et al., 2024).
+_W = {matrix: f"block_sparse_moe.experts.{{e}}.w{i}" for matrix, i in (("up", 3), ("gate", 1), ("down", 2))}
 MIXTRAL = row(
     "mixtral",
     defaults={
@@ -145,11 +212,86 @@ MIXTRAL = row(
         config, theta=1e6, experts=experts_of(config, "intermediate_size", RouterSpec(normalized=True))
     ),
     attention=projections(never, never),
-    matrices={
-        "up": "block_sparse_moe.experts.{e}.w3",
-        "gate": "block_sparse_moe.experts.{e}.w1",
-        "down": "block_sparse_moe.experts.{e}.w2",
+    matrices=_W,
+)
+
+
+# Phi-3.5-MoE (Abdin et al., 2024): SparseMixer; layer norms, biases, also of the head.
+
+
+def _phimoe(config: Config) -> BlockSpec:
+    if config["num_experts_per_tok"] != 2:
+        raise UnsupportedModelError("phimoe with another num_experts_per_tok than 2 is not supported")
+    router = RouterSpec(score="sparse_mixer", jitter=check_number("router_jitter_noise", config["router_jitter_noise"]))
+    rope = rope_parameters(config)
+    if rope.get("short_mscale") is not None:  # within the trained context
+        config = {**config, "rope_scaling": {**rope, "attention_factor": rope["short_mscale"]}}
+    return decoder_block(config, theta=1e6, norm="layer", experts=experts_of(config, "intermediate_size", router))
+
+
+PHIMOE = row(
+    "phimoe",
+    defaults={
+        "vocab_size": 32064,
+        "hidden_size": 4096,
+        "intermediate_size": 6400,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+        "num_experts_per_tok": 2,
+        "router_jitter_noise": 0.01,
+        "lm_head_bias": False,
     },
+    experts=16,
+    router="block_sparse_moe.gate",
+    renamed={"model.layers.{i}.mlp.router.weight": "model.layers.{i}.block_sparse_moe.gate.weight"},
+    block=_phimoe,
+    attention=BIASED,
+    norm_bias=always,
+    head_bias=says("lm_head_bias"),
+    matrices=_W,
+)
+
+
+# Hunyuan A13B (Tencent, 2025): a shared expert, norms of each head behind the rotation.
+
+
+def _hunyuan_moe(config: Config) -> BlockSpec:
+    def alike(key: str) -> int:
+        given = config[key]
+        if isinstance(given, list) and len(set(given)) != 1:
+            raise UnsupportedModelError(f"hunyuan_v1_moe with {key} that differs by layer is not supported")
+        return check_size(key, given[0] if isinstance(given, list) else given)
+
+    one = {**config, "num_experts": alike("num_experts"), "moe_topk": alike("moe_topk")}
+    size = check_size("intermediate_size", config["intermediate_size"])
+    router = RouterSpec(normalized=True)
+    experts = experts_of(one, "intermediate_size", router, chosen="moe_topk", shared=size)
+    return decoder_block(config, query_key_norm="turned_head", experts=experts)
+
+
+HUNYUAN_MOE = row(
+    "hunyuan_v1_moe",
+    defaults={
+        **HUNYUAN_DEFAULTS,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+        "moe_topk": 1,
+    },
+    experts=1,
+    router="mlp.gate.wg",
+    is_wide=True,
+    renamed={},
+    block=_hunyuan_moe,
+    attention=BIASED,
+    head_norms=HUNYUAN_NORMS,
+    shared_matrices=in_layer(matrices("mlp.shared_mlp")),
 )
 
 
@@ -213,4 +355,4 @@ GPT_OSS = row(
     ),
 )
 
-PLAIN = (OLMOE, QWEN2_MOE, QWEN3_MOE, MIXTRAL, GPT_OSS)
+PLAIN = (OLMOE, FLEX_OLMO, QWEN2_MOE, QWEN3_MOE, MELLUM, MIXTRAL, PHIMOE, HUNYUAN_MOE, GPT_OSS)

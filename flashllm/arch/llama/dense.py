@@ -14,9 +14,11 @@ from flashllm.arch.family import (
     linear_tensors,
     never,
     says,
+    turning,
 )
 from flashllm.arch.llama.names import (
     AROUND,
+    BEFORE,
     BEHIND,
     BIASED,
     FUSED_GATE,
@@ -26,7 +28,7 @@ from flashllm.arch.llama.names import (
     projections,
     row,
 )
-from flashllm.arch.rotary import rope_parameters, rotary_of
+from flashllm.arch.rotary import rotary_by_type
 from flashllm.arch.spec import BlockSpec, Config, check_number, check_size
 from flashllm.errors import UnsupportedModelError
 
@@ -103,7 +105,8 @@ def _optional(config: Config, key: str) -> float | None:
     return None if config.get(key) is None else check_number(key, config[key])
 
 
-def _gemma2(config: Config, **traits: Any) -> BlockSpec:
+def gemma2_block(config: Config, **traits: Any) -> BlockSpec:
+    """The block of Gemma 2 and later."""
     if config.get("layer_types") is None:
         count = check_size("num_hidden_layers", config["num_hidden_layers"], 4096)
         config = {**config, "layer_types": alternating(count, config.get("sliding_window_pattern", 2))}
@@ -113,11 +116,10 @@ def _gemma2(config: Config, **traits: Any) -> BlockSpec:
     return _gemma(
         config,
         activation="hidden_activation",
-        norms="both",
         query_scale=scalar**-0.5,
         logit_softcap=_optional(config, "final_logit_softcapping"),
         softcap=_optional(config, "attn_logit_softcapping"),
-        **traits,
+        **{"norms": "both", **traits},
     )
 
 
@@ -126,19 +128,11 @@ def _gemma3(config: Config) -> BlockSpec:
     if config.get("layer_types") is None:
         count = check_size("num_hidden_layers", config["num_hidden_layers"], 4096)
         config = {**config, "layer_types": alternating(count, config.get("sliding_window_pattern", 6))}
-    rope, width = rope_parameters(config), head_size(config)
-    nested = {kind: rope[kind] for kind in ("full_attention", "sliding_attention") if isinstance(rope.get(kind), dict)}
-    everything = nested.get("full_attention", {} if nested else rope)
-    window = nested.get("sliding_attention", {"rope_theta": config.get("rope_local_base_freq", 10_000.0)})
-    bare = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_parameters")}
-    local = {**bare, "rope_theta": None}
-    return _gemma2(
-        {**bare, "attn_logit_softcapping": None},
+    theta = {"rope_theta": config.get("rope_local_base_freq", 10_000.0)}
+    return gemma2_block(
+        {**config, "attn_logit_softcapping": None},
         query_key_norm="head",
-        rotary_of={
-            "full_attention": rotary_of(everything, bare, width, theta=1_000_000.0),
-            "sliding_attention": rotary_of(window, local, width),
-        },
+        rotary_of=rotary_by_type(config, head_size(config), theta=1_000_000.0, sliding=theta),
     )
 
 
@@ -178,7 +172,7 @@ GEMMA = row(
 GEMMA2 = row(
     "gemma2",
     defaults={**_GEMMA2, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
-    block=_gemma2,
+    block=gemma2_block,
     attention=BIASED,
     norms=AROUND,
 )
@@ -194,7 +188,16 @@ GEMMA3 = row(
 # Granite (Mishra et al., 2024): multipliers.
 
 
-def _granite(config: Config) -> BlockSpec:
+MULTIPLIERS: dict[str, Any] = {
+    "attention_multiplier": 1.0,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
+
+
+def granite_block(config: Config, **traits: Any) -> BlockSpec:
+    """The block of a config with Granite's multipliers."""
     by = check_number("logits_scaling", config["logits_scaling"])
     if by == 0:
         raise ValueError("logits_scaling must not be 0")
@@ -204,19 +207,14 @@ def _granite(config: Config) -> BlockSpec:
         embedding_scale=check_number("embedding_multiplier", config["embedding_multiplier"]),
         residual_scale=check_number("residual_multiplier", config["residual_multiplier"]),
         logit_scale=1 / by,
+        **traits,
     )
 
 
 GRANITE = row(
     "granite",
-    defaults={
-        **LLAMA_DEFAULTS,
-        "attention_multiplier": 1.0,
-        "embedding_multiplier": 1.0,
-        "residual_multiplier": 1.0,
-        "logits_scaling": 1.0,
-    },
-    block=_granite,
+    defaults={**LLAMA_DEFAULTS, **MULTIPLIERS},
+    block=granite_block,
     attention=BIASED,
     ffn_bias=says("mlp_bias"),
 )
@@ -242,12 +240,7 @@ def _smollm3(config: Config) -> BlockSpec:
     if len(turns) != count:
         raise ValueError(f"no_rope_layers must be a list of {count} numbers")
     window = config["sliding_window"] if config["use_sliding_window"] else None
-    block = decoder_block({**config, "sliding_window": window}, theta=2_000_000.0)
-    layers = (
-        layer if turned else replace(layer, mixer=replace(mixer, rotary=None))
-        for turned, layer, mixer in zip(turns, block.layers, block.attentions, strict=True)
-    )
-    return replace(block, layers=tuple(layers))
+    return turning(decoder_block({**config, "sliding_window": window}, theta=2_000_000.0), turns)
 
 
 SMOLLM3 = row(
@@ -329,11 +322,12 @@ STARCODER2 = row(
 # Cohere's Command R (2024): one layer norm without bias before attention and FFN, neighbours turned together.
 
 
-def _cohere(config: Config) -> BlockSpec:
+def cohere_block(config: Config, theta: float = 500_000.0) -> BlockSpec:
+    """The block of Command R and later."""
     return decoder_block(
         config,
         epsilon="layer_norm_eps",
-        theta=500_000.0,
+        theta=theta,
         norm="layer",
         parallel=True,
         shared_norm=True,
@@ -358,31 +352,170 @@ COHERE = row(
         "use_qk_norm": False,
         "tie_word_embeddings": True,
     },
-    block=_cohere,
+    block=cohere_block,
     attention=BIASED,
     norms={"attention_norm": ("input_layernorm", always)},
 )
 
 # GLM-4 9B (GLM Team, 2024): half of each head turned, neighbours together; gate and up in one tensor.
+_GLM: dict[str, Any] = {
+    "vocab_size": 151552,
+    "intermediate_size": 13696,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1.5625e-07,
+    "attention_bias": True,
+}
 GLM = row(
     "glm",
-    defaults={
-        "vocab_size": 151552,
-        "intermediate_size": 13696,
-        "num_hidden_layers": 40,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1.5625e-07,
-        "attention_bias": True,
-    },
+    defaults=_GLM,
     block=lambda config: decoder_block(config, rotary_share=0.5, rotary_style="interleaved"),
     matrices=FUSED_GATE,
     matrix_parts=GATE_PARTS,
     attention=projections(says("attention_bias"), never),
 )
 
+# GLM-4 0414 (Z.ai, 2025): the same, with norms behind attention and FFN, too.
+GLM4_0414 = row(
+    "glm4",
+    defaults=_GLM,
+    block=lambda config: decoder_block(config, rotary_share=0.5, rotary_style="interleaved", norms="both"),
+    matrices=FUSED_GATE,
+    matrix_parts=GATE_PARTS,
+    attention=projections(says("attention_bias"), never),
+    norms={
+        **BEFORE,
+        "attention_output_norm": ("post_self_attn_layernorm", always),
+        "ffn_output_norm": ("post_mlp_layernorm", always),
+    },
+)
+
+# ERNIE 4.5 0.3B (Baidu, 2025): Llama, neighbours turned together.
+ERNIE_DENSE = row(
+    "ernie4_5",
+    defaults={
+        "vocab_size": 103424,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 18,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "use_bias": False,
+    },
+    block=lambda config: decoder_block(config, theta=500_000.0, rotary_style="interleaved"),
+    attention=projections(says("use_bias"), says("use_bias")),
+    ffn_bias=says("use_bias"),
+)
+
+# Seed-OSS (ByteDance Seed, 2025): biases of queries, keys and values.
+SEED_OSS = row(
+    "seed_oss",
+    defaults={
+        "vocab_size": 155136,
+        "intermediate_size": 27648,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 80,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 524288,
+        "rms_norm_eps": 1e-6,
+        "attention_bias": True,
+        "attention_out_bias": False,
+        "mlp_bias": False,
+    },
+    attention=projections(says("attention_bias"), says("attention_out_bias")),
+    ffn_bias=says("mlp_bias"),
+)
+
+
+# The first OLMo (Groeneveld et al., 2024): layer norms without weights.
+
+
+def _olmo(config: Config) -> BlockSpec:
+    if config["clip_qkv"] is not None:
+        raise UnsupportedModelError("clip_qkv, which limits queries, keys and values, is not supported for olmo")
+    return decoder_block({**config, "norm_eps": 1e-5}, epsilon="norm_eps", norm="layer")
+
+
+OLMO = row(
+    "olmo",
+    defaults={"vocab_size": 50304, "attention_bias": False, "clip_qkv": None},
+    block=_olmo,
+    attention=BIASED,
+    norms={},
+    final_norm=never,
+)
+
+# Helium (Kyutai, 2025): neighbours turned together.
+HELIUM = row(
+    "helium",
+    defaults={
+        "vocab_size": 48000,
+        "hidden_size": 2560,
+        "intermediate_size": 7040,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 20,
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-8,
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
+    block=lambda config: decoder_block(config, theta=100_000.0, rotary_style="interleaved"),
+    attention=projections(says("attention_bias"), never),
+    ffn_bias=says("mlp_bias"),
+)
+
+
+# HyperCLOVA X (NAVER Cloud, 2025): Granite's multipliers, the last as a factor; norms behind attention and FFN.
+
+
+def _hyperclovax(config: Config) -> BlockSpec:
+    by = config["attention_multiplier"]
+    by = head_size(config) ** -0.5 if by is None else by
+    factor = check_number("logits_scaling", config["logits_scaling"])
+    full = {**config, "attention_multiplier": by, "logits_scaling": 1.0}
+    block = granite_block(full, norms="both" if config["use_post_norm"] else "input")
+    return replace(block, logit_scale=factor)
+
+
+HYPERCLOVAX = row(
+    "hyperclovax",
+    defaults={**LLAMA_DEFAULTS, **MULTIPLIERS, "attention_multiplier": None, "use_post_norm": True},
+    block=_hyperclovax,
+    attention=BIASED,
+    ffn_bias=says("mlp_bias"),
+    norms={
+        **BEFORE,
+        "attention_output_norm": ("post_norm1", says("use_post_norm")),
+        "ffn_output_norm": ("post_norm2", says("use_post_norm")),
+    },
+)
+
+# Hunyuan (Tencent, 2025): norms of each head behind the rotation.
+HUNYUAN_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 290943,
+    "rms_norm_eps": 1e-5,
+    "head_dim": None,
+    "attention_bias": False,
+}
+HUNYUAN_NORMS = {"query_norm": "self_attn.query_layernorm", "key_norm": "self_attn.key_layernorm"}
+HUNYUAN = row(
+    "hunyuan_v1_dense",
+    defaults=HUNYUAN_DEFAULTS,
+    block=lambda config: decoder_block(config, query_key_norm="turned_head"),
+    attention=BIASED,
+    head_norms=HUNYUAN_NORMS,
+)
+
 DENSE = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, GRANITE, OLMO2, SMOLLM3, STABLELM, STARCODER2),
-    *(COHERE, GLM),
+    *(COHERE, GLM, GLM4_0414, ERNIE_DENSE, SEED_OSS, OLMO, HELIUM, HYPERCLOVAX, HUNYUAN),
 )

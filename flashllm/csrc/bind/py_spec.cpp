@@ -13,14 +13,19 @@ constexpr Named<NormPlace> kNormPlaces[] = {{"input", NormPlace::input},
 constexpr Named<HeadNorm> kHeadNorms[] = {{"none", HeadNorm::none},
                                           {"head", HeadNorm::head},
                                           {"heads", HeadNorm::heads},
-                                          {"projection", HeadNorm::projection}};
+                                          {"projection", HeadNorm::projection},
+                                          {"turned_head", HeadNorm::turned_head}};
 constexpr Named<Norm::Kind> kNorms[] = {{"layer", Norm::Kind::layer}, {"rms", Norm::Kind::rms}};
 constexpr Named<Rotary::Style> kStyles[] = {{"half", Rotary::Style::half},
                                             {"interleaved", Rotary::Style::interleaved}};
-constexpr Named<bool> kGates[] = {{"none", false}, {"sigmoid", true}};
+constexpr Named<Gate> kGates[] = {{"none", Gate::none},
+                                  {"sigmoid", Gate::sigmoid},
+                                  {"softplus", Gate::softplus},
+                                  {"head_softplus", Gate::head_softplus}};
 constexpr Named<RouterSpec::Score> kScores[] = {{"softmax", RouterSpec::Score::softmax},
                                                 {"softmax_of_chosen", RouterSpec::Score::softmax_of_chosen},
-                                                {"sigmoid", RouterSpec::Score::sigmoid}};
+                                                {"sigmoid", RouterSpec::Score::sigmoid},
+                                                {"sparse_mixer", RouterSpec::Score::sparse_mixer}};
 constexpr Named<bool> kGroupScores[] = {{"one", false}, {"two", true}};
 
 // Attributes of a Python object, each read into what it is here. One that is None leaves what is there.
@@ -77,6 +82,7 @@ void read(const Attributes& from, RouterSpec& to) {
   from("epsilon", to.epsilon);
   from("least_sum", to.least_sum);
   from("factor", to.factor);
+  from("jitter", to.jitter);
 }
 
 void read(const Attributes& from, ExpertsSpec& to) {
@@ -107,7 +113,7 @@ void read_attention(const Attributes& from, LayerSpec& layer, ModelSpec& model) 
   from("softcap", to.softcap);
   from("alibi", to.alibi, &read);
   from("latent", to.latent, &read);
-  from("gate", to.gated, kGates);
+  from("gate", to.gate, kGates);
 }
 
 void read_delta_rule(const Attributes& from, LayerSpec& layer, ModelSpec&) {

@@ -74,7 +74,9 @@ void Router::route(const float* x, ThreadPool& pool, std::vector<float>& weights
   });
   // 2. Their weights.
   scores_.clear();
-  for (auto expert = order_.begin(); expert != chosen; ++expert) scores_.push_back(logits_[*expert]);
+  for (std::size_t i = 0; i < spec_.chosen; ++i)
+    scores_.push_back(router.score == RouterSpec::Score::sparse_mixer ? mixed_sparsely(i)
+                                                                      : logits_[order_[i]]);
   weigh_chosen(scores_);
   round(scores_);
   weights.assign(spec_.runs(), 0.0F);
@@ -128,6 +130,20 @@ void Router::weigh_chosen(std::vector<float>& weights) const {
     for (float& weight : weights) weight /= std::max(sum, router.least_sum);
   }
   for (float& weight : weights) weight *= router.factor;
+}
+
+// SparseMixer's weight (Liu et al. 2023) of the `place`-th chosen expert: its part of a softmax over the
+// experts that are not chosen before it and whose products are almost as high, by a measure of all products.
+float Router::mixed_sparsely(std::size_t place) const {
+  const float best = logits_[order_[place]];
+  float sum = 0.0F;
+  for (std::size_t e = 0; e < logits_.size(); ++e) {
+    const auto before = order_.begin() + static_cast<std::ptrdiff_t>(place);
+    if (std::find(order_.begin(), before, e) != before) continue;
+    const float distance = (best - logits_[e]) / std::max(std::fabs(logits_[e]), best);
+    if (!(distance > 2.0F * spec_.router.jitter)) sum += std::exp(logits_[e] - best);
+  }
+  return 1.0F / sum;
 }
 
 void Router::round(std::vector<float>& values) const {

@@ -21,8 +21,8 @@ namespace flashllm {
 
 // What a router makes of the products: which experts, and their weights (flashllm/arch/mixture.py).
 struct RouterSpec {
-  // A softmax over all experts, or over the chosen alone; or a sigmoid of each.
-  enum class Score { softmax, softmax_of_chosen, sigmoid };
+  // A softmax over all experts, or over the chosen alone; a sigmoid of each; or SparseMixer's.
+  enum class Score { softmax, softmax_of_chosen, sigmoid, sparse_mixer };
   Score score = Score::softmax;
   // Experts in equal runs, of which only the highest count: by their highest expert, or the sum of two.
   std::size_t groups = 1, chosen_groups = 1;
@@ -31,6 +31,7 @@ struct RouterSpec {
   float epsilon = 0.0F;     // that is added to the sum
   float least_sum = 0.0F;   // the sum is no less
   float factor = 1.0F;      // of the weights, afterwards
+  float jitter = 0.0F;      // of SparseMixer
 };
 
 struct ExpertsSpec {
@@ -74,6 +75,7 @@ class Router {
   void round(std::vector<float>& values) const;
   void leave_groups_out(std::vector<float>& keys);
   void weigh_chosen(std::vector<float>& weights) const;
+  float mixed_sparsely(std::size_t place) const;
 
   const ExpertsSpec spec_;
   const RowMatrix weights_, shared_gate_;

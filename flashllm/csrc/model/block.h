@@ -28,9 +28,18 @@ inline bool norms_output(NormPlace place) { return place == NormPlace::output ||
 // What queries and keys are normalized by, before their rotation.
 enum class HeadNorm {
   none,
-  head,        // each head, one weight [head_dim] for all
-  heads,       // each head, with its own weight
-  projection,  // all heads together
+  head,         // each head, one weight [head_dim] for all
+  heads,        // each head, with its own weight
+  projection,   // all heads together
+  turned_head,  // each head as `head`, but behind its rotation
+};
+
+// What is multiplied with what attention mixes, of `out_gate`'s product.
+enum class Gate {
+  none,
+  sigmoid,
+  softplus,
+  head_softplus,  // a number of each head
 };
 
 // Of multi-head latent attention (DeepSeek-AI 2024): a position keeps one key, whose first `rank` elements
@@ -55,7 +64,7 @@ struct AttentionSpec {
   std::size_t window = 0;    // positions that a query sees, its own included; 0: all before it
   float softcap = 0.0F;      // scores are cap * tanh(score / cap); 0: as they are
   Alibi alibi;
-  bool gated = false;  // what is mixed is multiplied by the sigmoid of `out_gate`'s product
+  Gate gate = Gate::none;
   LatentSpec latent;
 
   bool is_latent() const { return latent.rank != 0; }
@@ -70,6 +79,9 @@ struct AttentionSpec {
     return latent.query_rank == 0 ? d_model : latent.query_rank;
   }
   std::size_t mixed_dim() const { return heads * (is_latent() ? latent.value_dim : head_dim); }
+  std::size_t gates() const {
+    return gate == Gate::none ? 0 : gate == Gate::head_softplus ? heads : mixed_dim();
+  }
 };
 
 // The mixer whose heads keep a state, by the gated delta rule (delta_mixer.h).

@@ -26,8 +26,9 @@ void BlockAttention::attend(const BlockWeights& weights, const Part& part, float
   keys_.resize(count * spec.kv_dim());
   values_.resize(count * (spec.is_latent() ? mixed : spec.kv_dim()));
   mixed_.resize(count * attended);
-  if (spec.gated) {
-    gate_.resize(count * mixed);
+  const std::size_t gates = spec.gates();
+  if (gates != 0) {
+    gate_.resize(count * gates);
     arithmetic_.project(weights.out_gate, count, gate_.data());
   }
   spec.is_latent() ? project_latent(weights, part) : project_heads(weights, part);
@@ -41,10 +42,16 @@ void BlockAttention::attend(const BlockWeights& weights, const Part& part, float
                               part.is_prompt(), outputs, spec.latent.value_dim);
     arithmetic_.round(outputs, count * mixed);
   }
-  if (spec.gated) {
+  if (gates != 0) {
+    const std::size_t width = mixed / gates;  // that a number of the gate is for
     arithmetic_.pool().parallel_for(count, Arithmetic::kTokenGrain, [&](std::size_t begin, std::size_t end) {
-      for (std::size_t i = begin * mixed; i < end * mixed; ++i)
-        outputs[i] *= 1.0F / (1.0F + std::exp(-gate_[i]));
+      for (std::size_t i = begin * gates; i < end * gates; ++i) {
+        const float x = gate_[i];
+        const float by = spec.gate == Gate::sigmoid ? 1.0F / (1.0F + std::exp(-x))
+                         : x > 20.0F                ? x
+                                                    : std::log1p(std::exp(x));
+        for (std::size_t j = i * width; j < (i + 1) * width; ++j) outputs[j] *= by;
+      }
     });
     arithmetic_.round(outputs, count * mixed);
   }
@@ -61,36 +68,36 @@ void BlockAttention::project_heads(const BlockWeights& weights, const Part& part
   prepare_heads(weights, part);
 }
 
-// query_ and keys_: their norms, their rotation, the scale of the queries.
+// query_ and keys_: their norms, their rotation, the scale of the queries, which comes with the last of both.
 void BlockAttention::prepare_heads(const BlockWeights& weights, const Part& part) {
   const AttentionSpec& spec = weights.spec.attention;
   const std::size_t count = part.count, attended = spec.query_dim(), cached = spec.kv_dim();
-  if (spec.head_norm != HeadNorm::none) {
+  const bool turns_first = spec.head_norm == HeadNorm::turned_head;
+  const RotaryTable* rotary = rotary_of(spec);
+  const auto step = [&](bool normalizes, bool turns, bool scales) {
+    if (!normalizes && !turns && !scales) return;
     const bool together = spec.head_norm == HeadNorm::projection, own = spec.head_norm == HeadNorm::heads;
     arithmetic_.pool().parallel_for(count, Arithmetic::kTokenGrain, [&](std::size_t begin, std::size_t end) {
       for (std::size_t t = begin; t < end; ++t) {
-        normalize_heads(weights.query_norm, together ? 1 : spec.heads, own, query_.data() + t * attended);
-        normalize_heads(weights.key_norm, together ? 1 : spec.kv_heads, own, keys_.data() + t * cached);
+        float *query = query_.data() + t * attended, *key = keys_.data() + t * cached;
+        if (normalizes) {
+          normalize_heads(weights.query_norm, together ? 1 : spec.heads, own, query);
+          normalize_heads(weights.key_norm, together ? 1 : spec.kv_heads, own, key);
+        }
+        if (turns) {
+          rotary->apply(part.first + t, query, spec.heads, spec.head_dim);
+          rotary->apply(part.first + t, key, spec.kv_heads, spec.head_dim);
+        }
+        if (scales)
+          for (std::size_t i = 0; i < attended; ++i) query[i] *= spec.query_scale;
       }
     });
+    if (normalizes || turns) arithmetic_.round(keys_.data(), count * cached);
     arithmetic_.round(query_.data(), count * attended);
-    arithmetic_.round(keys_.data(), count * cached);
-  }
-  const RotaryTable* rotary = rotary_of(spec);
-  if (rotary == nullptr && spec.query_scale == 1.0F) return;
-  arithmetic_.pool().parallel_for(count, Arithmetic::kTokenGrain, [&](std::size_t begin, std::size_t end) {
-    for (std::size_t t = begin; t < end; ++t) {
-      float* query = query_.data() + t * attended;
-      if (rotary != nullptr) {
-        rotary->apply(part.first + t, query, spec.heads, spec.head_dim);
-        rotary->apply(part.first + t, keys_.data() + t * cached, spec.kv_heads, spec.head_dim);
-      }
-      if (spec.query_scale != 1.0F)
-        for (std::size_t i = 0; i < attended; ++i) query[i] *= spec.query_scale;
-    }
-  });
-  if (rotary != nullptr) arithmetic_.round(keys_.data(), count * cached);
-  arithmetic_.round(query_.data(), count * attended);
+  };
+  const bool normalizes = spec.head_norm != HeadNorm::none, turns = rotary != nullptr;
+  step(normalizes && !turns_first, turns && turns_first, false);
+  step(turns_first, turns && !turns_first, spec.query_scale != 1.0F);
 }
 
 // query_ and keys_ of latent attention: a head's plain part goes to the keys' space, its rotated part is

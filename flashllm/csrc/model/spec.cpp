@@ -61,7 +61,7 @@ void check_attention(const ModelSpec& model, const BlockWeights& weights) {
               fits(weights.key, spec, cached, spec.d_model) &&
               (is_latent || fits(weights.value, spec, cached, spec.d_model)) &&
               fits(weights.out, spec, spec.d_model, mixed) &&
-              (!attention.gated || fits(weights.out_gate, spec, mixed, spec.d_model)),
+              (attention.gate == Gate::none || fits(weights.out_gate, spec, attention.gates(), spec.d_model)),
           "a block's projections do not fit the model");
   if (is_latent) check_latent(spec, weights);
   require(weights.mixed_norm.width == 0 || weights.mixed_norm.width == mixed,

@@ -107,7 +107,8 @@ BlockWeights read_block(NamedTensors& tensors, const std::string& layer, const A
   }
   weights.query = tensors.linear(layer + "query", attention.heads * attention.projected_dim(),
                                  attention.query_inputs(d_model));
-  if (attention.gated) weights.out_gate = tensors.linear(layer + "out_gate", attention.mixed_dim(), d_model);
+  if (attention.gate != Gate::none)
+    weights.out_gate = tensors.linear(layer + "out_gate", attention.gates(), d_model);
   weights.key = tensors.linear(layer + "key", cached, d_model);
   weights.value = attention.is_latent()
                       ? tensors.linear(layer + "value", attention.mixed_dim(), attention.latent.rank)

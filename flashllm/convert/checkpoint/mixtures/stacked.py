@@ -65,11 +65,12 @@ def unstacked(checkpoint: Checkpoint) -> Checkpoint:
             if (found := taken(stack, layer)) is None:
                 continue
             name, info, file = found
-            if len(info.shape) != 3 or info.shape[1] % len(parts):
+            shape = (1, *info.shape) if "{e}" not in parts[0] else info.shape
+            if len(shape) != 3 or shape[1] % len(parts):
                 raise FormatError(
                     f"{file.path}: tensor {name}: {list(info.shape)} are no experts of {len(parts)} matrices each"
                 )
-            experts, rows, columns = info.shape
+            experts, rows, columns = shape
             nbytes, shape = info.nbytes // (experts * len(parts)), (rows // len(parts), columns)
             for expert in range(experts):
                 for part, pattern in enumerate(parts):

@@ -108,13 +108,21 @@ class TorchLayers(TorchOps):
             inputs = self._before(layer, tensors, "attention_norm", x[rows])
             for name, out in zip(("query", "key", "value"), made, strict=True):
                 out[rows] = linear(name, inputs)
-        if mixer.query_key_norm != "none":
+        turns_first = mixer.query_key_norm == "turned_head"
+        scale = 1.0 if turns_first else mixer.query_scale
+
+        def norm_heads() -> None:
             self.norm_heads(_norm(tensors, "query_norm"), made.queries, mixer.heads, mixer.query_key_norm)
             self.norm_heads(_norm(tensors, "key_norm"), made.keys, mixer.kv_heads, mixer.query_key_norm)
+
+        if mixer.query_key_norm != "none" and not turns_first:
+            norm_heads()
         if mixer.rotary is not None:
-            self.rotate(made.queries, mixer.heads, positions, mixer.rotary, mixer.query_scale)
+            self.rotate(made.queries, mixer.heads, positions, mixer.rotary, scale)
             self.rotate(made.keys, mixer.kv_heads, positions, mixer.rotary)
-        elif mixer.query_scale != 1.0:
+        if turns_first:
+            norm_heads()
+        if (turns_first or mixer.rotary is None) and mixer.query_scale != 1.0:
             made.queries.mul_(mixer.query_scale)
         return made
 

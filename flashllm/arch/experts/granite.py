@@ -1,0 +1,64 @@
+"""Granite's mixtures of experts (IBM, 2024 to 2026), a row each: multipliers, a softmax over the chosen."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flashllm.arch.experts.row import experts_of, in_layer, matrices, row
+from flashllm.arch.llama.dense import MULTIPLIERS, granite_block
+from flashllm.arch.llama.names import BIASED, LLAMA_DEFAULTS
+from flashllm.arch.llama.windowed import GRANITE_SWA_DEFAULTS, SINKS, granite_swa_block
+from flashllm.arch.mixture import ExpertsSpec, RouterSpec
+from flashllm.arch.spec import BlockSpec, Config, check_size
+from flashllm.arch.tensors import ArchitectureSpec
+
+_MOE = "model.layers.{i}.block_sparse_moe."
+_MATRICES, _SHARED = matrices("block_sparse_moe.experts.{e}"), in_layer(matrices("shared_mlp"))
+
+
+def _experts(config: Config) -> ExpertsSpec:
+    key = "shared_intermediate_size"
+    shared = check_size(key, config[key]) if config[key] else 0
+    return experts_of(config, "intermediate_size", RouterSpec(score="softmax_of_chosen"), shared=shared)
+
+
+def _granite(
+    model_type: str, defaults: Mapping[str, Any], block: Callable[..., BlockSpec], **others: Any
+) -> ArchitectureSpec:
+    one = in_layer(_MATRICES)
+    return row(
+        model_type,
+        defaults={
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 2048,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 0,
+            **defaults,
+        },
+        experts=8,
+        router="block_sparse_moe.router.layer",
+        block=lambda config: block(config, experts=_experts(config)),
+        matrices=_MATRICES,
+        shared_matrices=_SHARED,
+        renamed={
+            f"{_MOE}experts.gate_up_proj": f"{_MOE}input_linear.weight",
+            f"{_MOE}experts.down_proj": f"{_MOE}output_linear.weight",
+            f"{_MOE}router.weight": f"{_MOE}router.layer.weight",
+        },
+        stacked={
+            f"{_MOE}input_linear.weight": (one["gate"], one["up"]),
+            f"{_MOE}output_linear.weight": (one["down"],),
+            "model.layers.{i}.shared_mlp.input_linear.weight": (_SHARED["gate"], _SHARED["up"]),
+            "model.layers.{i}.shared_mlp.output_linear.weight": (_SHARED["down"],),
+        },
+        **others,
+    )
+
+
+GRANITE = (
+    _granite("granitemoe", {**LLAMA_DEFAULTS, **MULTIPLIERS}, granite_block, attention=BIASED),
+    _granite("granitemoeshared", {**LLAMA_DEFAULTS, **MULTIPLIERS}, granite_block, attention=BIASED),
+    _granite("granitemoe_swa", GRANITE_SWA_DEFAULTS, granite_swa_block, attention=(*BIASED, SINKS)),
+)
