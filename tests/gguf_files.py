@@ -10,10 +10,13 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from gguf_families import ARCHITECTURES as FAMILIES
+from gguf_families import WITH_LATENT, family_tensors, write_latent, write_router
 from safetensors.torch import load_file
 
 KINDS = gguf.GGMLQuantizationType
 ARCHITECTURES = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"} | {
+    **FAMILIES,
     "phi": "phi2",
     "gemma3_text": "gemma3",
     "gpt_neox": "gptneox",
@@ -65,22 +68,28 @@ def write_gguf(
     predictors: Mapping[str, np.ndarray] | None = None,
     vectors: str = "F32",
     alignment: int = 32,
+    whole_latent: bool = False,
+    fused_experts: bool = False,
 ) -> Path:
     """The model in the Hugging Face folder `folder` as the GGUF file `path`, which is returned.
 
     Matrices are of `kind`, or of what it says of their name in the file; everything else is of `vectors`. `metadata`
     adds to what the config says, and `alignment` is the data's; `predictors` (fc1, fc2) make it a file of PowerInfer's;
+    `whole_latent`: latent attention in its old form; `fused_experts`: gate and up in one;
     `drop` leaves out a tensor; `split` makes so many files, of which `path` is given the first's name.
     """
     config = json.loads((folder / "config.json").read_text())
     architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
-    tensors = _tensors(folder, config, architecture)
+    tensors = _tensors(folder, config, architecture, whole_latent)
     if predictors is not None:  # its convert.py, postprocess_transpose
         tensors = {
             name.replace("ffn_down.", "ffn_down_t."): np.ascontiguousarray(values.T) if "ffn_down." in name else values
             for name, values in tensors.items()
         } | dict(predictors)
     tensors.pop(drop, None)
+    for name in [name for name in tensors if fused_experts and "ffn_gate_exps" in name]:
+        both = [tensors.pop(name), tensors.pop(name.replace("gate", "up"))]
+        tensors[name.replace("gate", "gate_up")] = np.concatenate(both, axis=1)
     paths = [path]
     if split > 1:
         paths = [path.with_name(f"{path.stem}-{number:05}-of-{split:05}.gguf") for number in range(1, split + 1)]
@@ -88,7 +97,7 @@ def write_gguf(
         writer = gguf.GGUFWriter(each, architecture)
         writer.data_alignment = alignment
         if number == 0:
-            _write_config(writer, architecture, config)
+            _write_config(writer, architecture, config, whole_latent)
             if tokenizer:
                 write_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()))
             for key, value in (metadata or {}).items():
@@ -110,7 +119,7 @@ def write_gguf(
     return paths[0]
 
 
-def _tensors(folder: Path, config: dict[str, Any], architecture: str) -> dict[str, np.ndarray]:
+def _tensors(folder: Path, config: dict[str, Any], architecture: str, whole: bool) -> dict[str, np.ndarray]:
     heads = config["num_attention_heads"]
     groups = config.get("num_key_value_heads") or heads
     if architecture == "falcon":
@@ -119,7 +128,7 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str) -> dict[st
     key = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == table)
     names = gguf.get_tensor_name_map(key, config["num_hidden_layers"])
     tensors = {}
-    for name, tensor in _merged(load_file(folder / "model.safetensors")).items():
+    for name, tensor in family_tensors(_merged(load_file(folder / "model.safetensors")), config, whole).items():
         values = tensor.float()
         if architecture in _INTERLEAVED and (".q_proj" in name or ".k_proj" in name):
             values = interleaved(values, heads if ".q_proj" in name else groups)
@@ -163,7 +172,7 @@ def _merged(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-def _write_config(writer: gguf.GGUFWriter, architecture: str, config: dict[str, Any]) -> None:
+def _write_config(writer: gguf.GGUFWriter, architecture: str, config: dict[str, Any], whole: bool) -> None:
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_block_count(config["num_hidden_layers"])
@@ -173,22 +182,22 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: dict[str, 
     writer.add_head_count(heads)
     kv_heads = config.get("num_key_value_heads") or config.get("num_kv_heads") or heads
     one = config.get("multi_query") and not config.get("new_decoder_architecture")
-    writer.add_head_count_kv(1 if one else kv_heads)
-    experts = config.get("num_experts") or config.get("num_local_experts")
-    if experts:
-        writer.add_expert_count(experts)
-        writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_head_count_kv(1 if one or (architecture == "deepseek2" and not whole) else kv_heads)
+    write_router(writer, config)
     for key in ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"):
         if key in config:
             writer.add_layer_norm_eps(config[key])
     if "rms_norm_eps" in config:
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
     rope = config.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
     share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    writer.add_rope_dimension_count(int(head_dim * share))
+    if architecture in WITH_LATENT:
+        write_latent(writer, config, whole or architecture == "minicpm3")
+    else:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+        writer.add_rope_dimension_count(int(head_dim * share))
     writer.add_rope_freq_base(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
     if rope.get("rope_type") in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))

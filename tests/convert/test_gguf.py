@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+from contextlib import ExitStack
 from dataclasses import replace
 
 import gguf
@@ -23,7 +24,8 @@ from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.cli import main
 from flashllm.convert import locate
 from flashllm.convert.checkpoint.gguf import file as gguf_file
-from flashllm.convert.checkpoint.gguf.file import GgufTensor, StoredTensor
+from flashllm.convert.checkpoint.gguf.config import model_config
+from flashllm.convert.checkpoint.gguf.file import GgufTensor, StoredTensor, open_gguf
 from flashllm.convert.checkpoint.gguf.header import read_header
 from flashllm.convert.checkpoint.gguf.models import MIXTURES, MODELS, paired_rows, supported
 from flashllm.convert.checkpoint.opened import open_checkpoint
@@ -89,7 +91,8 @@ def test_a_model_converts_to_the_same_weights_as_its_folder(tmp_path, variant):
 @pytest.mark.parametrize("architecture", [name for name in supported() if name != "llama"])
 def test_every_architecture_converts_to_the_same_weights_and_block(tmp_path, architecture):
     """Every row of the table; in bf16, to whose norms 1 can be added and taken from without rounding."""
-    said = {"query_pre_attn_scalar": 16} if architecture in ("gemma2", "gemma3") else {}  # as their head's, not stored
+    of_head = {"gemma2": "query_pre_attn_scalar", "gemma3": "query_pre_attn_scalar", "minicpm3": "v_head_dim"}
+    said = {of_head[architecture]: 16} if architecture in of_head else {}  # not stored
     source = make_checkpoint(tmp_path / "hf", Variant(MODELS[architecture].model_type, said), dtype="bfloat16")
     path = write_gguf(source, tmp_path / "model.gguf", "BF16")
     expected, found = convert(source, tmp_path / "expected"), convert(path, tmp_path / "found")
@@ -106,6 +109,8 @@ def test_mixtures_convert_to_the_same_weights_and_block(tmp_path, architecture, 
     """Q8_0: the values that the codes mean. Experts' widths are whole blocks."""
     said = {"norm_topk_prob": True} if architecture == "qwen3moe" else {}
     sizes = dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 64)
+    if architecture == "deepseek2":
+        sizes |= dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"), 32)
     source = make_checkpoint(tmp_path / "hf", Variant(MIXTURES[architecture].model_type, {**sizes, **said}))
     path = write_gguf(source, tmp_path / "model.gguf", kind)
     if kind != "F32":
@@ -126,6 +131,100 @@ def test_mixtures_convert_to_the_same_weights_and_block(tmp_path, architecture, 
     blocks = [block_spec(json.loads((tmp_path / name / "config.json").read_text())) for name in ("found", "expected")]
     assert blocks[0] == blocks[1]
     _check_config(tmp_path / "found")
+
+
+LATENT = {
+    name: VARIANTS_OF_FOLDERS[name]
+    for name in ("youtu", "deepseek_v2", "deepseek_v2 groups", "deepseek_v2 yarn rope", "deepseek_v3", "glm4_moe_lite")
+} | {"minicpm3": Variant("minicpm3", {"v_head_dim": 16})}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("variant", LATENT)
+def test_latent_attention_in_both_forms(tmp_path, variant, whole):
+    source = make_checkpoint(tmp_path / "hf", LATENT[variant])
+    path = write_gguf(source, tmp_path / "model.gguf", whole_latent=whole)
+    _same_model(tmp_path, source, path)
+
+
+@pytest.mark.parametrize(
+    ("variant", "metadata", "expected"),
+    [
+        ("deepseek_v3", {"expert_gating_func": None, "expert_weights_norm": None}, {"model_type": "deepseek_v2"}),
+        ("deepseek_v3", {"expert_weights_scale": None}, {"routed_scaling_factor": 1.0}),
+        ("deepseek_v3", {"expert_weights_scale": 0.0}, {"routed_scaling_factor": 1.0}),
+        ("deepseek_v3", {"expert_weights_norm": None}, {"norm_topk_prob": False}),
+        ("glm4_moe_lite", {"leading_dense_block_count": 2}, {"mlp_layer_types": ["dense", "dense", "sparse"]}),
+        ("glm4_moe_lite", {"attention.layer_norm_rms_epsilon": 1e-6}, {"model_type": "deepseek_v3"}),
+        ("deepseek_v2", {"attention.q_lora_rank": None}, {"q_lora_rank": None}),
+        (
+            "deepseek_v2",
+            {"expert_group_count": 4, "expert_group_used_count": 2},
+            {"topk_method": "group_limited_greedy", "n_group": 4},
+        ),
+    ],
+)
+def test_what_the_metadata_leaves_out_is_as_llama_cpp_has_it(tmp_path, monkeypatch, variant, metadata, expected):
+    path = write_gguf(make_checkpoint(tmp_path / "hf", VARIANTS_OF_FOLDERS[variant]), tmp_path / "model.gguf")
+    _patch_metadata(monkeypatch, {f"deepseek2.{key}": value for key, value in metadata.items()})
+    with open_checkpoint(path) as checkpoint:
+        assert {key: checkpoint.config[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("layers", "vocab", "model_type"),
+    [(47, 154880, "glm4_moe_lite"), (48, 154880, "glm4_moe_lite"), (47, 154881, "deepseek_v2")],
+)
+def test_a_router_of_glm_4_7_flash_is_told_by_its_shape(tmp_path, monkeypatch, layers, vocab, model_type):
+    """Files of January 2026 do not say how it scores."""
+    path = write_gguf(make_checkpoint(tmp_path / "hf", VARIANTS_OF_FOLDERS["glm4_moe_lite"]), tmp_path / "model.gguf")
+    changes = {"expert_gating_func": None, "expert_weights_norm": None, "block_count": layers}
+    _patch_metadata(monkeypatch, {f"deepseek2.{key}": value for key, value in changes.items()})
+    with ExitStack() as stack:
+        content = open_gguf(path, stack)
+        embedding = replace(content.tensors["token_embd.weight"], shape=(vocab, 64))
+        config = model_config(replace(content, tensors={**content.tensors, "token_embd.weight": embedding}))
+    assert config["model_type"] == model_type
+
+
+def test_routers_that_score_by_other_rules_are_refused(tmp_path, monkeypatch):
+    path = write_gguf(make_checkpoint(tmp_path / "hf", Variant("olmoe")), tmp_path / "model.gguf")
+    _patch_metadata(monkeypatch, {"olmoe.expert_gating_func": 2})
+    with pytest.raises(UnsupportedModelError, match="a router of olmoe that scores by rule 2"):
+        _open(path)
+    path = write_gguf(make_checkpoint(tmp_path / "v2", Variant("deepseek_v2")), tmp_path / "v2.gguf")
+    _patch_metadata(monkeypatch, {"deepseek2.expert_weights_norm": True})
+    with pytest.raises(UnsupportedModelError, match="a router of DeepSeek's that scores so"):
+        _open(path)
+
+
+@pytest.mark.parametrize(("scale", "expected"), [(None, {"attention_factor": 1.0}), (0.1, {"mscale_all_dim": 1.0})])
+def test_what_yarn_multiplies_scores_by(tmp_path, monkeypatch, scale, expected):
+    source = make_checkpoint(tmp_path / "hf", VARIANTS_OF_FOLDERS["deepseek_v2 yarn rope"])
+    path = write_gguf(source, tmp_path / "model.gguf")
+    _patch_metadata(monkeypatch, {"deepseek2.rope.scaling.yarn_log_multiplier": scale})
+    with open_checkpoint(path) as checkpoint:
+        rope = checkpoint.config["rope_parameters"]
+    assert {key: rope[key] for key in expected} == expected
+    assert ("mscale" in rope) == (scale is not None)
+
+
+def test_gates_and_ups_in_one_tensor(tmp_path):
+    """Of each expert, the gate's rows come first."""
+    source = make_checkpoint(tmp_path / "hf", Variant("qwen3_moe", {"norm_topk_prob": True}))
+    expected = convert(write_gguf(source, tmp_path / "apart.gguf"), tmp_path / "expected")
+    found = convert(write_gguf(source, tmp_path / "fused.gguf", fused_experts=True), tmp_path / "found")
+    assert _weights(found) == _weights(expected)
+
+
+def _same_model(root, source, path):
+    """The file says what the folder says."""
+    expected, found = convert(source, root / "expected"), convert(path, root / "found")
+    assert found.architecture == expected.architecture
+    blocks = [block_spec(json.loads((root / name / "config.json").read_text())) for name in ("found", "expected")]
+    assert blocks[0] == blocks[1]
+    assert _weights(found) == _weights(expected)
+    _check_config(root / "found")
 
 
 def _check_config(path):
@@ -356,7 +455,7 @@ def test_tensors_that_are_missing_or_that_nothing_claims(source, tmp_path):
         ({"general.architecture": "mamba"}, r"GGUF architecture 'mamba' is not supported; supported: .*llama"),
         (
             {"general.architecture": "gemma2", "gemma2.expert_count": 8},
-            "gemma2.*with experts.*supported: gpt-oss, llama",
+            "gemma2.*with experts.*supported: .*gpt-oss, .*llama",
         ),
         ({"llama.rope.scaling.type": "longrope"}, "rope scaling 'longrope'"),
         ({"llama.attention.value_length": 8}, "values of another size"),

@@ -47,7 +47,9 @@ MIXTURES = {
     "qwen2_moe": ("moe_intermediate_size", "shared_expert_intermediate_size"),
     "qwen3_moe": ("moe_intermediate_size",),
     "gpt_oss": ("intermediate_size",),
+    "deepseek_v3": ("moe_intermediate_size", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"),
 }
+OF_FILES = ("kv_b_apart",)  # what a config says of tensors that lie otherwise than transformers'
 
 
 def mixed(name):
@@ -59,7 +61,7 @@ def mixed(name):
 
 def experts_alone(name):
     """As gpt-oss's files."""
-    return "MXFP4" if "exp" in name else "Q8_0"
+    return "MXFP4" if "ffn_" in name else "Q8_0"
 
 
 def make(root, kind, model_type="llama"):
@@ -81,7 +83,9 @@ def make(root, kind, model_type="llama"):
             values = np.empty(info.shape, np.float32)
             checkpoint.read(name, 0, values)
             state[name] = torch.from_numpy(values)
+        own = {key: value for key, value in checkpoint.config.items() if key in OF_FILES}
     save_file(state, source / "model.safetensors", {"format": "pt"})
+    (source / "config.json").write_text(json.dumps(json.loads((source / "config.json").read_text()) | own))
     return path, source
 
 

@@ -79,6 +79,15 @@ def _has_one(config: Config) -> bool:
     return config["q_lora_rank"] is None
 
 
+def _is_apart(config: Config) -> bool:
+    """Models whose `kv_b_proj` is in two: as llama.cpp multiplies it (2025), so that codes stay what they are."""
+    return bool(config.get("kv_b_apart"))
+
+
+def _is_whole(config: Config) -> bool:
+    return not _is_apart(config)
+
+
 LATENT = (
     ResidentTensor(name="layers.{i}.query_down.weight", source="self_attn.q_a_proj.weight", when=_has_two),
     ResidentTensor(
@@ -89,8 +98,14 @@ LATENT = (
     ResidentTensor(name="layers.{i}.query.weight", source="self_attn.q_proj.weight", when=_has_one),
     ResidentTensor(name="layers.{i}.query.weight", source="self_attn.q_b_proj.weight", when=_has_two),
     *linear_tensors("layers.{i}.key", "self_attn.kv_a_proj_with_mqa", bias=says("attention_bias")),
-    ResidentTensor(name="layers.{i}.key_up.weight", source="self_attn.kv_b_proj.weight", part=_plain_rows),
-    ResidentTensor(name="layers.{i}.value.weight", source="self_attn.kv_b_proj.weight", part=_value_rows),
+    ResidentTensor(name="layers.{i}.key_up.weight", source="self_attn.k_b_proj.weight", when=_is_apart),
+    ResidentTensor(name="layers.{i}.value.weight", source="self_attn.v_b_proj.weight", when=_is_apart),
+    *(
+        ResidentTensor(
+            name=f"layers.{{i}}.{name}.weight", source="self_attn.kv_b_proj.weight", when=_is_whole, part=part
+        )
+        for name, part in (("key_up", _plain_rows), ("value", _value_rows))
+    ),
     *linear_tensors("layers.{i}.out", "self_attn.o_proj", bias=says("attention_bias")),
 )
 LATENT_NORMS = {"query_norm": "self_attn.q_a_layernorm", "key_norm": "self_attn.kv_a_layernorm"}

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from flashllm.arch.llama.bitnet import MODEL_TYPE as BITNET
-from flashllm.arch.registry import claims, resolve
+from flashllm.arch.registry import resolve
 from flashllm.convert.checkpoint.folder import open_folder
 from flashllm.convert.checkpoint.gguf.config import model_config
 from flashllm.convert.checkpoint.gguf.file import SUFFIX, GgufContent, open_gguf
@@ -79,8 +79,7 @@ def _gguf_checkpoint(content: GgufContent) -> Checkpoint:
         raise FormatError(
             f"{content.path}: damaged: {len(tokens)} tokens, but an embedding of {config['vocab_size']}; get it again"
         )
-    names = {claim.source for claim in claims(config).values()}
-    files = named_tensors(content, names, config)
+    files, left_out = named_tensors(content, config)
     text = {CONFIG: json.dumps(config, indent=1).encode(), **tokenizer_files(content.metadata, tokens, content.path)}
     return Checkpoint(
         path=content.path,
@@ -90,7 +89,7 @@ def _gguf_checkpoint(content: GgufContent) -> Checkpoint:
         preferred_dtype=_dtype(content),
         quantised=MappingProxyType({name: tensor for name, tensor in files.items() if tensor.is_quantised}),
         predictors=own_predictors(content, config["num_hidden_layers"]) if content.sparse else None,
-        assumed=assumed_line(content),
+        assumed=left_out or assumed_line(content),
         _files=MappingProxyType(files),
     )
 

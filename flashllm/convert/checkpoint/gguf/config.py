@@ -9,7 +9,7 @@ import numpy as np
 from flashllm.arch.spec import MAX_CONTEXT
 from flashllm.convert.checkpoint.gguf.file import GgufContent, StoredTensor
 from flashllm.convert.checkpoint.gguf.metadata import Metadata
-from flashllm.convert.checkpoint.gguf.models import ARCHITECTURE, LONGROPE, ROPE_FACTORS, model_of
+from flashllm.convert.checkpoint.gguf.models import ARCHITECTURE, LONGROPE, NEXT, ROPE_FACTORS, model_of
 from flashllm.errors import FormatError, UnsupportedModelError
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -28,9 +28,19 @@ _NUMBERS = {
     "rope.freq_base": True,
     "rope.scaling.factor": True,
     "rope.scaling.attn_factor": True,
+    "rope.scaling.yarn_beta_fast": True,
+    "rope.scaling.yarn_beta_slow": True,
+    "expert_weights_scale": False,
 }
 _FLAGS = ("use_parallel_residual", "expert_weights_norm")
-_OR_NONE = ("attention.sliding_window",)  # sizes that are 0 where there is none
+# Sizes that are 0 where there is none.
+_OR_NONE = (
+    "attention.sliding_window",
+    "expert_count",
+    "expert_shared_count",
+    "leading_dense_block_count",
+    "nextn_predict_layers",
+)
 
 
 def model_config(content: GgufContent) -> dict[str, Any]:
@@ -51,14 +61,25 @@ def model_config(content: GgufContent) -> dict[str, Any]:
             config[key] = _read(metadata, prefix, name)
     config["vocab_size"] = embedding.shape[0]
     config["tie_word_embeddings"] = "output.weight" not in content.tensors
-    layers, experts = config["num_hidden_layers"], config.get("num_experts", 1)
+    layers, experts = config["num_hidden_layers"], _read(metadata, prefix, "expert_count", 0) or 1
     if layers > len(content.tensors) or layers * experts > _MAX_EXPERTS:
         raise FormatError(
             f"{content.path}: {prefix}.block_count {layers} and {experts} experts are more than the file's "
             f"{len(content.tensors)} tensors can be; get the file again"
         )
-    config["head_dim"] = head_dim = _head_size(content, prefix, config)
+    config["num_hidden_layers"] -= _read(metadata, prefix, NEXT, 0)
+    if config["num_hidden_layers"] < 1:
+        raise FormatError(f"{content.path}: all of its {layers} layers draft tokens; get the file again")
+    latent = "kv_lora_rank" in config  # whose heads have two sizes: this is the rotated part's
+    config["head_dim"] = head_dim = (
+        _read(metadata, prefix, "rope.dimension_count") if latent else _head_size(content, prefix, config)
+    )
     config["rope_parameters"] = _rope(content, prefix, head_dim)
+    score = metadata.integer(f"{prefix}.expert_gating_func", 0, least=0)
+    if model.score not in (None, score) and score:
+        raise UnsupportedModelError(
+            f"{content.path}: a router of {prefix} that scores by rule {score} is not supported"
+        )
     if model.finish is not None:
         try:
             model.finish(config, content)
@@ -104,6 +125,9 @@ def _rope(content: GgufContent, prefix: str, head_dim: int) -> dict[str, Any]:
         rope |= {"rope_type": kind, "factor": _read(metadata, prefix, "rope.scaling.factor")}
         if kind == "yarn" and f"{prefix}.rope.scaling.original_context_length" in metadata:
             rope["original_max_position_embeddings"] = _read(metadata, prefix, "rope.scaling.original_context_length")
+        for key in ("beta_fast", "beta_slow"):
+            if kind == "yarn" and f"{prefix}.rope.scaling.yarn_{key}" in metadata:
+                rope[key] = _read(metadata, prefix, f"rope.scaling.yarn_{key}")
     if ROPE_FACTORS in content.tensors:
         rope |= _llama3(content.tensors[ROPE_FACTORS], theta, dims, content.path)
     return rope

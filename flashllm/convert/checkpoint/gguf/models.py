@@ -6,8 +6,9 @@ head with j + half: those rows are put back. Reads plain values; knows neither b
 """
 
 import importlib
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm.arch.family import head_size
-from flashllm.arch.registry import ARCHITECTURES, spec_of
+from flashllm.arch.registry import ARCHITECTURES, claims, resolve, source_shapes, spec_of
 from flashllm.convert.checkpoint.gguf.file import GgufContent, GgufTensor, StoredTensor
 from flashllm.convert.checkpoint.mixtures.gguf_experts import experts_apart
 from flashllm.errors import FormatError, UnsupportedModelError
@@ -23,6 +24,8 @@ from flashllm.errors import FormatError, UnsupportedModelError
 ARCHITECTURE = "general.architecture"
 ROPE_FACTORS = "rope_freqs.weight"  # of Llama 3.1's rule: by how much each pair turns slower
 LONGROPE = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}  # Phi-3's
+NEXT = "nextn_predict_layers"  # how many of the layers draft tokens: they are the last
+_LAYER = re.compile(r"blk\.(\d+)\.")
 FACTOR_TENSORS = (ROPE_FACTORS, *LONGROPE.values())  # which the config says
 
 _SIZES = {  # config.json's key -> the metadata's, after the architecture's name
@@ -41,6 +44,8 @@ _FALCON = {key if key != "intermediate_size" else "ffn_hidden_size": name for ke
 }
 _GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 
+_SOFTMAX, _SIGMOID, _SOFTMAX_OF_CHOSEN = 1, 2, 3  # expert_gating_func
+
 Order = Callable[[int, Mapping[str, Any]], NDArray[np.int64]]
 
 
@@ -58,6 +63,7 @@ class GgufModel:
     dtype: str | None = None  # of a conversion of quantised weights, where the usual one would overflow
     names: Mapping[str, str] = field(default_factory=dict)  # a layer's, that the gguf package's table lacks
     finish: Callable[[dict[str, Any], GgufContent], None] | None = None  # what the keys alone do not say
+    score: int | None = _SOFTMAX  # of its router, as the metadata numbers them; None: as the file says
     relu: bool = False  # whether models of this kind exist with ReLU, which their files do not say
 
 
@@ -89,6 +95,11 @@ _FUSED: Mapping[str, Order] = {".attn_qkv.": grouped_rows}
 
 def _has(content: GgufContent, name: str) -> bool:
     return f"blk.0.{name}" in content.tensors
+
+
+def _key(content: GgufContent, name: str) -> str:
+    """The metadata's key of this name after the architecture's."""
+    return f"{content.metadata.text(ARCHITECTURE)}.{name}"
 
 
 def _llama(config: dict[str, Any], content: GgufContent) -> None:
@@ -140,6 +151,39 @@ def _falcon(config: dict[str, Any], content: GgufContent) -> None:
         raise UnsupportedModelError(
             f"{content.path}: heads of {given} dimensions; Falcon's share out the width, {head_size(config)} each"
         )
+
+
+def _latent(config: dict[str, Any], content: GgufContent) -> None:
+    """Sizes of latent attention. Older files have plain keys' and values' under the names that newer ones use for the
+    latent row's, and the projection of both in one tensor; newer ones have it as it is multiplied.
+
+    What yarn multiplies scores by is 0.1 times the logarithm of its factor times a number that is stored times 0.1.
+    """
+    metadata, rotated = content.metadata, config["head_dim"]
+    keys = metadata.integer(_key(content, "attention.key_length"))
+    values = metadata.integer(
+        _key(content, "attention.value_length"), config["hidden_size"] // config["num_attention_heads"]
+    )
+    config |= {
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": metadata.integer(_key(content, "attention.key_length_mla"), keys) - rotated,
+        "v_head_dim": metadata.integer(_key(content, "attention.value_length_mla"), values),
+        "num_key_value_heads": config["num_attention_heads"],
+    }
+    if _has(content, "attn_k_b.weight"):
+        config["kv_b_apart"] = True
+    rope = config["rope_parameters"]
+    if rope["rope_type"] == "yarn":
+        scale = round(10 * metadata.number(_key(content, "rope.scaling.yarn_log_multiplier"), 0.0), 6)
+        rope |= {"mscale": scale, "mscale_all_dim": scale} if scale else {"attention_factor": 1.0}
+
+
+_LATENT: dict[str, Any] = {
+    "keys": _RMS | {"kv_lora_rank": "attention.kv_lora_rank"},
+    "optional": {"q_lora_rank": "attention.q_lora_rank"},
+    "constants": {"hidden_act": "silu", "q_lora_rank": None},
+    "finish": _latent,
+}
 
 
 MODELS: dict[str, GgufModel] = {
@@ -244,11 +288,13 @@ MODELS: dict[str, GgufModel] = {
         orders=_INTERLEAVED,
         finish=_llama,
     ),
+    "deepseek2": GgufModel(model_type="youtu", **_LATENT),
+    "minicpm3": GgufModel(model_type="minicpm3", **_LATENT),
 }
 
 
 def _mixture(config: dict[str, Any], content: GgufContent) -> None:
-    """Sizes that the tensors say."""
+    """Sizes that the tensors say, and in newer files the metadata."""
     for key, names in (
         ("moe_intermediate_size", ("ffn_up_exps", "ffn_up.0")),
         ("shared_expert_intermediate_size", ("ffn_up_shexp",)),
@@ -257,6 +303,9 @@ def _mixture(config: dict[str, Any], content: GgufContent) -> None:
             stored = content.tensors.get(f"blk.0.{name}.weight")
             if stored is not None and len(stored.shape) > 1:
                 config[key] = stored.shape[-2]
+    size = content.metadata.integer(_key(content, "expert_feed_forward_length"), 0, least=0)
+    if size and _has(content, "ffn_gate_up_exps.weight"):
+        config["moe_intermediate_size"] = size
     if config["model_type"] in ("olmoe", "mixtral", "gpt_oss"):
         config["intermediate_size"] = config.pop("moe_intermediate_size", config["intermediate_size"])
 
@@ -268,7 +317,57 @@ def _gpt_oss(config: dict[str, Any], content: GgufContent) -> None:
     config["attention_bias"] = _has(content, "attn_q.bias")
 
 
+def _routed(config: dict[str, Any], content: GgufContent) -> None:
+    """A factor of 0 is none."""
+    config["routed_scaling_factor"] = config.get("routed_scaling_factor") or 1.0
+
+
+def _deepseek2(config: dict[str, Any], content: GgufContent) -> None:
+    """DeepSeek V2, V3, or GLM-4.7-Flash: the last is told by its shape where the file does not say how it scores, and
+    by an epsilon of its norms that DeepSeek's latent ones do not have."""
+    _latent(config, content)
+    _routed(config, content)
+    dense = config.pop("first_k_dense_replace")
+    is_flash = config["num_hidden_layers"] in (47, 48) and config["vocab_size"] == 154880  # llama.cpp's rule
+    score = content.metadata.integer(_key(content, "expert_gating_func"), 0, least=0)
+    if (score or (_SIGMOID if is_flash else _SOFTMAX)) == _SIGMOID:
+        if config["rms_norm_eps"] == 1e-6:
+            config |= {"model_type": "deepseek_v3", "first_k_dense_replace": dense}
+        else:
+            kinds = ["dense" if layer < dense else "sparse" for layer in range(config["num_hidden_layers"])]
+            config |= {"model_type": "glm4_moe_lite", "mlp_layer_types": kinds}
+    elif score > _SOFTMAX or config["norm_topk_prob"]:
+        raise UnsupportedModelError(f"{content.path}: a router of DeepSeek's that scores so is not supported")
+    else:
+        grouped = config["n_group"] > 1
+        config |= {"first_k_dense_replace": dense, "topk_method": "group_limited_greedy" if grouped else "greedy"}
+
+
 _EXPERTS = _RMS | {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+_ROUTED: dict[str, Any] = {
+    "keys": _RMS
+    | {
+        "n_routed_experts": "expert_count",
+        "num_experts_per_tok": "expert_used_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
+    },
+    "optional": {
+        "n_shared_experts": "expert_shared_count",
+        "first_k_dense_replace": "leading_dense_block_count",
+        "n_group": "expert_group_count",
+        "topk_group": "expert_group_used_count",
+        "routed_scaling_factor": "expert_weights_scale",
+        "norm_topk_prob": "expert_weights_norm",
+    },
+    "constants": {
+        "hidden_act": "silu",
+        "n_shared_experts": 0,
+        "first_k_dense_replace": 0,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+    },
+}
 _NORMALIZED = {"norm_topk_prob": "expert_weights_norm"}
 _WHOLE = {"hidden_act": "silu", "use_sliding_window": False}
 
@@ -316,6 +415,15 @@ MIXTURES: dict[str, GgufModel] = {
         },
         dtype="bfloat16",
         finish=_gpt_oss,
+        score=_SOFTMAX_OF_CHOSEN,
+    ),
+    "deepseek2": GgufModel(
+        model_type="deepseek_v2",
+        keys=_LATENT["keys"] | _ROUTED["keys"],
+        optional=_LATENT["optional"] | _ROUTED["optional"],
+        constants=_LATENT["constants"] | _ROUTED["constants"],
+        finish=_deepseek2,
+        score=None,
     ),
 }
 
@@ -366,39 +474,50 @@ def assumed_line(content: GgufContent) -> str | None:
     )
 
 
-def named_tensors(content: GgufContent, names: Iterable[str], config: Mapping[str, Any]) -> dict[str, GgufTensor]:
-    """The file's tensors by state_dict name; those that no name claims keep the file's. Experts are cut apart.
+def named_tensors(content: GgufContent, config: Mapping[str, Any]) -> tuple[dict[str, GgufTensor], str | None]:
+    """(the file's tensors by state_dict name, a line that says what is left out: layers that draft tokens).
 
-    `names` are the state_dict names that the model expects.
+    Those that no name claims keep the file's. Experts are cut apart.
     """
     model = model_of(content)
     gguf = importlib.import_module("gguf")
     like = model.table or content.metadata.text(ARCHITECTURE)
     architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == like)
-    table = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    layers, spec, shapes = config["num_hidden_layers"], spec_of(config), source_shapes(config)
+    table = gguf.get_tensor_name_map(architecture, layers)
     left = {name: stored for name, stored in content.tensors.items() if name not in FACTOR_TENSORS}
     if content.sparse:
         left = {name: stored for name, stored in left.items() if not any(part in name for part in _PREDICTORS)}
-    found = {}
-    if (experts := config.get("num_experts")) is not None:
-        spec = spec_of(config)
-        cut, left = experts_apart(left, spec, config["num_hidden_layers"], experts)
-        found = {name: GgufTensor(stored) for name, stored in cut.items()}
-    for name in names:
+    behind = {name for name in left if (match := _LAYER.match(name)) and int(match[1]) >= layers}
+    if drafting := content.metadata.integer(_key(content, NEXT), 0, least=0):
+        left = {name: stored for name, stored in left.items() if name not in behind}
+    said = f"left out: {drafting} layers that draft tokens ({len(behind)} tensors)" if drafting and behind else None
+    cut, left = experts_apart(left, spec, layers, resolve(config).experts)
+    found = {name: GgufTensor(stored) for name, stored in cut.items()}
+    own = {claim.source: claim.name for claim in claims(config).values()}
+    for name, shape in shapes.items():
         if name in found:
             continue
-        key = _own_name(name, model) or table.get_name(name, try_suffixes=(".weight", ".bias"))
+        key = _own_name(name, own[name], model) or table.get_name(name, try_suffixes=(".weight", ".bias"))
         columns = key.replace(".ffn_down.", ".ffn_down_t.") if content.sparse and key is not None else key
         if columns != key and columns in left:  # a row a neuron; a bias is one as ever
             found[name] = GgufTensor(left.pop(columns), transposed=columns.endswith(".weight"))
         elif key in left:
-            found[name] = _as_transformers(left.pop(key), key, model, config)
-    return found | {name: GgufTensor(stored) for name, stored in left.items()}
+            found[name] = _as_transformers(_shaped(left.pop(key), shape), key, model, config)
+    return found | {name: GgufTensor(stored) for name, stored in left.items()}, said
 
 
-def _own_name(name: str, model: GgufModel) -> str | None:
-    """The file's name of a layer's tensor, by the model's row."""
+def _shaped(stored: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
+    """The same rows with other dimensions before them: a file drops those of 1, and has the heads' apart."""
+    same = math.prod(shape) == math.prod(stored.shape) and (len(shape) == 1 or shape[-1] == stored.shape[-1])
+    return replace(stored, shape=shape) if same else stored
+
+
+def _own_name(name: str, canonical: str, model: GgufModel) -> str | None:
+    """The file's name of a layer's tensor, by the model's row, or by what it is."""
     match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+    if match is not None and canonical.endswith(".choice.bias"):
+        return f"blk.{match[1]}.exp_probs_b.bias"
     if match is None or match[2] not in model.names:
         return None
     return f"blk.{match[1]}.{model.names[match[2]]}"

@@ -4,7 +4,6 @@ Before April 2024 llama.cpp wrote a tensor for each expert. Knows no metadata; t
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping
 
 from flashllm.arch.tensors import ArchitectureSpec
@@ -22,6 +21,12 @@ def experts_apart(
     left = dict(stored)
     found: dict[str, StoredTensor] = {}
     for layer in range(layers):
+        fused = left.pop(f"blk.{layer}.ffn_gate_up_exps.weight", None)  # of each expert, gate first
+        if fused is not None:
+            halves = _cut(fused, experts, 2)
+            for first, matrix in enumerate(("gate", "up")):
+                names = [spec.matrices[matrix].format(i=layer, e=expert) for expert in range(experts)]
+                found |= zip(names, halves[first::2], strict=True)
         for matrix, pattern in spec.matrices.items():
             names = [pattern.format(i=layer, e=expert) for expert in range(experts)]
             whole = left.pop(f"blk.{layer}.ffn_{matrix}_exps.weight", None)
@@ -31,21 +36,15 @@ def experts_apart(
             for expert, name in enumerate(names):
                 if (single := left.pop(f"blk.{layer}.ffn_{matrix}.{expert}.weight", None)) is not None:
                     found[name] = single
-        for matrix in ("up", "gate"):  # one vector of all neurons' biases
-            bias = left.get(name := f"blk.{layer}.ffn_{matrix}_exps.bias")
-            if bias is not None:
-                left[name] = dataclasses.replace(bias, shape=(math.prod(bias.shape),))
-        gate = left.get(name := f"blk.{layer}.ffn_gate_inp_shexp.weight")
-        if gate is not None and len(gate.shape) == 1:  # a row, of which the file drops the dimension
-            left[name] = dataclasses.replace(gate, shape=(1, *gate.shape))
     return found, left
 
 
-def _cut(whole: StoredTensor, experts: int) -> list[StoredTensor]:
-    if len(whole.shape) != 3 or whole.shape[0] != experts:
+def _cut(whole: StoredTensor, experts: int, parts: int = 1) -> list[StoredTensor]:
+    """The matrices of a tensor that has of each expert so many, one behind the other."""
+    if len(whole.shape) != 3 or whole.shape[0] != experts or whole.shape[1] % parts:
         raise FormatError(f"{whole.path}: a tensor of experts is {list(whole.shape)}, though there are {experts}")
-    nbytes = whole.nbytes // experts
+    nbytes, shape = whole.nbytes // (experts * parts), (whole.shape[1] // parts, whole.shape[2])
     return [
-        dataclasses.replace(whole, shape=whole.shape[1:], offset=whole.offset + expert * nbytes, nbytes=nbytes)
-        for expert in range(experts)
+        dataclasses.replace(whole, shape=shape, offset=whole.offset + at * nbytes, nbytes=nbytes)
+        for at in range(experts * parts)
     ]

@@ -1,0 +1,148 @@
+"""llama.cpp's logits and flashllm's of the same GGUF file: whether both mean the same model by it.
+
+    pip install --no-binary llama-cpp-python llama-cpp-python==0.3.36 gguf
+    python bench/peer/peer_logits.py
+    python bench/peer/peer_logits.py --only deepseek2 qwen35
+    python bench/peer/peer_logits.py some.gguf other.gguf
+
+Without files: tiny random models of the architectures below, in fp32, that the tests' writer makes (gguf_files.py, by
+llama.cpp's converter); a misreading that writer and reader share shows here. Both get the same random ids as one
+prompt; activations and cache are in fp32. Prints at how many positions both have the same likeliest token, and the mean
+of KL(llama.cpp || flashllm) in nats. The last line is one JSON document; exit status 1 where a model is refused, or
+where less than 99 % agree.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+import numpy as np
+from numpy.typing import NDArray
+
+from flashllm.config import RunConfig
+from flashllm.convert.run import convert
+from flashllm.engine.model import Model
+
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name -> variant, its config, how written
+    "llama": ("llama", {}, {}),
+    "qwen3moe": ("qwen3_moe", {"norm_topk_prob": True}, {}),
+    "deepseek2 v2": ("deepseek_v2", {}, {}),
+    "deepseek2 v2, whole kv_b": ("deepseek_v2", {}, {"whole_latent": True}),
+    "deepseek2 v2, yarn": ("deepseek_v2 yarn rope", {}, {}),
+    "deepseek2 v3": ("deepseek_v3", {}, {}),
+    "deepseek2 GLM-4.7-Flash": ("glm4_moe_lite", {}, {}),
+    "deepseek2 youtu": ("youtu", {}, {}),
+    "minicpm3": ("minicpm3", {"v_head_dim": 16, "scale_depth": 1.4, "dim_model_base": 256}, {}),
+}
+LEAST = 0.99  # of the positions have the same likeliest token
+
+
+def llama_logits(path: Path, ids: list[int], out: Path) -> None:
+    """llama.cpp's logits at each position, written to `out`, [positions, vocab]."""
+    import llama_cpp
+
+    quiet = llama_cpp.llama_log_callback(
+        lambda level, text, data: sys.stderr.write(text.decode(errors="replace")) and None if level == 4 else None
+    )
+    llama_cpp.llama_log_set(quiet, None)
+    llama_cpp.llama_backend_init()
+    params = llama_cpp.llama_model_default_params()
+    params.use_extra_bufts = False
+    model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
+    if model is None:
+        raise OSError(f"{path}: llama.cpp cannot load it")
+    context_params = llama_cpp.llama_context_default_params()
+    context_params.n_ctx = context_params.n_batch = context_params.n_ubatch = len(ids)
+    context_params.type_k = context_params.type_v = llama_cpp.GGML_TYPE_F32
+    context_params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    context = llama_cpp.llama_init_from_model(model, context_params)
+    vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+    batch = llama_cpp.llama_batch_init(len(ids), 0, 1)
+    batch.n_tokens = len(ids)
+    for at, token in enumerate(ids):
+        batch.token[at], batch.pos[at], batch.n_seq_id[at], batch.logits[at] = token, at, 1, 1
+        batch.seq_id[at][0] = 0
+    if status := llama_cpp.llama_decode(context, batch):
+        raise OSError(f"llama_decode returned {status}")
+    rows = [np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, at), (vocab,)) for at in range(len(ids))]
+    np.save(out, np.stack(rows))
+
+
+def own_logits(directory: Path, ids: list[int]) -> NDArray[np.float32]:
+    """flashllm's, of a converted directory."""
+    with Model.open(directory, RunConfig(threads=1)) as model:
+        logits: NDArray[np.float32] = model.step([(model.new_sequence(), ids)], all_logits=True)
+        return logits
+
+
+def compare(path: Path, count: int) -> dict[str, Any]:
+    """Both engines' logits of the file `path` at `count` positions; "refused" where one does not run it."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        directory, out = Path(folder) / "model", Path(folder) / "logits.npy"
+        convert(path, directory, dtype="float32")
+        vocab = json.loads((directory / "config.json").read_text())["vocab_size"]
+        ids = np.random.default_rng(1).integers(4, vocab, count).tolist()
+        command = [sys.executable, __file__, str(path), "--ids", json.dumps(ids), "--out", str(out)]
+        run = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)  # it may abort
+        if run.returncode:
+            return {"refused": " ".join(run.stderr.split())[:300]}
+        theirs, ours = np.load(out).astype(np.float64), own_logits(directory, ids).astype(np.float64)
+    p, q = (each - np.log(np.exp(each - (top := each.max(1, keepdims=True))).sum(1, keepdims=True)) - top
+            for each in (theirs, ours))  # fmt: skip
+    return {
+        "top_1": float((theirs.argmax(1) == ours.argmax(1)).mean()),
+        "kl": float((np.exp(p) * (p - q)).sum(1).mean()),
+        "largest_difference": float(np.abs(theirs - ours).max()),
+        "positions": count,
+    }
+
+
+def tiny_files(root: Path, only: list[str]) -> Iterator[tuple[str, Path]]:
+    """(name, file) of each tiny model whose name begins with one of `only`."""
+    from arch_models import VARIANTS, Variant, make_checkpoint
+    from gguf_files import write_gguf
+
+    for name, (variant, config, how) in ARCHITECTURES.items():
+        if only and not name.startswith(tuple(only)):
+            continue
+        folder = root / name.replace(" ", "-")
+        kind = VARIANTS.get(variant, Variant(variant))
+        source = make_checkpoint(folder / "hf", Variant(kind.model_type, {**kind.config, **config}))
+        yield name, write_gguf(source, folder / "model.gguf", **how)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", type=Path, nargs="*")
+    parser.add_argument("--only", nargs="*", default=[], help="tiny models whose names begin so")
+    parser.add_argument("--positions", type=int, default=150)
+    parser.add_argument("--ids", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.ids is not None:
+        try:
+            llama_logits(args.files[0], args.ids, args.out)
+        except OSError as error:
+            print(error, file=sys.stderr)
+            return 1
+        return 0
+    results = {}
+    with tempfile.TemporaryDirectory() as root:
+        files = [(path.name, path) for path in args.files] or tiny_files(Path(root), args.only)
+        for name, path in files:
+            result = results[name] = compare(path, args.positions)
+            figures = result.get("refused") or f"top-1 {100 * result['top_1']:5.1f} %, mean KL {result['kl']:.1e}"
+            print(f"{name:28s} {figures}", flush=True)
+    print(json.dumps(results))
+    return 0 if all(result.get("top_1", 0) >= LEAST for result in results.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
