@@ -87,6 +87,9 @@ for _name in _WITH_STATES:
         "linear_value_head_dim": 20,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     }
+_WITH_SPACES = ("bamba",)
+_MAMBA = {"mamba_n_heads": 6, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_expand": 3, "mamba_d_head": 32}
+_SIZES["bamba"] = {**_GROUPED, **_MAMBA, "attn_layer_indices": [1]}
 _SIZES["minimax_m2"] |= {"head_dim": 16}
 _SIZES["dots1"] |= {"n_shared_experts": 2, "first_k_dense_replace": 1}
 for _name in ("mellum", "hunyuan_v1_moe", "solar_open", "afmoe", "laguna", "hy_v3"):
@@ -359,6 +362,20 @@ VARIANTS = {
 
 _GROUPS = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
 VARIANTS |= {
+    "bamba": Variant("bamba"),
+    "bamba one group, biases": Variant(
+        "bamba",
+        {
+            "mamba_n_groups": 1,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "mamba_d_conv": 3,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "attn_layer_indices": [0, 2],
+        },
+    ),
     "ernie4_5_moe": Variant("ernie4_5_moe"),
     "ernie4_5_moe every other layer": Variant(
         "ernie4_5_moe",
@@ -592,6 +609,8 @@ def make_checkpoint(path: Path, variant: Variant, *, dtype: str = "float32", see
             elif name.endswith(("fc1.bias", "gate_proj.bias", "dense_h_to_4h.bias", "up_proj.bias")):
                 parameter.copy_(0.3 * noise - 0.4)
             elif name.endswith("sinks"):
+                parameter.copy_(1.0 + noise)
+            elif name.endswith("mamba.D") or name.endswith("mixer.D"):
                 parameter.copy_(1.0 + noise)
             elif name.endswith("A_log"):
                 parameter.copy_(noise - 2.0)

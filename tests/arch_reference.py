@@ -101,7 +101,12 @@ class ReferenceDecoder:
 
         def attention(states):
             x = before("attention_norm", states)
-            made = self._delta(layer, x) if spec.mixer.kind == "delta_rule" else self._attention(layer, x, positions)
+            kind = spec.mixer.kind
+            if kind == "attention":
+                made = self._attention(layer, x, positions)
+            else:
+                made = self._delta(layer, x) if kind == "delta_rule" else self._space(layer, x)
+            made = made if spec.beside is None else made + self._space(layer, x)
             return behind("attention_output_norm", made)
 
         def ffn(states):
@@ -194,12 +199,16 @@ class ReferenceDecoder:
             mixed = self._norm(f"layers.{layer}.attention_sub_norm", mixed)
         return self._linear(f"layers.{layer}.out", self._rounded(mixed))
 
+    def _convolved(self, at, mixer, inputs):
+        """Along the tokens, each channel by itself, then SiLU."""
+        padded = torch.cat((torch.zeros(mixer.kernel - 1, mixer.channels), torch.cat(inputs, -1)))
+        taps = self.tensors[at + "conv.weight"][:, 0]
+        sums = sum(padded[j : j + len(inputs[0])] * taps[:, j] for j in range(mixer.kernel))
+        return silu(sums + self.tensors.get(at + "conv.bias", 0.0))
+
     def _delta(self, layer, x):
         mixer, at = self.block.layers[layer].mixer, f"layers.{layer}."
-        inputs = torch.cat([self._linear(at + part, x) for part in ("query", "key", "value")], -1)
-        padded = torch.cat((torch.zeros(mixer.kernel - 1, mixer.channels), inputs))
-        taps = self.tensors[at + "conv.weight"][:, 0]
-        convolved = silu(sum(padded[j : j + len(x)] * taps[:, j] for j in range(mixer.kernel)))
+        convolved = self._convolved(at, mixer, [self._linear(at + part, x) for part in ("query", "key", "value")])
         keys = mixer.rows["query"]
         query, key, value = convolved.split((keys, keys, mixer.mixed_dim), -1)
         owner = torch.arange(mixer.value_heads)
@@ -220,6 +229,33 @@ class ReferenceDecoder:
         made = made * torch.rsqrt(made.square().mean(-1, keepdim=True) + self.block.norm_epsilon)
         made = (made * self.tensors[at + "mixed_norm.weight"]).flatten(1)
         return self._linear(at + "out", made * silu(self._linear(at + "out_gate", x)))
+
+    def _space(self, layer, x):
+        mixer, at = self.block.layers[layer].recurrent, f"layers.{layer}.state."
+
+        def part(name):
+            return self._linear(at + name, x) * getattr(mixer, f"{name.removeprefix('out_')}_scale")
+
+        convolved = self._convolved(at, mixer, [part(name) for name in ("value", "key", "query")])
+        keys, shared = mixer.rows["query"], mixer.value_heads // mixer.key_heads
+        value, key, query = convolved.split((mixer.mixed_dim, keys, keys), -1)
+        query, key = (each.view(len(x), mixer.key_heads, -1).repeat_interleave(shared, 1) for each in (query, key))
+        value = value.view(len(x), mixer.value_heads, -1)
+        steps = torch.nn.functional.softplus(part("decay") + self.tensors[at + "decay_bias"])
+        decay = torch.exp(-self.tensors[at + "decay_log"].exp() * steps)
+        state, mixed = torch.zeros(mixer.value_heads, mixer.key_dim, mixer.value_dim), []
+        for t in range(len(x)):
+            state = state * decay[t, :, None, None]
+            state = state + torch.einsum("hk,hv->hkv", key[t], steps[t, :, None] * value[t])
+            mixed.append(torch.einsum("hkv,hk->hv", state, query[t]))
+        made = torch.stack(mixed) + self.tensors[at + "skip"][:, None] * value
+        made, gate = made.flatten(1), silu(part("out_gate"))
+        made = made * gate if mixer.gate_first else made
+        if mixer.normed:
+            groups = made.view(len(x), mixer.key_heads, -1)
+            groups = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.block.norm_epsilon)
+            made = groups.flatten(1) * self.tensors[at + "mixed_norm.weight"]
+        return self._linear(at + "out", made if mixer.gate_first else made * gate) * mixer.out_scale
 
     def _rounded(self, x):
         """Inputs of a block's products, to 8 bits where the block says so."""

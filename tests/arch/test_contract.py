@@ -211,7 +211,7 @@ def test_a_cut(made, way):
 
     A state cannot be cut: back to the last whole page behind a prompt, each of which leaves a checkpoint."""
     bits, model, expected = way
-    of_state = {150: 128, 100: 64, 63: 0} if model.directory.block.delta_rules else {}
+    of_state = {150: 128, 100: 64, 63: 0} if model.directory.block.recurrent else {}
     for length in (150, 100, 63):
         with model.new_sequence() as sequence:
             run(model, made.ids[:120], sequence)
@@ -280,7 +280,7 @@ def test_parked_and_taken_up(made, way):
 def test_speculation(made, way):
     """Drafts that fill a page, of which some are wrong, and what follows them: as token by token."""
     _, model, _ = way
-    if model.directory.block.delta_rules:
+    if model.directory.block.recurrent:
         assert model.most_drafted == 0
         with model.new_sequence() as sequence, pytest.raises(UsageError, match="drafted tokens are at most 0"):
             model.step([(sequence, made.ids[:3])], drafted=2)
@@ -309,7 +309,7 @@ def test_offload(made, tmp_path, accelerator):
     Its weights are the model directory's, or with torch's operations the checkpoint's.
     """
     path = made.directory if accelerator is None else made.source
-    if ModelDir.open(made.directory).block.delta_rules:
+    if ModelDir.open(made.directory).block.recurrent:
         with pytest.raises(UnsupportedModelError, match="keep a state in the place of keys and values"):
             open_weights(path)
         return

@@ -8,7 +8,7 @@
 #include "model/arithmetic.h"
 #include "model/block.h"
 #include "model/block_attention.h"
-#include "model/delta_mixer.h"
+#include "model/state_mixer.h"
 #include "model/pass.h"
 
 namespace flashllm {
@@ -37,7 +37,7 @@ class Layer {
       : spec_(spec),
         arithmetic_(arithmetic),
         attention_(spec, rotary, arithmetic, memory),
-        delta_(arithmetic),
+        state_(arithmetic),
         ffn_(ffn) {}
 
   // The positions of a part's tokens, or of a stretch's, which hold for all layers.
@@ -57,15 +57,16 @@ class Layer {
   float* outputs() { return projected_.data(); }
 
  private:
+  void mix(const BlockWeights& weights, const Part& part, float* states, float* attended);
   void add_projected(std::size_t count, float* states);
   void check_finite(std::size_t layer, const float* values, std::size_t count) const;
 
   const BlockSpec& spec_;
   Arithmetic& arithmetic_;
   BlockAttention attention_;
-  DeltaMixer delta_;
+  StateMixer state_;
   FfnPart& ffn_;
-  std::vector<float> normed_, projected_, attended_;  // scratch of a part, [tokens, d_model]
+  std::vector<float> normed_, projected_, attended_, beside_;  // scratch of a part, [tokens, d_model]
 };
 
 }  // namespace flashllm

@@ -33,7 +33,7 @@
 
 namespace flashllm {
 
-// What a layer keeps: of each position, or, where it has `state_floats`, of all of them together.
+// What a layer keeps: of each position, and `state_floats` of all of them together; either may be nothing.
 struct LayerKv {
   std::size_t kv_heads = 0;
   std::size_t head_dim = 0;
@@ -57,10 +57,11 @@ class StateShape {
     // The first page that a query at `position` sees.
     std::size_t first_page(std::size_t position) const;
   };
-  static constexpr std::size_t kRecurrent = std::numeric_limits<std::size_t>::max();
+  static constexpr std::size_t kNone = std::numeric_limits<std::size_t>::max();
   struct Place {
-    std::size_t kind;   // kRecurrent: it has a state
-    std::size_t index;  // among the layers of the kind; of a state: its first float
+    std::size_t kind;   // of its keys and values; kNone: it has none
+    std::size_t index;  // among the layers of the kind
+    std::size_t state;  // the first float of its state; kNone: it has none
   };
 
   // `context`: positions at most; `part_tokens`: that a pass takes at a time, at least; `bits`: of packed

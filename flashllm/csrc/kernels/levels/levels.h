@@ -15,7 +15,7 @@ struct LevelKernels {
   Softmax softmax;
   MultiplyAdd multiply_add;
   MultiplyCodes multiply_codes;  // nullptr, like `unpack`, where the level has none
-  DeltaStep delta_step;
+  StateStep delta_step, space_step;
   const CodecKernels* codecs;                 // [kCodedCodecs]
   const CodedInputKernels* int8;              // [kCodedCodecs]
   const CodedInputKernels* int16;             // [kInt16Codecs]
