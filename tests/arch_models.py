@@ -87,8 +87,31 @@ for _name in _WITH_STATES:
         "linear_value_head_dim": 20,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     }
-_WITH_SPACES = ("bamba",)
 _MAMBA = {"mamba_n_heads": 6, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_expand": 3, "mamba_d_head": 32}
+_WITH_SPACES = ("bamba", "granitemoehybrid", "nemotron_h")
+_SIZES["granitemoehybrid"] = {
+    **_GROUPED,
+    **_MAMBA,
+    "intermediate_size": 48,
+    "shared_intermediate_size": 80,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+_SIZES["nemotron_h"] = {
+    **_GROUPED,
+    "head_dim": 24,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 20,
+    "ssm_state_size": 12,
+    "n_groups": 2,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 80,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 2.5,
+    "hybrid_override_pattern": "ME*EM-M",
+}
 _SIZES["bamba"] = {**_GROUPED, **_MAMBA, "attn_layer_indices": [1]}
 _SIZES["minimax_m2"] |= {"head_dim": 16}
 _SIZES["dots1"] |= {"n_shared_experts": 2, "first_k_dense_replace": 1}
@@ -376,6 +399,26 @@ VARIANTS |= {
             "attn_layer_indices": [0, 2],
         },
     ),
+    "granitemoehybrid": Variant(
+        "granitemoehybrid",
+        {
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "granitemoehybrid dense, rope": Variant(
+        "granitemoehybrid",
+        {"num_local_experts": 0, "position_embedding_type": "rope", "tie_word_embeddings": True},
+    ),
+    "nemotron_h": Variant("nemotron_h"),
+    "nemotron_h dense, biases": Variant(
+        "nemotron_h", {"hybrid_override_pattern": "M-*-M-", "use_bias": True}
+    ),
+    "nemotron_h neurons first": Variant(
+        "nemotron_h", {"hybrid_override_pattern": "-E*MEE", "n_group": 2, "topk_group": 1, "use_conv_bias": False}
+    ),
     "ernie4_5_moe": Variant("ernie4_5_moe"),
     "ernie4_5_moe every other layer": Variant(
         "ernie4_5_moe",
@@ -498,6 +541,8 @@ def make_config(variant: Variant) -> PreTrainedConfig:
     given = {**_SIZES.get(variant.model_type, _GROUPED), **copy.deepcopy(variant.config)}  # which it completes
     if variant.model_type in _TEACHERS:
         given["hidden_act"] = "relu"
+    if variant.model_type == "nemotron_h":
+        given["num_hidden_layers"] = len(given["hybrid_override_pattern"])
     if isinstance(given.get("intermediate_size"), list):
         given["intermediate_size"] = given["intermediate_size"][0]
     return CONFIG_MAPPING[_TEACHERS.get(variant.model_type, variant.model_type)](

@@ -41,6 +41,9 @@ class ReferenceDecoder:
         self.ffn = []
         with open_safetensors(path / FFN) as file:
             for layer, layout in enumerate(self.model.manifest.layouts):
+                if not layout.d_ff:
+                    self.ffn.append({})
+                    continue
                 rows = np.empty((layout.num_rows, layout.stride), np.uint8)
                 file.read_into(file.header.tensors[ffn_tensor(layer)], 0, rows.reshape(-1).data)
                 parts = widened_rows(layout, rows[: layout.d_ff], read_plane(path, self.model.manifest, layer))
@@ -116,6 +119,8 @@ class ReferenceDecoder:
         if spec.parallel:
             return h + attention(h) + ffn(h)
         for name, part in (("attention_norm", attention), ("ffn_norm", ffn)):
+            if (spec.mixer is None) if part is attention else not spec.neurons:
+                continue
             h = h + part(h)
             h = self._norm(at + name, h) if spec.norms == "sum" else h
         return h

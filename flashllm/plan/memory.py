@@ -152,7 +152,8 @@ class _Caches:
         architecture, calibration = manifest.architecture, manifest.calibration
         unit, widths = architecture.unit_rows, architecture.every_width
         dense = dense and not architecture.experts
-        dense_layers = tuple(range(architecture.num_layers)) if dense else architecture.dense_layers
+        without = tuple(i for i, width in enumerate(widths) if not width)  # neurons: there is nothing to cache
+        dense_layers = tuple(range(architecture.num_layers)) if dense else architecture.dense_layers or without
         windowed = window is not None and not dense
         needs = [
             layout.num_rows if layer in dense_layers else _whole(layout.d_ff, unit)

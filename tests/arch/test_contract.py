@@ -82,7 +82,8 @@ class Made:
         """The model that caches no row, whose prompts go in parts of 32 tokens; all of them through a layer before the
         next one where it lends memory for that."""
         if (bits, lends) not in self._bare:
-            none = {"levels": np.zeros((1, LAYERS), np.int32), "level_blocks": 100}
+            layers = ModelDir.open(self.directory).architecture.num_layers
+            none = {"levels": np.zeros((1, layers), np.int32), "level_blocks": 100}
             none |= {"prompt_tokens": 32} | ({} if lends else {"stretch_nbytes": 10**12})
             self._bare[bits, lends] = self.opened(RunConfig(**RUN, cache_bits=bits), **none)
         return self._bare[bits, lends]

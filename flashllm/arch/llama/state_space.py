@@ -97,7 +97,7 @@ def _mixed(block: BlockSpec, kinds: list[str], space: StateSpace) -> BlockSpec:
     return replace(block, layers=tuple(replace(of, mixer=space) if kind == _MAMBA else of for of, kind in layers))
 
 
-def _kinds(config: Config, given: Any, known: tuple[str, ...]) -> list[str]:
+def _kinds(given: Any, known: tuple[str, ...]) -> list[str]:
     """The kinds of all layers, in today's names."""
     if not isinstance(given, list) or not 0 < len(given) <= MAX_LAYERS:
         raise ValueError("the kinds of layers must be a list")
@@ -163,4 +163,190 @@ BAMBA = row(
 )
 
 
-STATE_SPACES = (BAMBA,)
+# Granite 4 (IBM, 2025): nothing is turned, four multipliers, and a mixture of experts, or shared neurons alone.
+
+
+def _granite_experts(config: Config) -> ExpertsSpec | None:
+    if not config["num_experts"]:
+        return None
+    key = "shared_intermediate_size"
+    shared = check_size(key, config[key])
+    return experts_of(config, "intermediate_size", RouterSpec(score="softmax_of_chosen"), shared=shared)
+
+
+def _granite(config: Config) -> BlockSpec:
+    positions, divisor = config["position_embedding_type"], check_number("logits_scaling", config["logits_scaling"])
+    if positions not in (None, "nope", "rope"):
+        raise UnsupportedModelError(f"position_embedding_type {str(positions)[:80]!r} is not supported for this model")
+    if not divisor:
+        raise ValueError("logits_scaling must not be 0")
+    block = decoder_block(
+        _alike(config, intermediate_size=config["shared_intermediate_size"]),
+        positions="rotary" if positions == "rope" else "none",
+        query_scale=check_number("attention_multiplier", config["attention_multiplier"]),
+        experts=_granite_experts(config),
+        embedding_scale=check_number("embedding_multiplier", config["embedding_multiplier"]),
+        residual_scale=check_number("residual_multiplier", config["residual_multiplier"]),
+        logit_scale=1.0 / divisor,
+    )
+    kinds = config["layer_types"] or [_MAMBA] * len(block.layers)
+    return _mixed(block, _kinds(kinds, (_MAMBA, _ATTENTION)), _space(config))
+
+
+_SHARED_MLP = {matrix: f"shared_mlp.{matrix}" for matrix in ("up", "gate")} | {"down": "shared_mlp.output_linear"}
+_GRANITE_EXPERTS = {matrix: f"block_sparse_moe.experts.{{e}}.{matrix}_proj" for matrix in ("up", "gate", "down")}
+_ONE, _SHARED = in_layer(_GRANITE_EXPERTS), in_layer(_SHARED_MLP)
+_IN_MOE = "model.layers.{i}.block_sparse_moe"
+GRANITE = mixture(
+    "granitemoehybrid",
+    defaults={
+        **_SIZES,
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 1024,
+        "embedding_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "residual_multiplier": 1.0,
+        "attention_multiplier": 1.0,
+        "position_embedding_type": None,
+        "sliding_window": None,
+        "layer_types": None,
+    },
+    experts=8,
+    block=_granite,
+    attention=(*_attending(_BIASED), *_of_mamba()),
+    router="block_sparse_moe.router.layer",
+    renamed={f"{_IN_MOE}.router.weight": f"{_IN_MOE}.router.layer.weight"},
+    matrices=_GRANITE_EXPERTS,
+    shared_matrices=_SHARED,
+    dense_matrices=_SHARED,
+    stacked={
+        **dict.fromkeys((f"{_IN_MOE}.input_linear.weight", f"{_IN_MOE}.experts.gate_up_proj"), (_ONE["gate"], _ONE["up"])),
+        **dict.fromkeys((f"{_IN_MOE}.output_linear.weight", f"{_IN_MOE}.experts.down_proj"), (_ONE["down"],)),
+        "model.layers.{i}.shared_mlp.input_linear.weight": (_SHARED["gate"], _SHARED["up"]),
+    },
+)
+
+
+# Nemotron-H (NVIDIA, 2025) and Nemotron 3: each layer has one of a mixer, attention, neurons of squared ReLU and a
+# mixture of such experts; nothing is turned. transformers holds steps of a prompt above `time_step_min`, and those of
+# single tokens not, as other engines all: so neither is here.
+
+
+def _nemotron_space(config: Config) -> StateSpace:
+    if config["mamba_hidden_act"] != "silu":
+        raise UnsupportedModelError("a mixer whose mamba_hidden_act is not silu is not supported for nemotron_h")
+    return _sized(
+        config,
+        key_heads="n_groups",
+        heads="mamba_num_heads",
+        dim=config["mamba_head_dim"],
+        state="ssm_state_size",
+        kernel="conv_kernel",
+    )
+
+
+def _nemotron_kinds(config: Config) -> list[str]:
+    pattern, kinds = config["hybrid_override_pattern"], config["layers_block_type"]
+    if kinds is None and isinstance(pattern, str):
+        of_sign = {"M": _MAMBA, "*": _ATTENTION, "-": _DENSE, "E": _EXPERTS}
+        kinds = [of_sign.get(sign, sign) for sign in pattern]
+    return _kinds(kinds, (_MAMBA, _ATTENTION, _DENSE, _EXPERTS))
+
+
+def _nemotron(config: Config) -> BlockSpec:
+    if config["moe_latent_size"] is not None:
+        raise UnsupportedModelError(
+            "experts that compute in a narrower space of their own (moe_latent_size: Nemotron 3 Super and Ultra) are "
+            "not supported; Nemotron 3 Nano has none"
+        )
+    if config["mlp_bias"]:
+        raise UnsupportedModelError("mlp_bias, biases of neurons, is not supported for nemotron_h")
+    kinds = _nemotron_kinds(config)
+    block = decoder_block(
+        _alike(config, num_hidden_layers=len(kinds)),
+        epsilon="layer_norm_epsilon",
+        activation="mlp_hidden_act",
+        positions="none",
+        gated=False,
+    )
+    plain, space = block.layers[0], _nemotron_space(config)
+    of_kind = {
+        _MAMBA: replace(plain, mixer=space, neurons=0),
+        _ATTENTION: replace(plain, neurons=0),
+        _DENSE: replace(plain, mixer=None),
+    }
+    if _EXPERTS in kinds:
+        key = "moe_shared_expert_intermediate_size"
+        shared = check_size(key, config[key])
+        experts = experts_of(config, "moe_intermediate_size", grouped_router(config), shared=shared)
+        of_kind[_EXPERTS] = replace(plain, mixer=None, neurons=experts.neurons, experts=experts)
+    return replace(block, layers=tuple(of_kind[kind] for kind in kinds))
+
+
+def _of_nemotron(names: Mapping[str, str]) -> dict[str, str]:
+    return {matrix: f"backbone.layers.{{i}}.mixer.{name}.weight" for matrix, name in names.items()}
+
+
+_UNGATED = {"up": "up_proj", "down": "down_proj"}
+NEMOTRON_H = mixture(
+    "nemotron_h",
+    defaults={
+        "vocab_size": 131072,
+        "hidden_size": 4096,
+        "intermediate_size": 21504,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
+        "layer_norm_epsilon": 1e-5,
+        "mlp_hidden_act": "relu2",
+        "mlp_bias": False,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "layers_block_type": None,
+        "hybrid_override_pattern": None,
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "mamba_hidden_act": "silu",
+        "ssm_state_size": 128,
+        "n_groups": 8,
+        "conv_kernel": 4,
+        "time_step_limit": None,
+        "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
+        "moe_latent_size": None,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+        "norm_topk_prob": True,
+    },
+    experts=8,
+    is_wide=True,
+    router="mixer.gate",
+    choice="mixer.gate.e_score_correction_bias",
+    block=_nemotron,
+    attention=(
+        *_attending(projections(never, never, "mixer")),
+        *_tensors("mixer", _nemotron_space, bias="use_bias", convolution_bias="use_conv_bias"),
+    ),
+    norms={"attention_norm": ("norm", always), "ffn_norm": ("norm", always)},
+    names={"base": "backbone.", "embedding": "embeddings", "final_norm": "norm_f"},
+    matrices={matrix: f"mixer.experts.{{e}}.{name}" for matrix, name in _UNGATED.items()},
+    shared_matrices=_of_nemotron({matrix: f"shared_experts.{name}" for matrix, name in _UNGATED.items()}),
+    dense_matrices=_of_nemotron(_UNGATED),
+    renamed={},
+    stacked={
+        f"backbone.layers.{{i}}.mixer.experts.{name}": (f"backbone.layers.{{i}}.mixer.experts.{{e}}.{name}.weight",)
+        for name in _UNGATED.values()
+    },
+)
+
+STATE_SPACES = (BAMBA, GRANITE, NEMOTRON_H)
