@@ -413,9 +413,7 @@ VARIANTS |= {
         {"num_local_experts": 0, "position_embedding_type": "rope", "tie_word_embeddings": True},
     ),
     "nemotron_h": Variant("nemotron_h"),
-    "nemotron_h dense, biases": Variant(
-        "nemotron_h", {"hybrid_override_pattern": "M-*-M-", "use_bias": True}
-    ),
+    "nemotron_h dense, biases": Variant("nemotron_h", {"hybrid_override_pattern": "M-*-M-", "use_bias": True}),
     "nemotron_h neurons first": Variant(
         "nemotron_h", {"hybrid_override_pattern": "-E*MEE", "n_group": 2, "topk_group": 1, "use_conv_bias": False}
     ),
@@ -653,9 +651,7 @@ def make_checkpoint(path: Path, variant: Variant, *, dtype: str = "float32", see
                 parameter.copy_(middle + 0.1 * noise)
             elif name.endswith(("fc1.bias", "gate_proj.bias", "dense_h_to_4h.bias", "up_proj.bias")):
                 parameter.copy_(0.3 * noise - 0.4)
-            elif name.endswith("sinks"):
-                parameter.copy_(1.0 + noise)
-            elif name.endswith("mamba.D") or name.endswith("mixer.D"):
+            elif name.endswith(("sinks", "mamba.D", "mixer.D")):
                 parameter.copy_(1.0 + noise)
             elif name.endswith("A_log"):
                 parameter.copy_(noise - 2.0)

@@ -305,11 +305,7 @@ _SHAPES: dict[str, _ShapeOf] = {
     ),
     **_recurrence("layers.{i}."),
     **_recurrence("layers.{i}.state."),
-    **{
-        name: shape
-        for part in ("query", "key", "value", "out_gate", "decay")
-        for name, shape in _state(part).items()
-    },
+    **{name: shape for part in ("query", "key", "value", "out_gate", "decay") for name, shape in _state(part).items()},
     "layers.{i}.state.out.weight": lambda block, layer: (block.d_model, _recurrent(layer).mixed_dim),
     "layers.{i}.state.out.bias": lambda block, layer: (block.d_model,),
     **_head_norm("query", lambda mixer: mixer.heads),

@@ -201,8 +201,8 @@ def encode_predictors(
 
 
 def check_predictors_header(header: SafetensorsHeader, layouts: Sequence[RowLayout], model_sha256: str) -> list[int]:
-    """The ranks by layer, 0 where it is the gate in 4 bits, or there are no neurons. FormatError for predictors of another model, or other
-    tensors or shapes than theirs."""
+    """The ranks by layer, 0 where it is the gate in 4 bits, or there are no neurons. FormatError for predictors of
+    another model, or other tensors or shapes than theirs."""
     metadata = header.metadata
     if any(metadata.get(key) != value for key, value in PREDICTOR_METADATA.items()):
         raise FormatError(f"{header.path}: is not a predictor file of version {PREDICTOR_METADATA['version']}")

@@ -93,5 +93,9 @@ def _stretch_nbytes(manifest: Manifest, block: BlockSpec) -> int:
         if max(experts.size, experts.shared) > manifest.stream_block_rows:
             mixture += 2 * block.d_model + _COLUMN_PADS
     floats = (2 if any(layer.parallel for layer in block.layers) else 1) * block.d_model
-    floats += sum(each.dims for each in {layer.mixer.rotary for layer in block.layers if layer.mixer is not None} if each is not None)
+    floats += sum(
+        each.dims
+        for each in {layer.mixer.rotary for layer in block.layers if layer.mixer is not None}
+        if each is not None
+    )
     return 4 * (floats + max(dense, mixture))

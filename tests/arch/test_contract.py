@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 import pytest
 import torch
-from arch_models import CONTEXT, LAYERS, VARIANTS, make_model, open_model
+from arch_models import CONTEXT, VARIANTS, make_model, open_model
 from arch_reference import ReferenceDecoder
 from offload_runs import MIXED, answers, policy
 

@@ -46,9 +46,7 @@ def projections(query: When, out: When, source: str = "self_attn") -> tuple[Resi
     return tuple(
         tensor
         for name, part in parts
-        for tensor in linear_tensors(
-            f"layers.{{i}}.{name}", f"{source}.{part}", bias=out if name == "out" else query
-        )
+        for tensor in linear_tensors(f"layers.{{i}}.{name}", f"{source}.{part}", bias=out if name == "out" else query)
     )
 
 

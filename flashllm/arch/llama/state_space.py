@@ -22,7 +22,8 @@ _ONCE = {"mamba": _MAMBA, "attention": _ATTENTION}  # what older configs call th
 def _sized(config: Config, *, key_heads: str, heads: str, dim: Any, state: str, kernel: str) -> StateSpace:
     """The mixer, its sizes under these keys; `dim`: of a value head."""
     limit = config["time_step_limit"]
-    if limit not in (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}]):  # as JSON has it in any release
+    infinite = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])  # as JSON has it in any release
+    if limit is not None and list(limit) not in infinite:
         raise UnsupportedModelError(f"time_step_limit must be [0, Infinity], not {str(limit)[:80]}")
     return StateSpace(
         key_heads=check_size(key_heads, config[key_heads]),
@@ -101,10 +102,10 @@ def _kinds(given: Any, known: tuple[str, ...]) -> list[str]:
     """The kinds of all layers, in today's names."""
     if not isinstance(given, list) or not 0 < len(given) <= MAX_LAYERS:
         raise ValueError("the kinds of layers must be a list")
-    kinds = [_ONCE.get(kind, kind) for kind in given]
+    kinds = [_ONCE.get(str(kind), str(kind)) for kind in given]
     unknown = next((kind for kind in kinds if kind not in known), None)
     if unknown is not None:
-        raise UnsupportedModelError(f"layers of type {str(unknown)[:80]!r} are not supported for this model")
+        raise UnsupportedModelError(f"layers of type {unknown[:80]!r} are not supported for this model")
     return kinds
 
 
@@ -227,7 +228,9 @@ GRANITE = mixture(
     shared_matrices=_SHARED,
     dense_matrices=_SHARED,
     stacked={
-        **dict.fromkeys((f"{_IN_MOE}.input_linear.weight", f"{_IN_MOE}.experts.gate_up_proj"), (_ONE["gate"], _ONE["up"])),
+        **dict.fromkeys(
+            (f"{_IN_MOE}.input_linear.weight", f"{_IN_MOE}.experts.gate_up_proj"), (_ONE["gate"], _ONE["up"])
+        ),
         **dict.fromkeys((f"{_IN_MOE}.output_linear.weight", f"{_IN_MOE}.experts.down_proj"), (_ONE["down"],)),
         "model.layers.{i}.shared_mlp.input_linear.weight": (_SHARED["gate"], _SHARED["up"]),
     },
@@ -257,6 +260,8 @@ def _nemotron_kinds(config: Config) -> list[str]:
     if kinds is None and isinstance(pattern, str):
         of_sign = {"M": _MAMBA, "*": _ATTENTION, "-": _DENSE, "E": _EXPERTS}
         kinds = [of_sign.get(sign, sign) for sign in pattern]
+    if kinds is None:
+        kinds = [_MAMBA, _EXPERTS, _ATTENTION, _DENSE]
     return _kinds(kinds, (_MAMBA, _ATTENTION, _DENSE, _EXPERTS))
 
 

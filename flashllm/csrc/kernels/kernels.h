@@ -122,9 +122,9 @@ using MultiplyCodes = void (*)(const CodeRows& a, std::size_t rows, const CodeCo
                                std::size_t terms, float* c, std::size_t c_row);
 MultiplyCodes multiply_codes_kernel(SimdLevel level);  // nullptr where the level has none
 
-// A token at a head of a recurrence: from the state S [keys, values] before it to the one behind it, which may
-// lie in the same place. Of a state-space model, and of the gated delta rule, which also takes away what was
-// there under the key:
+// A token at a head of a recurrence: from the state S [keys, values] before it to the one behind it, which
+// may lie in the same place. Of a state-space model, and of the gated delta rule, which also takes away what
+// was there under the key:
 //   S *= decay;  S += key (beta * value);            out = query S
 //   S *= decay;  S += key (beta * (value - key S));  out = query S
 // Every sum is over the keys, in their order.

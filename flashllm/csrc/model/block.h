@@ -131,8 +131,9 @@ struct StateWeights {
   RowMatrix query, key, value, out, out_gate;
   RowMatrix beta;  // of a delta rule alone
   RowMatrix decay;
-  const float *convolution = nullptr, *convolution_bias = nullptr;  // [channels, kernel], [channels] or nullptr
-  const float *decay_log = nullptr, *decay_bias = nullptr;          // [value_heads]
+  const float *convolution = nullptr,
+              *convolution_bias = nullptr;                  // [channels, kernel], [channels] or nullptr
+  const float *decay_log = nullptr, *decay_bias = nullptr;  // [value_heads]
   const float* skip = nullptr;  // [value_heads] or nullptr: what of a value goes by the state
   // Of each head with one weight, or, of a state-space model, of all heads that share a key, each such group
   // with its own; width 0: none.
@@ -147,20 +148,20 @@ struct BlockWeights {
   // Of one head, or of the projection; of latent attention of the query between its two projections, and of a
   // key's first elements.
   Norm query_norm, key_norm;
-  Norm mixed_norm;  // of all heads' outputs, before `out`; width 0: none
+  Norm mixed_norm;         // of all heads' outputs, before `out`; width 0: none
   NeuronNorm neuron_norm;  // before the down columns
   RowMatrix query, key, value, out;
   RowMatrix query_down,
-      key_up;             // of latent attention, whose heads have rows of their own in key_up and value
+      key_up;          // of latent attention, whose heads have rows of their own in key_up and value
   RowMatrix out_gate;  // where the mixer has a gate
   StateWeights state;
-  const float* sinks = nullptr;                             // [heads] or nullptr: see AttentionShape
-  const float* up_bias = nullptr;                           // [neurons] or nullptr
-  const float* gate_bias = nullptr;                         // [neurons] or nullptr
-  const float* down_bias = nullptr;                         // [d_model] or nullptr
-  const std::byte* gate = nullptr;  // [neurons, d_model] in the rows' codec, where rows hold no gate
-  ScalePlane plane;                 // of down columns whose scales lie apart
-  FfnLayer* ffn = nullptr;          // nullptr: this layer has no neuron cache and runs dense
+  const float* sinks = nullptr;      // [heads] or nullptr: see AttentionShape
+  const float* up_bias = nullptr;    // [neurons] or nullptr
+  const float* gate_bias = nullptr;  // [neurons] or nullptr
+  const float* down_bias = nullptr;  // [d_model] or nullptr
+  const std::byte* gate = nullptr;   // [neurons, d_model] in the rows' codec, where rows hold no gate
+  ScalePlane plane;                  // of down columns whose scales lie apart
+  FfnLayer* ffn = nullptr;           // nullptr: this layer has no neuron cache and runs dense
 };
 
 }  // namespace flashllm

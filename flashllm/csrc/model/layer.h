@@ -8,8 +8,8 @@
 #include "model/arithmetic.h"
 #include "model/block.h"
 #include "model/block_attention.h"
-#include "model/state_mixer.h"
 #include "model/pass.h"
+#include "model/state_mixer.h"
 
 namespace flashllm {
 

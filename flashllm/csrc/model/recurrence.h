@@ -29,8 +29,8 @@ void for_each_state(const Part& part, std::size_t offset, std::size_t floats, co
   });
 }
 
-// Along the tokens, each channel by itself (Gulati et al. 2020): out = bias + the products of the last `kernel`
-// inputs and the taps.
+// Along the tokens, each channel by itself (Gulati et al. 2020): out = bias + the products of the last
+// `kernel` inputs and the taps.
 struct Convolution {
   std::size_t kernel;                 // tokens that it sees, their own included
   std::array<std::size_t, 3> widths;  // channels of up to three matrices

@@ -1,5 +1,5 @@
-// A layer's mixing by heads that keep a state: by the gated delta rule (Yang et al. 2024), or of a state-space
-// model (Mamba-2: Dao and Gu 2024), from the inputs of its products to its output.
+// A layer's mixing by heads that keep a state: by the gated delta rule (Yang et al. 2024), or of a
+// state-space model (Mamba-2: Dao and Gu 2024), from the inputs of its products to its output.
 //
 // Queries, keys and values are convolved along the tokens, each channel by itself, then silu. Each value head
 // goes through the tokens one after the other (kernels.h, StateStep), at every length: bits do not depend on

@@ -14,6 +14,6 @@ constexpr const UnpackCodes* kUnpack = nullptr;
 #endif
 
 extern const LevelKernels kLevel;
-const LevelKernels kLevel = {kTables,      nullptr,        &kAttention,       sum_floats,        softmax,
-                             multiply_add, multiply_codes, state_step<true>, state_step<false>, kCodecs,
-                             kInt8,        kInt16,         kUnpack,           kPlanes};
+const LevelKernels kLevel = {
+    kTables,          nullptr,           &kAttention, sum_floats, softmax, multiply_add, multiply_codes,
+    state_step<true>, state_step<false>, kCodecs,     kInt8,      kInt16,  kUnpack,      kPlanes};
