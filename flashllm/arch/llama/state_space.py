@@ -5,12 +5,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from flashllm.arch.experts.row import experts_of, grouped_router, in_layer
+from flashllm.arch.experts.granite import granite
+from flashllm.arch.experts.row import experts_of, grouped_router
 from flashllm.arch.experts.row import row as mixture
 from flashllm.arch.family import always, decoder_block, linear_tensors, never, says
-from flashllm.arch.llama.names import projections, row
-from flashllm.arch.mixture import ExpertsSpec, RouterSpec
-from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, StateSpace, check_number, check_size
+from flashllm.arch.llama.dense import MULTIPLIERS, granite_block
+from flashllm.arch.llama.names import BIASED, LLAMA_DEFAULTS, projections, row
+from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, StateSpace, check_size
 from flashllm.arch.tensors import Part, ResidentTensor, attentions, state_spaces
 from flashllm.errors import UnsupportedModelError
 
@@ -143,7 +144,6 @@ def _of_mamba(space: Space = _space, **others: Any) -> tuple[ResidentTensor, ...
     return _tensors("mamba", space, bias="mamba_proj_bias", convolution_bias="mamba_conv_bias", **others)
 
 
-_BIASED = projections(says("attention_bias"), says("attention_bias"))
 BAMBA = row(
     "bamba",
     defaults={
@@ -156,7 +156,7 @@ BAMBA = row(
         "attn_layer_indices": None,
     },
     block=_bamba,
-    attention=(*_attending(_BIASED), *_of_mamba()),
+    attention=(*_attending(BIASED), *_of_mamba()),
     matrices={matrix: f"feed_forward.{matrix}_proj" for matrix in ("up", "gate", "down")},
     norms={"attention_norm": ("input_layernorm", always), "ffn_norm": ("pre_ff_layernorm", always)},
     names={"final_norm": "final_layernorm"},
@@ -167,73 +167,29 @@ BAMBA = row(
 # Granite 4 (IBM, 2025): nothing is turned, four multipliers, and a mixture of experts, or shared neurons alone.
 
 
-def _granite_experts(config: Config) -> ExpertsSpec | None:
-    if not config["num_experts"]:
-        return None
-    key = "shared_intermediate_size"
-    shared = check_size(key, config[key])
-    return experts_of(config, "intermediate_size", RouterSpec(score="softmax_of_chosen"), shared=shared)
-
-
-def _granite(config: Config) -> BlockSpec:
-    positions, divisor = config["position_embedding_type"], check_number("logits_scaling", config["logits_scaling"])
+def _granite(config: Config, **traits: Any) -> BlockSpec:
+    positions = config["position_embedding_type"]
     if positions not in (None, "nope", "rope"):
         raise UnsupportedModelError(f"position_embedding_type {str(positions)[:80]!r} is not supported for this model")
-    if not divisor:
-        raise ValueError("logits_scaling must not be 0")
-    block = decoder_block(
-        _alike(config, intermediate_size=config["shared_intermediate_size"]),
-        positions="rotary" if positions == "rope" else "none",
-        query_scale=check_number("attention_multiplier", config["attention_multiplier"]),
-        experts=_granite_experts(config),
-        embedding_scale=check_number("embedding_multiplier", config["embedding_multiplier"]),
-        residual_scale=check_number("residual_multiplier", config["residual_multiplier"]),
-        logit_scale=1.0 / divisor,
-    )
+    alike = _alike(config, intermediate_size=config["shared_intermediate_size"])
+    block = granite_block(alike, positions="rotary" if positions == "rope" else "none", **traits)
     kinds = config["layer_types"] or [_MAMBA] * len(block.layers)
     return _mixed(block, _kinds(kinds, (_MAMBA, _ATTENTION)), _space(config))
 
 
-_SHARED_MLP = {matrix: f"shared_mlp.{matrix}" for matrix in ("up", "gate")} | {"down": "shared_mlp.output_linear"}
-_GRANITE_EXPERTS = {matrix: f"block_sparse_moe.experts.{{e}}.{matrix}_proj" for matrix in ("up", "gate", "down")}
-_ONE, _SHARED = in_layer(_GRANITE_EXPERTS), in_layer(_SHARED_MLP)
-_IN_MOE = "model.layers.{i}.block_sparse_moe"
-GRANITE = mixture(
+GRANITE = granite(
     "granitemoehybrid",
-    defaults={
+    {
+        **LLAMA_DEFAULTS,
+        **MULTIPLIERS,
         **_SIZES,
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-        "num_experts_per_tok": 2,
         "shared_intermediate_size": 1024,
-        "embedding_multiplier": 1.0,
-        "logits_scaling": 1.0,
-        "residual_multiplier": 1.0,
-        "attention_multiplier": 1.0,
         "position_embedding_type": None,
         "sliding_window": None,
         "layer_types": None,
     },
-    experts=8,
-    block=_granite,
-    attention=(*_attending(_BIASED), *_of_mamba()),
-    router="block_sparse_moe.router.layer",
-    renamed={f"{_IN_MOE}.router.weight": f"{_IN_MOE}.router.layer.weight"},
-    matrices=_GRANITE_EXPERTS,
-    shared_matrices=_SHARED,
-    dense_matrices=_SHARED,
-    stacked={
-        **dict.fromkeys(
-            (f"{_IN_MOE}.input_linear.weight", f"{_IN_MOE}.experts.gate_up_proj"), (_ONE["gate"], _ONE["up"])
-        ),
-        **dict.fromkeys((f"{_IN_MOE}.output_linear.weight", f"{_IN_MOE}.experts.down_proj"), (_ONE["down"],)),
-        "model.layers.{i}.shared_mlp.input_linear.weight": (_SHARED["gate"], _SHARED["up"]),
-    },
+    _granite,
+    attention=(*_attending(BIASED), *_of_mamba()),
 )
 
 
