@@ -47,6 +47,9 @@ _PAGE_TABLES = 512  # bytes for each of the kernel's page tables: eight bytes a 
 _MOST_PAGE_TABLES = 40_000_000  # planned: those of 20 GB
 _PROMPT_SHARE = 16  # bytes for neurons, at least, for each that only prompts use; else these are as few as can be
 STREAM_THREADS = 8  # at most, of reads in file order
+# States that a server's prompt leaves besides the one at its end: behind the tools, before the last message, and where
+# it parts from another.
+_MARKS = 3
 _MIN_CACHE_ROWS = 64  # a layer computes any active set in parts of this many rows, or of an expert's, slowly
 _PREFETCH_SHARE = 32  # neurons of a layer for each row prefetched: about what a device reads while a layer computes
 _BYPASS_SHARE = 16  # neurons of a layer for each bypass row (of misses that are not kept); layers share the rows
@@ -100,6 +103,7 @@ def plan_memory(
     if cache_policy not in CACHE_POLICIES:
         raise UsageError(f"cache_policy must be one of {', '.join(CACHE_POLICIES)}, not {cache_policy!r}")
     state = state_shape(manifest, block, context, cache_bits)
+    marked = _MARKS * block.state_nbytes if serves else 0
     caches = _Caches.of(manifest, dense=dense, window=window if cache_policy == "window" else None)
     prefetch_rows = max(1, max(manifest.architecture.every_width) // _PREFETCH_SHARE) if prefetch else 0
     parts = {
@@ -114,7 +118,7 @@ def plan_memory(
         + (io_threads * _THROUGH_NBYTES if max_gap else 0),
         "workspace": _workspace_nbytes(block, context, max(verified, MOST_PARALLEL if serves else 1)),
         "context": context,
-        "context_blocks": -(-state.nbytes(context) // state.block_nbytes),
+        "context_blocks": -(-(state.nbytes(context) + marked) // state.block_nbytes),
         "cache_policy": cache_policy,
         "prefetch_rows": prefetch_rows,
         "window": window,

@@ -27,6 +27,7 @@ from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import PREDICTORS
 from flashllm.offload.runtime.accelerator.torch_ops import lacking
 from flashllm.offload.runtime.tiers.source import open_weights
+from flashllm.plan.memory import state_shape
 from flashllm.plan.resolve import check_mode, resolve
 
 TOLERANCE = 2e-4  # of fp32 logits, which are of the order of 1 to 10
@@ -258,6 +259,20 @@ def test_a_copy(made, way):
         assert model._memory.pool.nbytes < 2 * held + model.plan.memory.kv_block_nbytes + state
         assert first.keep(100) == 100
         same(run(model, made.ids[100:140], first), expected[100:140])
+
+
+def test_what_a_conversation_holds_is_in_the_plan(made):
+    """Prompts that each leave a checkpoint, and tokens between them."""
+    model, _ = made.ways[None]
+    if not model.directory.block.recurrent:
+        return
+    shape = state_shape(model.manifest, model.directory.block, CONTEXT, None)
+    with model.new_sequence() as sequence:
+        others = model._memory.pool.nbytes
+        for first, end in itertools.pairwise((0, 30, 31, 66, 67, 100, 132, 133, 134)):
+            most = model._memory.pool.nbytes - others + sequence.nbytes_to_add(end - first)
+            assert most <= shape.nbytes(end)
+            run(model, made.ids[first:end], sequence)
 
 
 def test_parked_and_taken_up(made, way):

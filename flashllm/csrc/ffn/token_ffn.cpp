@@ -1,7 +1,6 @@
 #include "ffn/token_ffn.h"
 
 #include <algorithm>
-#include <numeric>
 
 namespace flashllm {
 
@@ -79,19 +78,27 @@ void TokenFfn::add(const std::byte* rows, std::size_t count) {
                    pool_, level_);
     return;
   }
-  columns_.resize(count);
-  for (std::size_t i = 0; i < count; ++i) columns_[i] = rows + i * format_.stride + format_.down;
+  // A lone token's columns of value zero are not read.
+  const bool is_alone = tokens_ == 1;
+  columns_.clear();
+  ids_.clear();
+  values_.clear();
+  for (std::size_t i = 0; i < count; ++i) {
+    if (is_alone && h[i] == 0.0F) continue;
+    columns_.push_back(rows + i * format_.stride + format_.down);
+    ids_.push_back(first + static_cast<std::int32_t>(i));
+    if (is_alone) values_.push_back(h[i]);
+  }
+  const float* values = is_alone ? values_.data() : h;
   if (plane_ == nullptr) {
-    sum_scattered({columns_.data(), count, format_.d_model, format_.down_codec}, h, stride_, tokens_, y_,
-                  pool_, level_);
+    sum_scattered({columns_.data(), columns_.size(), format_.d_model, format_.down_codec}, values, stride_,
+                  tokens_, y_, pool_, level_);
     return;
   }
-  ids_.resize(count);
-  std::iota(ids_.begin(), ids_.end(), first);
-  const PlaneColumns columns{columns_.data(), ids_.data(),        count,
+  const PlaneColumns columns{columns_.data(), ids_.data(),        columns_.size(),
                              format_.d_model, format_.down_codec, plane_};
   for (std::size_t t = 0; t < tokens_; ++t)
-    sum_scattered(columns, h + t * stride_, y_ + t * format_.d_model, pool_, level_);
+    sum_scattered(columns, values + t * stride_, y_ + t * format_.d_model, pool_, level_);
 }
 
 void TokenFfn::activations(const RowMatrix& driver, const RowMatrix* up, std::size_t begin, std::size_t end) {

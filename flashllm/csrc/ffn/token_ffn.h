@@ -49,7 +49,8 @@ class TokenFfn {
   NeuronNorm norm_;
   std::vector<const void*> columns_;
   const ScalePlane* plane_ = nullptr;
-  std::vector<std::int32_t> ids_;  // of the block's neurons, where there is a plane
+  std::vector<std::int32_t> ids_;  // of those columns
+  std::vector<float> values_;      // of a lone token
   std::int32_t next_ = 0;          // the first neuron of the next block
 };
 

@@ -102,8 +102,9 @@ std::size_t StateShape::nbytes(std::size_t length) const {
     if (is_packed)
       sum += std::min(all, 1 + held_pages(kind, false, all, part_tokens_)) * kind.page_nbytes(false);
   }
-  // The states now, before and after the pass, and those of checkpoints, old and new ones.
-  return sum + (3 + (length < kKvBlock ? 0 : 2 * kCheckpoints)) * state_nbytes_;
+  // The states before and after a pass (has_spare_states), and those of checkpoints: the old ones, and the one
+  // that the pass leaves where it ends.
+  return sum + (2 + (length < kKvBlock ? 0 : kCheckpoints + 1)) * state_nbytes_;
 }
 
 StatePool::StatePool(const StateShape& shape) : shape_(shape) {

@@ -80,7 +80,8 @@ class StateShape {
   std::size_t max_pages() const { return (context_ + kKvBlock - 1) / kKvBlock; }  // of a kind
   std::size_t block_nbytes() const;  // of a plain page of each kind
   std::size_t part_tokens() const { return part_tokens_; }
-  std::size_t nbytes(std::size_t length) const;  // that a sequence holds at most on its way to `length`
+  // That a sequence holds at most on its way to `length`, without marks.
+  std::size_t nbytes(std::size_t length) const;
   // Of so many new pages of a kind, plain or packed, those that a pass holds at once, at most, where it takes
   // `together` tokens at a time.
   std::size_t held_pages(const Kind& kind, bool is_packed, std::size_t pages, std::size_t together) const;
