@@ -88,7 +88,6 @@ for _name in _WITH_STATES:
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     }
 _MAMBA = {"mamba_n_heads": 6, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_expand": 3, "mamba_d_head": 32}
-_WITH_SPACES = ("bamba", "granitemoehybrid", "nemotron_h")
 _SIZES["granitemoehybrid"] = {
     **_GROUPED,
     **_MAMBA,
@@ -112,6 +111,7 @@ _SIZES["nemotron_h"] = {
     "routed_scaling_factor": 2.5,
     "hybrid_override_pattern": "ME*EM-M",
 }
+_SIZES["falcon_h1"] = {**_GROUPED, **_MAMBA, "mamba_d_ssm": 192}
 _SIZES["bamba"] = {**_GROUPED, **_MAMBA, "attn_layer_indices": [1]}
 _SIZES["minimax_m2"] |= {"head_dim": 16}
 _SIZES["dots1"] |= {"n_shared_experts": 2, "first_k_dense_replace": 1}
@@ -413,6 +413,33 @@ VARIANTS |= {
         {"num_local_experts": 0, "position_embedding_type": "rope", "tie_word_embeddings": True},
     ),
     "nemotron_h": Variant("nemotron_h"),
+    "falcon_h1 biases": Variant(
+        "falcon_h1",
+        {
+            "mamba_rms_norm": True,
+            "attention_bias": True,
+            "mamba_proj_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "falcon_h1 gate first": Variant(
+        "falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "projectors_bias": True}
+    ),
+    "falcon_h1": Variant(
+        "falcon_h1",
+        {
+            "lm_head_multiplier": 0.5,
+            "embedding_multiplier": 3.0,
+            "key_multiplier": 0.7,
+            "attention_in_multiplier": 1.2,
+            "attention_out_multiplier": 0.8,
+            "ssm_in_multiplier": 1.3,
+            "ssm_out_multiplier": 0.6,
+            "ssm_multipliers": [0.9, 1.1, 0.7, 1.2, 0.5],
+            "mlp_multipliers": [0.8, 1.4],
+        },
+    ),
     "nemotron_h dense, biases": Variant("nemotron_h", {"hybrid_override_pattern": "M-*-M-", "use_bias": True}),
     "nemotron_h neurons first": Variant(
         "nemotron_h", {"hybrid_override_pattern": "-E*MEE", "n_group": 2, "topk_group": 1, "use_conv_bias": False}

@@ -114,7 +114,7 @@ class ReferenceDecoder:
 
         def ffn(states):
             made = self._ffn(layer, before("attention_norm" if spec.shared_norm else "ffn_norm", states))
-            return behind("ffn_output_norm", made)
+            return behind("ffn_output_norm", made * spec.ffn_scale)
 
         if spec.parallel:
             return h + attention(h) + ffn(h)
@@ -202,7 +202,7 @@ class ReferenceDecoder:
             mixed = mixed * gate.repeat_interleave(mixed.shape[1] // gate.shape[1], 1)
         if self.block.sub_norms:
             mixed = self._norm(f"layers.{layer}.attention_sub_norm", mixed)
-        return self._linear(f"layers.{layer}.out", self._rounded(mixed))
+        return self._linear(f"layers.{layer}.out", self._rounded(mixed)) * mixer.out_scale
 
     def _convolved(self, at, mixer, inputs):
         """Along the tokens, each channel by itself, then SiLU."""
@@ -352,5 +352,5 @@ class ReferenceDecoder:
     def _activation(self, layer, h):
         if self.block.activation == "fatrelu":
             return h * (h > self.block.layers[layer].activation_threshold)
-        h = ACTIVATIONS[self.block.activation](h)
+        h = ACTIVATIONS[self.block.activation](h * self.block.layers[layer].activation_scale)
         return h * (h.abs() >= self.block.layers[layer].activation_cut)

@@ -97,6 +97,7 @@ class Attention:
     alibi: Alibi | None = None
     # Of a product with what goes in, that what is mixed is multiplied by; "head_softplus": a number of each head.
     gate: Literal["none", "sigmoid", "softplus", "head_softplus"] = "none"
+    out_scale: float = 1.0  # of the output
     latent: Latent | None = None  # a key is head_dim = rank and rotated dimensions wide, and there is one
 
     def __post_init__(self) -> None:
@@ -287,6 +288,8 @@ class LayerSpec:
     neurons: int  # of the feed-forward part; 0: there is none
     experts: ExpertsSpec | None = None  # that the neurons belong to; None: the feed-forward part is dense
     activation_threshold: float = 0.0  # of fatrelu: what is not above it becomes zero
+    activation_scale: float = 1.0  # of any: of what goes into it
+    ffn_scale: float = 1.0  # of the feed-forward part's output
     activation_cut: float = 0.0  # of any: results of a smaller magnitude become zero (Lee et al., 2024: CATS)
 
     def __post_init__(self) -> None:

@@ -56,7 +56,7 @@ def test_a_llama_config_is_understood():
 COMMON = (
     *("dbrx", "jetmoe", "minimax", "switch_transformers"),
     *("llama4", "llama4_text", "kimi_k2"),
-    *("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "jamba", "zamba2", "falcon_h1"),
+    *("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "jamba", "zamba2"),
     *("t5", "mt5", "bart", "whisper", "bert", "roberta", "distilbert", "modernbert", "electra", "deberta-v2"),
     *("gemma3", "gemma3n", "gemma3n_text", "gemma4", "mllama", "llava", "qwen2_vl", "qwen2_5_vl", "mistral3", "clip"),
     *("jais", "gptj", "gpt_neo", "gpt_bigcode", "codegen", "apertus"),

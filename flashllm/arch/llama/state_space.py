@@ -8,10 +8,10 @@ from typing import Any
 from flashllm.arch.experts.granite import granite
 from flashllm.arch.experts.row import experts_of, grouped_router
 from flashllm.arch.experts.row import row as mixture
-from flashllm.arch.family import always, decoder_block, linear_tensors, never, says
+from flashllm.arch.family import always, decoder_block, head_size, linear_tensors, never, says
 from flashllm.arch.llama.dense import MULTIPLIERS, granite_block
 from flashllm.arch.llama.names import BIASED, LLAMA_DEFAULTS, projections, row
-from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, StateSpace, check_size
+from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, StateSpace, check_number, check_size
 from flashllm.arch.tensors import Part, ResidentTensor, attentions, state_spaces
 from flashllm.errors import UnsupportedModelError
 
@@ -59,7 +59,13 @@ def _space(config: Config, inner: int | None = None) -> StateSpace:
 
 
 def _tensors(
-    source: str, space: Space, *, bias: str, convolution_bias: str, normed: Callable[[Config], bool] = always
+    source: str,
+    space: Space,
+    *,
+    bias: str,
+    convolution_bias: str,
+    out_bias: str | None = None,
+    normed: Callable[[Config], bool] = always,
 ) -> tuple[ResidentTensor, ...]:
     """Tensors of the mixer of this name within a layer, in whose input projection the rows of the gate, values, keys,
     queries and decay lie one behind the other. The biases are of those models whose configs say so."""
@@ -84,7 +90,7 @@ def _tensors(
         ResidentTensor(name=f"{at}decay_bias", source=f"{source}.dt_bias"),
         ResidentTensor(name=f"{at}skip", source=f"{source}.D"),
         ResidentTensor(name=f"{at}mixed_norm.weight", source=f"{source}.norm.weight", when=normed),
-        *linear_tensors(f"{at}out", f"{source}.out_proj", bias=biased),
+        *linear_tensors(f"{at}out", f"{source}.out_proj", bias=says(out_bias or bias)),
     )
     return tuple(replace(tensor, layers=state_spaces) for tensor in tensors)
 
@@ -310,4 +316,77 @@ NEMOTRON_H = mixture(
     },
 )
 
-STATE_SPACES = (BAMBA, GRANITE, NEMOTRON_H)
+
+# Falcon-H1 (Zuo et al., 2025): every layer attends and has the mixer, side by side; a multiplier of each product.
+
+
+def _multipliers(config: Config, key: str, count: int) -> list[float]:
+    given = config[key] if config[key] is not None else [1.0] * count
+    if not isinstance(given, list) or len(given) != count:
+        raise ValueError(f"{key} must be a list of {count} numbers")
+    return [check_number(key, each) for each in given]
+
+
+def _falcon_space(config: Config) -> StateSpace:
+    gate, value, key, query, decay = _multipliers(config, "ssm_multipliers", 5)
+    by = check_number("ssm_in_multiplier", config["ssm_in_multiplier"])
+    if config["mamba_proj_bias"] and by != 1.0:
+        raise UnsupportedModelError("mamba_proj_bias with an ssm_in_multiplier is not supported for falcon_h1")
+    return replace(
+        _space(config, config["mamba_d_ssm"]),
+        normed=bool(config["mamba_rms_norm"]),
+        gate_first=not config["mamba_norm_before_gate"],
+        gate_scale=gate * by,
+        value_scale=value * by,
+        key_scale=key * by,
+        query_scale=query * by,
+        decay_scale=decay * by,
+        out_scale=check_number("ssm_out_multiplier", config["ssm_out_multiplier"]),
+    )
+
+
+def _falcon(config: Config) -> BlockSpec:
+    of_gate, of_down = _multipliers(config, "mlp_multipliers", 2)
+    names = ("attention_in_multiplier", "key_multiplier", "attention_out_multiplier")
+    of_input, of_keys, of_output = (check_number(name, config[name]) for name in names)
+    if config["attention_bias"] and of_input != 1.0:
+        raise UnsupportedModelError("attention_bias with an attention_in_multiplier is not supported for falcon_h1")
+    return decoder_block(
+        _alike(config),
+        query_scale=head_size(config) ** -0.5 * of_input**2 * of_keys,
+        out_scale=of_input * of_output,
+        beside=_falcon_space(config),
+        activation_scale=of_gate,
+        ffn_scale=of_down,
+        embedding_scale=check_number("embedding_multiplier", config["embedding_multiplier"]),
+        logit_scale=check_number("lm_head_multiplier", config["lm_head_multiplier"]),
+    )
+
+
+FALCON_H1 = row(
+    "falcon_h1",
+    defaults={
+        **_SIZES,
+        "vocab_size": 128000,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "mamba_d_ssm": 1024,
+        "mamba_norm_before_gate": True,
+        "mamba_rms_norm": False,
+        "projectors_bias": False,
+        "ssm_multipliers": None,
+        "mlp_multipliers": None,
+        **dict.fromkeys((f"{name}_multiplier" for name in ("lm_head", "embedding", "key")), 1.0),
+        **dict.fromkeys((f"{of}_{way}_multiplier" for of in ("attention", "ssm") for way in ("in", "out")), 1.0),
+    },
+    block=_falcon,
+    attention=(*BIASED, *_of_mamba(_falcon_space, out_bias="projectors_bias", normed=says("mamba_rms_norm"))),
+    matrices={matrix: f"feed_forward.{matrix}_proj" for matrix in ("up", "gate", "down")},
+    norms={"attention_norm": ("input_layernorm", always), "ffn_norm": ("pre_ff_layernorm", always)},
+    names={"final_norm": "final_layernorm"},
+    ffn_bias=says("mlp_bias"),
+)
+
+STATE_SPACES = (BAMBA, GRANITE, NEMOTRON_H, FALCON_H1)

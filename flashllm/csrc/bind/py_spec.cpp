@@ -114,6 +114,7 @@ void read_attention(const Attributes& from, LayerSpec& layer, ModelSpec& model) 
   from("alibi", to.alibi, &read);
   from("latent", to.latent, &read);
   from("gate", to.gate, kGates);
+  from("out_scale", to.out_scale);
 }
 
 void read_state(const Attributes& from, StateSpec& to) {
@@ -160,6 +161,8 @@ void read(const Attributes& from, LayerSpec& to, ModelSpec& model) {
   from("experts", to.experts, &read);
   from("activation_threshold", to.activation.threshold);
   from("activation_cut", to.activation.cut);
+  from("activation_scale", to.activation.scale);
+  from("ffn_scale", to.ffn_scale);
 }
 
 void read(const Attributes& from, Architecture& to) {

@@ -178,13 +178,13 @@ void with_whole_function(Activation activation, const Use& use) {
   }
 }
 
-// The same with its cut. A NaN stays one.
+// The same with its scale and its cut. A NaN stays one.
 template <typename Use>
 void with_function(Activation activation, const Use& use) {
   with_whole_function(activation, [&](auto function) {
-    if (activation.cut == 0.0F) return use(function);
-    use([function, cut = activation.cut](float value) {
-      const float result = function(value);
+    if (activation.cut == 0.0F && activation.scale == 1.0F) return use(function);
+    use([function, cut = activation.cut, scale = activation.scale](float value) {
+      const float result = function(scale * value);
       return std::fabs(result) < cut ? 0.0F : result;
     });
   });

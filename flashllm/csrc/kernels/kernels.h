@@ -40,6 +40,7 @@ struct Activation {
   Kind kind = identity;
   float threshold = 0.0F;  // of fatrelu: zero up to it, the value itself above
   float cut = 0.0F;        // of any: results of a smaller magnitude become zero
+  float scale = 1.0F;      // of any: of its inputs
 
   Activation() = default;
   Activation(Kind of, float above = 0.0F, float below = 0.0F) : kind(of), threshold(above), cut(below) {}

@@ -60,6 +60,7 @@ struct AttentionSpec {
   std::size_t head_dim = 0;
   HeadNorm head_norm = HeadNorm::none;
   float query_scale = 1.0F;  // of a query, before its products with the keys
+  float out_scale = 1.0F;    // of the output
   int rotary = -1;           // of the model's rotary embeddings; -1: none
   std::size_t window = 0;    // positions that a query sees, its own included; 0: all before it
   float softcap = 0.0F;      // scores are cap * tanh(score / cap); 0: as they are
@@ -112,6 +113,7 @@ struct LayerSpec {
   bool parallel = false;
   bool shared_norm = false;  // of a parallel layer: the FFN reads what the attention reads
   std::size_t neurons = 0;   // of the FFN; 0: there is none
+  float ffn_scale = 1.0F;    // of the FFN's output
   ExpertsSpec experts;       // that they belong to; of none where the FFN is dense
   Activation activation;
 

@@ -60,7 +60,6 @@ void Layer::mix(const BlockWeights& weights, const Part& part, float* states, fl
   if (spec.attention.heads != 0) attention_.attend(weights, part, projected_.data());
   if (both) {
     beside_.resize(n);
-    arithmetic_.round(projected_.data(), n);
     arithmetic_.take_inputs(before ? normed_.data() : states, count, spec_.d_model, part.is_prompt());
   }
   if (spec.state.value_heads != 0)
@@ -79,6 +78,8 @@ void Layer::mix(const BlockWeights& weights, const Part& part, float* states, fl
 void Layer::add_ffn(std::size_t layer, const BlockWeights& weights, const Part& part, float* states,
                     const float* attended) {
   const std::size_t count = part.count, n = count * spec_.d_model;
+  const float scale = weights.spec.ffn_scale;
+  for (std::size_t i = 0; scale != 1.0F && i < n; ++i) projected_[i] *= scale;
   if (norms_output(weights.spec.norms)) {
     arithmetic_.round(projected_.data(), n);
     arithmetic_.normalize(weights.ffn_output_norm, count, projected_.data(), projected_.data());

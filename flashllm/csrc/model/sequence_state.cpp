@@ -102,8 +102,8 @@ std::size_t StateShape::nbytes(std::size_t length) const {
     if (is_packed)
       sum += std::min(all, 1 + held_pages(kind, false, all, part_tokens_)) * kind.page_nbytes(false);
   }
-  // The states before and after a pass (has_spare_states), and those of checkpoints: the old ones, and the one
-  // that the pass leaves where it ends.
+  // The states before and after a pass (has_spare_states), and those of checkpoints: the old ones, and the
+  // one that the pass leaves where it ends.
   return sum + (2 + (length < kKvBlock ? 0 : kCheckpoints + 1)) * state_nbytes_;
 }
 
