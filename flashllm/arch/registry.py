@@ -14,6 +14,7 @@ from flashllm.arch.gpt import GPT_LIKE
 from flashllm.arch.llama.bitnet import BITNET
 from flashllm.arch.llama.delta import WITH_STATES
 from flashllm.arch.llama.dense import DENSE
+from flashllm.arch.llama.gemma import GEMMAS
 from flashllm.arch.llama.latent import LATENT_DENSE
 from flashllm.arch.llama.sparse import SPARSE
 from flashllm.arch.opt import OPT
@@ -27,7 +28,7 @@ _MAX_LABELS = 10_000
 
 ARCHITECTURES: dict[str, ArchitectureSpec] = {
     spec.model_type: spec
-    for spec in (OPT, *DENSE, *LATENT_DENSE, *SPARSE, BITNET, *GPT_LIKE, *WITH_ALIBI, *MIXTURES, *WITH_STATES)
+    for spec in (OPT, *DENSE, *GEMMAS, *LATENT_DENSE, *SPARSE, BITNET, *GPT_LIKE, *WITH_ALIBI, *MIXTURES, *WITH_STATES)
 }
 
 
