@@ -87,6 +87,14 @@ for _name in _WITH_STATES:
         "linear_value_head_dim": 20,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     }
+_SIZES["gemma4_text"] = {
+    **_GROUPED,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 40,
+}
 _SIZES["minimax_m2"] |= {"head_dim": 16}
 _SIZES["dots1"] |= {"n_shared_experts": 2, "first_k_dense_replace": 1}
 for _name in ("mellum", "hunyuan_v1_moe", "solar_open", "afmoe", "laguna", "hy_v3"):
@@ -238,6 +246,14 @@ VARIANTS = {
     "gemma2 uncapped": Variant("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gemma3": Variant(
         "gemma3_text", {"sliding_window": 40, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}
+    ),
+    "gemma4": Variant(
+        "gemma4_text",
+        {
+            "attention_k_eq_v": True,
+            "final_logit_softcapping": 5.0,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        },
     ),
     "granite": Variant(
         "granite",
@@ -579,12 +595,15 @@ def make_checkpoint(path: Path, variant: Variant, *, dtype: str = "float32", see
         give_layers(model, {**model.config.to_dict(), **variant.config})
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(_CHOICES)]
+        kept = (*_CHOICES, "layer_scalar")
+        biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(kept)]
         for name, parameter in [*sorted(model.named_parameters()), *biases]:
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith(_CHOICES):
                 # By far below the scores in one variant: what is left out must not count as zero.
                 parameter.copy_((-3.0 if variant == VARIANTS["glm4_moe groups"] else 0.0) + 0.2 * noise)
+            elif name.endswith("layer_scalar"):
+                parameter.copy_(0.7 + 0.1 * noise)
             elif "norm" in name or ".ln_" in name:
                 plain = variant.model_type not in _SHIFTED or ".linear_attn." in name
                 middle = 1.0 if name.endswith("weight") and plain else 0.0

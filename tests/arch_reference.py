@@ -38,7 +38,7 @@ class ReferenceDecoder:
             self.model = self.model.with_sparsity(None)
         self.block: BlockSpec = self.model.block
         self.tensors = self._read(path / RESIDENT)
-        self.ffn = []
+        self.ffn, self.kept = [], {}
         with open_safetensors(path / FFN) as file:
             for layer, layout in enumerate(self.model.manifest.layouts):
                 rows = np.empty((layout.num_rows, layout.stride), np.uint8)
@@ -113,7 +113,7 @@ class ReferenceDecoder:
         for name, part in (("attention_norm", attention), ("ffn_norm", ffn)):
             h = h + part(h)
             h = self._norm(at + name, h) if spec.norms == "sum" else h
-        return h
+        return h * self.tensors.get(at + "scale", 1.0)
 
     @staticmethod
     def _capped(values, cap):
@@ -144,6 +144,24 @@ class ReferenceDecoder:
             self._norm(name + "_norm", made) if part != "value" and mixer.query_key_norm in ("head", "heads") else made
         )
 
+    def _keys_and_values(self, layer, x, positions):
+        """[tokens, kv_heads, head_dim] each, kept for the layers that share them."""
+        mixer = self.block.layers[layer].mixer
+        if mixer.shared is not None:
+            return self.kept[mixer.shared]
+        key = self._heads(layer, "key", x, mixer.kv_heads)
+        if mixer.key_is_value:
+            value = self._linear(f"layers.{layer}.key", x).view(key.shape)
+        else:
+            value = self._heads(layer, "value", x, mixer.kv_heads)
+        if mixer.value_norm:
+            value = value * torch.rsqrt(value.square().mean(-1, keepdim=True) + self.block.norm_epsilon)
+        key = self._rotate(key, positions, mixer.rotary)
+        if mixer.query_key_norm == "turned_head":
+            key = self._norm(f"layers.{layer}.key_norm", key)
+        self.kept[layer] = key, value
+        return self.kept[layer]
+
     def _latent(self, layer, x, positions):
         """Query, key and value of every head, expanded."""
         mixer, at, tensors = self.block.layers[layer].mixer, f"layers.{layer}.", self.tensors
@@ -169,12 +187,11 @@ class ReferenceDecoder:
             query, key, value = self._latent(layer, x, positions)
         else:
             query = self._heads(layer, "query", x, mixer.heads)
-            key, value = (self._heads(layer, part, x, mixer.kv_heads) for part in ("key", "value"))
-            query, key = (self._rotate(states, positions, mixer.rotary) for states in (query, key))
+            made = self._keys_and_values(layer, x, positions)
+            query = self._rotate(query, positions, mixer.rotary)
             if mixer.query_key_norm == "turned_head":
-                at = f"layers.{layer}."
-                query, key = self._norm(at + "query_norm", query), self._norm(at + "key_norm", key)
-            key, value = (states.repeat_interleave(mixer.heads // mixer.kv_heads, 1) for states in (key, value))
+                query = self._norm(f"layers.{layer}.query_norm", query)
+            key, value = (states.repeat_interleave(mixer.heads // mixer.kv_heads, 1) for states in made)
         query = query * mixer.query_scale
         scores = self._capped(torch.einsum("qhd,khd->hqk", query, key), mixer.softcap)
         scores = scores + self._alibi(mixer.alibi, positions)

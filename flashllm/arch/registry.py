@@ -14,6 +14,7 @@ from flashllm.arch.gpt import GPT_LIKE
 from flashllm.arch.llama.bitnet import BITNET
 from flashllm.arch.llama.delta import WITH_STATES
 from flashllm.arch.llama.dense import DENSE
+from flashllm.arch.llama.gemma import GEMMAS
 from flashllm.arch.llama.latent import LATENT_DENSE
 from flashllm.arch.llama.sparse import SPARSE
 from flashllm.arch.llama.windowed import WINDOWED
@@ -31,6 +32,7 @@ ARCHITECTURES: dict[str, ArchitectureSpec] = {
     for spec in (
         OPT,
         *DENSE,
+        *GEMMAS,
         *WINDOWED,
         *LATENT_DENSE,
         *SPARSE,

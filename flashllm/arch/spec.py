@@ -98,6 +98,9 @@ class Attention:
     # Of a product with what goes in, that what is mixed is multiplied by; "head_softplus": a number of each head.
     gate: Literal["none", "sigmoid", "softplus", "head_softplus"] = "none"
     latent: Latent | None = None  # a key is head_dim = rank and rotated dimensions wide, and there is one
+    value_norm: bool = False  # each head's value is normalized, without a weight
+    key_is_value: bool = False  # the key's projection is the value, too, before its norm and rotation
+    shared: int | None = None  # the earlier layer whose keys and values it attends to; None: its own
 
     def __post_init__(self) -> None:
         for name in ("heads", "kv_heads", "head_dim"):
@@ -111,8 +114,12 @@ class Attention:
         if self.alibi is not None and len(self.alibi.slopes) != self.heads:
             raise ValueError(f"{len(self.alibi.slopes)} slopes do not fit {self.heads} heads")
         _check_cap("softcap", self.softcap)
+        if self.shared is not None and self.shared < 0:
+            raise ValueError(f"there is no layer {self.shared} to share keys and values with")
         if self.latent is None:
             return
+        if self.value_norm or self.key_is_value or self.shared is not None:
+            raise ValueError("latent attention has keys of its own, whose first numbers are values")
         if self.kv_heads != 1 or self.query_key_norm != "none" or self.latent.rank > self.head_dim:
             raise ValueError("latent attention has one key for all heads, at least as wide as its rank")
         if self.rotary is not None and self.rotary.dims != self.rotated_dim:
@@ -271,9 +278,13 @@ class LayerSpec:
             "attention_output_norm": behind,
             "ffn_output_norm": behind,
             "query_norm": of_heads != "none" or (latent is not None and latent.query_rank is not None),
-            "key_norm": of_heads != "none" or latent is not None,
+            "key_norm": (of_heads != "none" and self._shared is None) or latent is not None,
             "mixed_norm": isinstance(self.mixer, DeltaRule),
         }.get(name, True)
+
+    @property
+    def _shared(self) -> int | None:
+        return self.mixer.shared if isinstance(self.mixer, Attention) else None
 
     @property
     def ffn_input_norm(self) -> str | None:
@@ -328,6 +339,9 @@ class BlockSpec:
             raise ValueError(f"a model has from 1 to {MAX_LAYERS} layers, not {len(self.layers)}")
         if not any(isinstance(layer.mixer, Attention) for layer in self.layers):
             raise ValueError("a model needs a layer that attends to keys and values")
+        for number, layer in enumerate(self.layers):
+            if isinstance(layer.mixer, Attention) and layer.mixer.shared is not None:
+                self._check_shared(number, layer.mixer)
         if len({layer.experts for layer in self.layers} - {None}) > 1:
             raise ValueError("layers that are mixtures of experts must be alike")
         _check_cap("logit_softcap", self.logit_softcap)
@@ -337,6 +351,13 @@ class BlockSpec:
             raise ValueError("inputs are rounded behind norms: those of a layer's inputs, and sub_norms")
         if self.sub_norms and (self.norm != "rms" or self.experts is not None):
             raise ValueError("sub_norms are RMS norms, and not of a mixture of experts")
+
+    def _check_shared(self, number: int, mixer: Attention) -> None:
+        other = self.layers[mixer.shared].mixer if mixer.shared is not None and mixer.shared < number else None
+        if not isinstance(other, Attention) or other.shared is not None:
+            raise ValueError(f"layer {number} needs an earlier layer with keys and values of its own")
+        if (other.kv_heads, other.head_dim, other.window) != (mixer.kv_heads, mixer.head_dim, mixer.window):
+            raise ValueError(f"the keys and values of layer {mixer.shared} do not fit layer {number}")
 
     @property
     def experts(self) -> ExpertsSpec | None:
@@ -370,7 +391,7 @@ class BlockSpec:
 
     def kv_nbytes_per_token(self, itemsize: int) -> int:
         """Bytes of keys and values of one token over all layers."""
-        return itemsize * sum(mixer.kv_rows * mixer.kv_dim for mixer in self.attentions)
+        return itemsize * sum(mixer.kv_rows * mixer.kv_dim for mixer in self.attentions if mixer.shared is None)
 
     @property
     def state_nbytes(self) -> int:

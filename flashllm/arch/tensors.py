@@ -10,6 +10,8 @@ Canonical names, "{i}" for the layer; those a model has no use for are absent:
     layers.{i}.attention_output_norm, layers.{i}.ffn_output_norm: the same
     layers.{i}.query.weight [heads * head_dim, d_model], .bias; key and value with kv_heads
     layers.{i}.query_norm.weight, .bias; key_norm: of the width that `Attention.query_key_norm` says
+    layers that attend to another's keys and values have no key, value and key_norm; see `Attention.key_is_value`, too
+    layers.{i}.scale [1]: of the states that leave the layer
     layers.{i}.out_gate.weight: the product of `Attention.gate`, of the queries' shape
     layers.{i}.out.weight [d_model, heads * head_dim], .bias
     layers whose mixer is a `DeltaRule`, with r = value_heads * value_dim: query, key, value, out_gate, out as it says;
@@ -68,6 +70,16 @@ def mixtures(layer: LayerSpec) -> bool:
 def attentions(layer: LayerSpec) -> bool:
     """Layers that attend to keys and values have it."""
     return isinstance(layer.mixer, Attention)
+
+
+def own_keys(layer: LayerSpec) -> bool:
+    """Layers that attend to keys of their own have it."""
+    return isinstance(layer.mixer, Attention) and layer.mixer.shared is None
+
+
+def own_values(layer: LayerSpec) -> bool:
+    """Layers that project values of their own have it."""
+    return own_keys(layer) and not layer.attention.key_is_value
 
 
 def delta_rules(layer: LayerSpec) -> bool:
@@ -281,6 +293,7 @@ _SHAPES: dict[str, _ShapeOf] = {
     "layers.{i}.out.bias": lambda block, layer: (block.d_model,),
     **_norm("layers.{i}.attention_sub_norm", lambda block, layer: (layer.mixer.mixed_dim,)),
     **_norm("layers.{i}.ffn_sub_norm", lambda block, layer: (layer.neurons,)),
+    "layers.{i}.scale": lambda block, layer: (1,),
     "layers.{i}.sinks": lambda block, layer: (layer.attention.heads,),
     "layers.{i}.ffn.expert_down_bias": lambda block, layer: (_experts(layer).count, block.d_model),
     "layers.{i}.ffn.up_bias": lambda block, layer: (layer.neurons,),

@@ -136,12 +136,17 @@ class ModelShape:
 
 
 def check_mixers(block: BlockSpec, name: str) -> None:
-    """UnsupportedModelError where layers of the model of this name do not attend to keys and values."""
+    """UnsupportedModelError where layers of the model of this name do not attend to keys and values of their own."""
     if block.delta_rules:
         raise UnsupportedModelError(
             f"{name}: layers keep a state in the place of keys and values (gated delta rule), which the throughput "
             "engine does not do for a batch; use `flashllm generate`, `chat` or `serve`, and convert without "
             "--calibrate"
+        )
+    if any(mixer.shared is not None or mixer.key_is_value or mixer.value_norm for mixer in block.attentions):
+        raise UnsupportedModelError(
+            f"{name}: values are normalized, or another layer's, or the keys, which the throughput engine does not do; "
+            "use `flashllm generate`, `chat` or `serve`, and convert without --calibrate"
         )
 
 

@@ -114,6 +114,9 @@ void read_attention(const Attributes& from, LayerSpec& layer, ModelSpec& model) 
   from("alibi", to.alibi, &read);
   from("latent", to.latent, &read);
   from("gate", to.gate, kGates);
+  from("value_norm", to.value_norm);
+  from("key_is_value", to.key_is_value);
+  from("shared", to.shared);
 }
 
 void read_delta_rule(const Attributes& from, LayerSpec& layer, ModelSpec&) {

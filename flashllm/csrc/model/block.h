@@ -66,6 +66,9 @@ struct AttentionSpec {
   Alibi alibi;
   Gate gate = Gate::none;
   LatentSpec latent;
+  bool value_norm = false;    // of each head's value, without a weight
+  bool key_is_value = false;  // the key's projection is the value, too, before its norm and rotation
+  int shared = -1;            // the earlier layer whose keys and values it attends to; -1: its own
 
   bool is_latent() const { return latent.rank != 0; }
   // Of queries and outputs where they meet keys and values.
@@ -126,6 +129,7 @@ struct BlockWeights {
   // Of one head, or of the projection; of latent attention of the query between its two projections, and of a
   // key's first elements.
   Norm query_norm, key_norm;
+  Norm value_norm;  // of each head; width 0: none
   Norm mixed_norm;  // of all heads' outputs, before `out`, or of each head's of a delta rule; width 0: none
   NeuronNorm neuron_norm;  // before the down columns
   RowMatrix query, key, value, out;
@@ -135,6 +139,7 @@ struct BlockWeights {
   RowMatrix beta, decay;  // of a delta rule, as the rest of these
   const float* convolution = nullptr;                       // [channels, kernel]
   const float *decay_log = nullptr, *decay_bias = nullptr;  // [value_heads]
+  float scale = 1.0F;                                       // of the states that leave the layer
   const float* sinks = nullptr;                             // [heads] or nullptr: see AttentionShape
   const float* up_bias = nullptr;                           // [neurons] or nullptr
   const float* gate_bias = nullptr;                         // [neurons] or nullptr

@@ -15,7 +15,8 @@ class AttentionMemory {
  public:
   virtual ~AttentionMemory() = default;
   // Keeps keys and values [tokens, kv_heads * head_dim] of a part's tokens; each token's queries attend to
-  // what is kept up to it: queries and out [tokens, heads * head_dim].
+  // what is kept up to it: queries and out [tokens, heads * head_dim]. keys nullptr: they are kept already,
+  // an earlier layer's.
   virtual void attend(const AttentionShape& shape, const Part& part, const float* queries, const float* keys,
                       const float* values, float* out) = 0;
 };

@@ -70,6 +70,10 @@ void Layer::add_ffn(std::size_t layer, const BlockWeights& weights, const Part& 
   }
   add_projected(count, states);
   if (weights.spec.norms == NormPlace::sum) arithmetic_.normalize(weights.ffn_norm, count, states, states);
+  if (weights.scale != 1.0F) {
+    for (std::size_t i = 0; i < n; ++i) states[i] *= weights.scale;
+    arithmetic_.round(states, n);
+  }
   check_finite(layer, states, count);
 }
 

@@ -38,8 +38,9 @@ void Model::run_block(std::size_t layer, std::size_t kv_layer, const std::vector
   const LayerSpec& spec = weights_.blocks[layer].spec;
   for (const Token& token : tokens) {
     const LayerKv& kept = token.sequence->shape().layer(kv_layer);
-    require(spec.delta.value_heads == 0 && kept.kv_heads == spec.attention.kv_heads &&
-                kept.head_dim == spec.attention.head_dim && kept.keys_alone == spec.attention.is_latent(),
+    require(spec.delta.value_heads == 0 && spec.attention.shared < 0 &&
+                kept.kv_heads == spec.attention.kv_heads && kept.head_dim == spec.attention.head_dim &&
+                kept.keys_alone == spec.attention.is_latent(),
             "a sequence must have room for this layer's keys and values");
   }
   watch_.restart();

@@ -47,6 +47,12 @@ StateShape::StateShape(const std::vector<LayerKv>& layers, std::size_t context, 
       floats += layer.state_floats;
       continue;
     }
+    if (layer.shared >= 0) {
+      require(static_cast<std::size_t>(layer.shared) < layers_.size(),
+              "a layer shares what an earlier one has");
+      layers_.push_back(layers_[static_cast<std::size_t>(layer.shared)]);
+      continue;
+    }
     require(layer.kv_heads != 0 && layer.head_dim != 0, "a KV cache's sizes must not be zero");
     std::size_t nbytes = 1;
     for (const std::size_t factor : {layers.size(), layer.kv_heads, layer.head_dim, context + kKvBlock,

@@ -81,8 +81,10 @@ BlockWeights read_block(NamedTensors& tensors, const std::string& layer, const A
                           together || own ? all : attention.head_dim);
     };
     weights.query_norm = norm("query_norm", attended);
-    weights.key_norm = norm("key_norm", cached);
+    if (attention.shared < 0) weights.key_norm = norm("key_norm", cached);
+    if (attention.value_norm) weights.value_norm = {style.kind, attention.head_dim, style.epsilon};
   }
+  if (const float* scale = tensors.floats(layer + "scale", 1)) weights.scale = *scale;
   if (of.sub_norms) {
     weights.mixed_norm = tensors.norm(layer + "attention_sub_norm", style, attended);
     weights.neuron_norm = {tensors.floats(layer + "ffn_sub_norm.weight", spec.neurons), spec.neurons,
@@ -109,10 +111,11 @@ BlockWeights read_block(NamedTensors& tensors, const std::string& layer, const A
                                  attention.query_inputs(d_model));
   if (attention.gate != Gate::none)
     weights.out_gate = tensors.linear(layer + "out_gate", attention.gates(), d_model);
-  weights.key = tensors.linear(layer + "key", cached, d_model);
-  weights.value = attention.is_latent()
-                      ? tensors.linear(layer + "value", attention.mixed_dim(), attention.latent.rank)
-                      : tensors.linear(layer + "value", cached, d_model);
+  if (attention.shared < 0) weights.key = tensors.linear(layer + "key", cached, d_model);
+  if (attention.is_latent())
+    weights.value = tensors.linear(layer + "value", attention.mixed_dim(), attention.latent.rank);
+  else if (attention.shared < 0 && !attention.key_is_value)
+    weights.value = tensors.linear(layer + "value", cached, d_model);
   weights.out = tensors.linear(layer + "out", d_model, attention.mixed_dim());
   weights.sinks = tensors.floats(layer + "sinks", attention.heads);
   return weights;
