@@ -6,6 +6,7 @@ In the order of the memory plan; nothing but the KV cache grows afterwards, and 
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -106,6 +107,10 @@ class _Builder:
         cached = [ffn for ffn in native.ffns if ffn is not None]
         if self._sparse and PREDICTORS in self._manifest.files:
             self._load_predictors(native.ffns)
+        elif self._plan.prefetch:
+            for layer, ffn in enumerate(native.ffns):
+                if ffn is not None:
+                    ffn.guess_by_router(self._prefetch_buffers[layer % 2])
         return Parts(
             pool=self._pool,
             ffns=cached,
@@ -256,22 +261,25 @@ class _Builder:
                 ffn.set_predictor(tensors, f"layers.{layer}.", encodings)
         if not self._plan.prefetch:
             return
-        # Layers that follow each other read into two buffers in turn: one is used while the other fills.
-        rows = self._manifest.rows
-        buffers = [
+        for layer, ffn in layers:
+            prefix = f"layers.{layer}.{PREFETCH}"
+            if f"{prefix}a" in tensors:
+                ffn.set_predictor(tensors, prefix, prefetch=self._prefetch_buffers[layer % 2])
+
+    @cached_property
+    def _prefetch_buffers(self) -> list[_core.Prefetch]:
+        """Two, which layers that follow each other read into in turn: one is used while the other fills."""
+        stride, memory = self._manifest.rows.stride, self._plan.memory
+        return [
             _core.Prefetch(
-                rows=_core.allocate(self._plan.memory.prefetch_rows * rows.stride),
-                stride=rows.stride,
-                num_neurons=max(self._manifest.architecture.every_width),
+                rows=_core.allocate(memory.prefetch_rows * stride),
+                unit_nbytes=memory.unit_rows * stride,
+                num_units=-(-max(self._manifest.architecture.every_width) // memory.unit_rows),
                 reader=self._reader,
                 file=self._file,
             )
             for _ in range(2)
         ]
-        for layer, ffn in layers:
-            prefix = f"layers.{layer}.{PREFETCH}"
-            if f"{prefix}a" in tensors:
-                ffn.set_predictor(tensors, prefix, prefetch=buffers[layer % 2])
 
 
 class _KeptRows:

@@ -35,7 +35,7 @@ class MemoryPlan:
         int  # of each token of a prompt's stretch, for which each layer is read once; of a part, in workspace
     )
     read_ahead: int  # blocks of rows in flight while a prompt is computed
-    prompt_extra: int  # bytes of staging and workspace that a smaller limit would do without
+    work_extra: int  # bytes of staging and workspace that a smaller limit would do without
     kv_block_nbytes: int  # keys and values of KV_BLOCK_TOKENS positions, over all layers
     context: int  # tokens a sequence may have
     context_blocks: int  # KV blocks' memory of a sequence that fills its context, or is about to
@@ -146,7 +146,7 @@ class MemoryPlan:
     def minimum_nbytes(self) -> int:
         """The smallest limit this configuration runs under, its context full."""
         rows = sum(self.min_cache_rows) + self.min_bypass_rows
-        fixed = self.fixed_nbytes - self.prompt_extra - self.bookkeeping_extra
+        fixed = self.fixed_nbytes - self.work_extra - self.bookkeeping_extra
         return fixed + self.context_blocks * self.kv_block_nbytes + rows * self.row_nbytes
 
     def rows(self) -> list[tuple[str, int, int]]:
