@@ -40,18 +40,28 @@ def ungrouped(rows: torch.Tensor, heads: int, groups: int) -> torch.Tensor:
     return torch.cat([part.reshape(-1, *rows.shape[1:]) for part in parts])
 
 
-_HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # bytes where a block has an fp16 scale or minimum
+# Where a block has an fp16 scale or minimum, and about what its largest weight is beside that.
+HALVES = {
+    "Q4_K": ((0, 2), 32 * 8),
+    "Q5_K": ((0, 2), 32 * 8),
+    "Q6_K": ((208,), 64 * 16),
+    "Q2_K": ((80, 82), 32),
+    "Q3_K": ((108,), 64),
+    "IQ4_NL": ((0,), 100),
+    "IQ4_XS": ((0,), 100 * 16),
+}
 
 
 def coded(values: np.ndarray, kind: str) -> np.ndarray:
     """`values` in this kind; random blocks of about their size where the gguf package cannot quantise."""
-    if kind not in _HALVES:
+    if kind not in HALVES:
         return gguf.quantize(values, KINDS[kind])
     weights, nbytes = gguf.GGML_QUANT_SIZES[KINDS[kind]]
     random = np.random.default_rng(values.size)
     blocks = random.integers(0, 256, (values.size // weights, nbytes), np.uint8)
-    for at in _HALVES[kind]:
-        scales = values.std() * random.uniform(0.5, 1.5, len(blocks)) / (32 * 8 if kind != "Q6_K" else 64 * 16)
+    places, largest = HALVES[kind]
+    for at in places:
+        scales = values.std() * random.uniform(0.5, 1.5, len(blocks)) / largest
         blocks[:, at : at + 2] = scales.astype("<f2")[:, None].view(np.uint8)
     return blocks.reshape(*values.shape[:-1], -1)
 

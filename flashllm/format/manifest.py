@@ -175,7 +175,7 @@ class Manifest:
         for form in self.down_scales:
             if type(form) is not str or form not in SCALE_FORMS:
                 raise ValueError(f"down_scales: {str(form)[:80]!r} is not one of {', '.join(SCALE_FORMS)}")
-            if SCALE_FORMS[form].is_power != PLANE_CODES[self.rows.down].is_fp4:
+            if SCALE_FORMS[form].table != PLANE_CODES[self.rows.down].table:
                 raise ValueError(f"down_scales: {form} is not for columns of {self.rows.down}")
 
     def _check_checksum_rows(self) -> None:

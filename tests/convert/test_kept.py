@@ -33,6 +33,10 @@ ENCODED_AS = {
     "Q5_K": "q5_k",
     "Q6_K": "q6_k",
     "MXFP4": "mxfp4",
+    "Q2_K": "q2_k",
+    "Q3_K": "q3_k",
+    "IQ4_NL": "iq4_nl",
+    "IQ4_XS": "iq4_xs",
 }
 WIDE = {
     "hidden_size": 256,

@@ -12,7 +12,9 @@ const PlaneKernels& plane_kernels(SimdLevel level, RowCodec codec, const ScalePl
     throw CoreError(ErrorKind::usage, "these scales are of other codes");
   const std::size_t index = static_cast<std::size_t>(codec) - kFirstPlane;
   const std::size_t form = (plane.has_minimums() ? 1 : 0) + (plane.factors != nullptr ? 2 : 0);
-  return level_kernels(level).planes[index][form];
+  const PlaneKernels& found = level_kernels(level).planes[index][form];
+  if (found.widen == nullptr) throw CoreError(ErrorKind::usage, "these scales are of other codes");
+  return found;
 }
 
 void sum_block(const PlaneColumns& columns, const float* values, std::size_t begin, std::size_t end, float* y,

@@ -9,7 +9,8 @@
 // 2 q + 1 of byte i are those of code 8 q + i. Of 8 bits: int8. A column is whole units of 32 codes.
 //
 // A weight is (code - zero) * scale, or code * scale + minimum; zero is half the number of codes, of int8 it
-// is 0. Of codes_fp4 it is what mxfp4 has (kernels/row_codecs.h), whose scales are bytes. Every product is
+// is 0. Of codes_fp4 it is what mxfp4 has (kernels/row_codecs.h), whose scales are bytes; of codes_iq4 what
+// iq4_nl and iq4_xs have, which have no minimums. Every product is
 // exact in fp32, so that all levels have the same weights, those of the checkpoint.
 #pragma once
 

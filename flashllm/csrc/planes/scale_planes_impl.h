@@ -10,8 +10,9 @@ struct UnitScales {
 
 }  // namespace
 
-// Codes of integers. Where the scales of a neuron's group begin in the planes: one object for each.
-template <std::size_t kCodeBits, bool kMinimum, bool kFactors>
+// Codes of integers, or of kIq4. Where the scales of a neuron's group begin in the planes: one object for
+// each.
+template <std::size_t kCodeBits, bool kMinimum, bool kFactors, bool kTable = false>
 struct PlaneScales {
   static constexpr std::size_t kBits = kCodeBits;
   std::size_t group_row = 0, shared_row = 0;
@@ -33,7 +34,10 @@ struct PlaneScales {
     }
   }
   static void decode(const std::uint8_t* unit, const UnitScales& scales, Vec* to) {
-    load_codes<kBits>(unit, kMinimum ? 0.0F : zero_code<kBits>(), to);
+    if constexpr (kTable)
+      Vec::look_up_nibbles<kUnitVectors / 2>(unit, kIq4, Vec::set(1.0F), to);
+    else
+      load_codes<kBits>(unit, kMinimum ? 0.0F : zero_code<kBits>(), to);
     for (std::size_t v = 0; v < kUnitVectors; ++v) {
       if constexpr (kMinimum) {
         to[v] = fma(to[v], scales.scale[v], scales.minimum[v]);
@@ -149,4 +153,8 @@ const PlaneKernels kPlanes[kPlaneCodecs][kPlaneForms] = {
     FLASHLLM_PLANES(8),
 #undef FLASHLLM_PLANES
     {plane_kernels_of<Fp4Scales>(), {}, {}, {}},
+    {plane_kernels_of<PlaneScales<4, false, false, true>>(),
+     {},
+     plane_kernels_of<PlaneScales<4, false, true, true>>(),
+     {}},
 };
