@@ -14,10 +14,12 @@ REPOSITORY = Path(__file__).parents[1]
 
 def run_script(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """`script`: its path in the repository."""
-    command = [str(REPOSITORY / script), *map(str, arguments)]
+    path = REPOSITORY / script
+    command = [str(path), *map(str, arguments)]
     said, complained, code = io.StringIO(), io.StringIO(), 0
     with (
         mock.patch.object(sys, "argv", command),
+        mock.patch.object(sys, "path", [str(path.parent), *sys.path]),
         contextlib.redirect_stdout(said),
         contextlib.redirect_stderr(complained),
     ):
