@@ -18,8 +18,7 @@ READER = ["--file-size", "1MiB", "--sizes", "512B,4KiB", "--threads", "2", "--ro
         ("io/reader.py", [*READER, "--queue-depths", ""], 3, "percent_of_roof"),
     ],
 )
-def test_benchmarks_end_with_one_json_document(script, arguments, figures, compared, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_benchmarks_end_with_one_json_document(script, arguments, figures, compared):
     result = run_script(f"bench/{script}", *arguments)
     assert result.returncode == 0, result.stderr
     document = json.loads(result.stdout.splitlines()[-1])
