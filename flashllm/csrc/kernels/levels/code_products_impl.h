@@ -75,3 +75,67 @@ void multiply_codes(const CodeRows& a, std::size_t rows, const CodeColumns& b, s
     multiply_code_strip<2>(a, rows, from(n), terms, c + n, c_row);
   for (; n < width; n += Vec::kWidth) multiply_code_strip<1>(a, rows, from(n), terms, c + n, c_row);
 }
+
+// A tile of tokens by V vectors of outputs from n on, one for each I: sums in registers as above, and totals
+// in memory, at constant places.
+template <std::size_t V, bool kOffsets, std::size_t... I>
+__attribute__((noinline)) void add_code_tile(const CodeTokens& a, const CodeWeights& b, std::size_t n,
+                                             std::size_t terms, float* c, std::size_t c_row,
+                                             std::index_sequence<I...>) {
+  constexpr std::size_t kWindows = CodeWeights::kWindows, kWidth = Vec::kWidth;
+  const std::size_t unit = b.unit;
+  const std::uint32_t* pairs = b.pairs + n;
+  const std::int16_t* codes = a.codes;
+  const float *scales = b.scales + n, *offsets = b.offsets + n;
+  alignas(64) float total[sizeof...(I) * kWidth];
+  const auto add = [&](std::size_t i, Vec weights, const float* of_tokens, std::size_t w) {
+    float* at = total + i * kWidth;
+    fma(weights, Vec::set(of_tokens[i / V * kWindows + w]), Vec::load_f32(at)).store(at);
+  };
+  (Vec::load_f32(c + I / V * c_row + I % V * kWidth).store(total + I * kWidth), ...);
+  for (std::size_t w = 0; w < terms / 32; ++w, offsets += kCodeColumns) {
+    if constexpr (kOffsets) (add(I, Vec::load_f32(offsets + I % V * kWidth), a.sums, w), ...);
+    for (std::size_t first = 0; first < 32; first += unit, scales += kCodeColumns) {
+      Pairs sum[sizeof...(I)];
+      ((sum[I] = Pairs::zero()), ...);
+      for (std::size_t s = 0; s < unit; s += 2, pairs += kCodeColumns, codes += 2) {
+        Pairs column[V];
+        for (std::size_t v = 0; v < V; ++v) column[v] = Pairs::load(pairs + v * kWidth);
+        ((sum[I] = add_products(Pairs::everywhere(codes + I / V * kCodeTerms), column[I % V], sum[I])), ...);
+      }
+      (add(I, sum[I].floats() * Vec::load_f32(scales + I % V * kWidth), a.scales, w), ...);
+    }
+  }
+  (Vec::load_f32(total + I * kWidth).store(c + I / V * c_row + I % V * kWidth), ...);
+}
+
+// Of R tokens from m on, all outputs.
+template <std::size_t R>
+inline void add_code_tokens(const CodeTokens& a, std::size_t m, const CodeWeights& b, std::size_t terms,
+                            float* c, std::size_t c_row) {
+  constexpr std::size_t V = 2;
+  constexpr auto kTile = std::make_index_sequence<R * V>();
+  const CodeTokens from{a.codes + m * kCodeTerms, a.scales + m * CodeWeights::kWindows,
+                        a.sums + m * CodeWeights::kWindows};
+  for (std::size_t n = 0; n < kCodeColumns; n += V * Vec::kWidth) {
+    float* to = c + m * c_row + n;
+    if (b.has_offsets)
+      add_code_tile<V, true>(from, b, n, terms, to, c_row, kTile);
+    else
+      add_code_tile<V, false>(from, b, n, terms, to, c_row, kTile);
+  }
+}
+
+void add_codes(const CodeTokens& a, std::size_t tokens, const CodeWeights& b, std::size_t terms, float* c,
+               std::size_t c_row) {
+  constexpr std::size_t kTogether = Vec::kWidth == 16 ? kTileRows : 4;  // with sixteen registers fewer
+  std::size_t m = 0;
+  for (; m + kTogether <= tokens; m += kTogether) {
+    for (std::size_t r = m + kTogether; r < m + 2 * kTogether && r < tokens; ++r)
+      for (std::size_t n = 0; n < kCodeColumns; n += kCacheLine / sizeof(float))
+        __builtin_prefetch(c + r * c_row + n, 1);
+    add_code_tokens<kTogether>(a, m, b, terms, c, c_row);
+  }
+  for (; m + 3 <= tokens; m += 3) add_code_tokens<3>(a, m, b, terms, c, c_row);
+  for (; m < tokens; ++m) add_code_tokens<1>(a, m, b, terms, c, c_row);
+}

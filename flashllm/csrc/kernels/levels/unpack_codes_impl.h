@@ -1,9 +1,9 @@
 // UnpackCodes of row_codecs.h; included behind row_codecs_inputs_impl.h and eight_x86.h. Codes are less what
 // they begin at, unless the weights have minimums.
 
-template <typename Units>
+template <typename Units, bool kIsFp4 = std::is_same_v<Units, Mxfp4Units>>
 inline __m256i signed_codes(const std::uint8_t* p) {
-  if constexpr (std::is_same_v<Units, Mxfp4Units>) return Eight::looked_up(kFp4, p);
+  if constexpr (kIsFp4) return Eight::looked_up(kFp4, p);
   constexpr int kZero = Units::kMinimums ? 0 : static_cast<int>(zero_code<Units::kBits>());
   const __m256i codes = Eight::codes_of<Units::kBits>(p);
   return kZero == 0 ? codes : _mm256_sub_epi8(codes, _mm256_set1_epi8(kZero));
