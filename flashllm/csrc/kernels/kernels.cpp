@@ -99,6 +99,7 @@ const KernelTable& kernel_table(SimdLevel level, Dtype dtype) {
 MultiplyAdd multiply_add_kernel(SimdLevel level) { return level_kernels(level).multiply_add; }
 const PairKernels* pair_kernels(SimdLevel level) { return level_kernels(level).pairs; }
 MultiplyCodes multiply_codes_kernel(SimdLevel level) { return level_kernels(level).multiply_codes; }
+AddCodes add_codes_kernel(SimdLevel level) { return level_kernels(level).add_codes; }
 DeltaStep delta_step_kernel(SimdLevel level) { return level_kernels(level).delta_step; }
 
 Softmax softmax_kernel(SimdLevel level) { return level_kernels(level).softmax; }
