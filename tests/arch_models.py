@@ -624,9 +624,8 @@ def give_names_of_ling(path: Path) -> None:
             parts = [tensors[f"{at}self_attn.{part}_proj.weight"] for part in "qkv"]
             renamed[f"{at}attention.query_key_value.weight"] = torch.cat(parts)
         elif not name.endswith(("k_proj.weight", "v_proj.weight")):
-            for theirs, own in names.items():
-                name = name.replace(theirs, own)
-            renamed[name] = tensor
+            known = next((each for each in names if each in name), "")
+            renamed[name.replace(known, names.get(known, ""))] = tensor
     save_file(renamed, path / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((path / "config.json").read_text())
     config |= {"num_experts": config["n_routed_experts"], "num_shared_experts": config["n_shared_experts"]}

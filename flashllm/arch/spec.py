@@ -119,8 +119,10 @@ class Attention:
         _check_cap("softcap", self.softcap)
         if self.shared is not None and self.shared < 0:
             raise ValueError(f"there is no layer {self.shared} to share keys and values with")
-        if not 1 <= self.value_width <= self.head_dim or (self.key_is_value and self.value_dim is not None):
+        if not 1 <= self.value_width <= self.head_dim:
             raise ValueError(f"values of {self.value_width} do not fit heads of {self.head_dim}")
+        if (self.key_is_value or self.value_norm) and self.value_dim is not None:
+            raise ValueError("values narrower than keys are projected by themselves, and not normalized")
         if self.latent is None:
             return
         if self.value_norm or self.key_is_value or self.shared is not None:
