@@ -139,7 +139,7 @@ class ReferenceDecoder:
         made = self._linear(name, x)
         if part != "value" and mixer.query_key_norm == "projection":
             made = self._norm(name + "_norm", made)
-        made = made.view(len(x), heads, mixer.head_dim)
+        made = made.view(len(x), heads, mixer.value_width if part == "value" else mixer.head_dim)
         return (
             self._norm(name + "_norm", made) if part != "value" and mixer.query_key_norm in ("head", "heads") else made
         )
@@ -192,6 +192,7 @@ class ReferenceDecoder:
             if mixer.query_key_norm == "turned_head":
                 query = self._norm(f"layers.{layer}.query_norm", query)
             key, value = (states.repeat_interleave(mixer.heads // mixer.kv_heads, 1) for states in made)
+            value = value * mixer.value_scale
         query = query * mixer.query_scale
         scores = self._capped(torch.einsum("qhd,khd->hqk", query, key), mixer.softcap)
         scores = scores + self._alibi(mixer.alibi, positions)

@@ -97,6 +97,9 @@ class Attention:
     alibi: Alibi | None = None
     # Of a product with what goes in, that what is mixed is multiplied by; "head_softplus": a number of each head.
     gate: Literal["none", "sigmoid", "softplus", "head_softplus"] = "none"
+    # Of a value's head and its output's, where that is less than head_dim: the cache keeps head_dim, the rest zeros.
+    value_dim: int | None = None
+    value_scale: float = 1.0  # of the values
     latent: Latent | None = None  # a key is head_dim = rank and rotated dimensions wide, and there is one
     value_norm: bool = False  # each head's value is normalized, without a weight
     key_is_value: bool = False  # the key's projection is the value, too, before its norm and rotation
@@ -116,10 +119,16 @@ class Attention:
         _check_cap("softcap", self.softcap)
         if self.shared is not None and self.shared < 0:
             raise ValueError(f"there is no layer {self.shared} to share keys and values with")
+        if not 1 <= self.value_width <= self.head_dim:
+            raise ValueError(f"values of {self.value_width} do not fit heads of {self.head_dim}")
+        if (self.key_is_value or self.value_norm) and self.value_dim is not None:
+            raise ValueError("values narrower than keys are projected by themselves, and not normalized")
         if self.latent is None:
             return
         if self.value_norm or self.key_is_value or self.shared is not None:
             raise ValueError("latent attention has keys of its own, whose first numbers are values")
+        if self.value_dim is not None or self.value_scale != 1.0:
+            raise ValueError("the values of latent attention are parts of its keys")
         if self.kv_heads != 1 or self.query_key_norm != "none" or self.latent.rank > self.head_dim:
             raise ValueError("latent attention has one key for all heads, at least as wide as its rank")
         if self.rotary is not None and self.rotary.dims != self.rotated_dim:
@@ -131,14 +140,19 @@ class Attention:
         return self.heads * self.head_dim
 
     @property
+    def value_width(self) -> int:
+        """Numbers of a value's head as it is projected."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
     def kv_dim(self) -> int:
-        """Outputs of the key projection, and of the value projection, of which latent attention has none."""
+        """Outputs of the key projection, and numbers that the cache keeps of a value."""
         return self.kv_heads * self.head_dim
 
     @property
     def rows(self) -> Mapping[str, int]:
         """Outputs of each projection by its canonical name within a layer."""
-        value = self.kv_dim if self.latent is None else self.mixed_dim
+        value = self.kv_heads * self.value_width if self.latent is None else self.mixed_dim
         rows = {"query": self.projected_dim, "key": self.kv_dim, "value": value, "out_gate": self.gate_dim}
         return rows | ({} if self.latent is None else {"query_down": self.latent.query_rank or 0})
 
@@ -165,7 +179,7 @@ class Attention:
     @property
     def mixed_dim(self) -> int:
         """Inputs of the output projection."""
-        return self.query_dim if self.latent is None else self.heads * self.latent.value_dim
+        return self.heads * (self.value_width if self.latent is None else self.latent.value_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

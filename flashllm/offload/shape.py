@@ -35,6 +35,7 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     vocab: int
+    value_dim: int = 0  # of a head's value as it is projected; 0: head_dim
     positions: int = 0  # rows of a learned position table, 0 for rotary models
     active: int = 0  # neurons that a token uses in a mixture of experts; 0: all, of no mixture
     most_ffn: int = 0  # of the layer that has most; 0: of every layer
@@ -68,9 +69,10 @@ class ModelShape:
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
         """Outputs and inputs of a layer's matrices."""
-        outputs = {"query": self.query_dim, "key": self.kv_dim, "value": self.kv_dim}
+        value = self.value_dim or self.head_dim
+        outputs = {"query": self.query_dim, "key": self.kv_dim, "value": self.kv_heads * value}
         attention = {name: (rows, self.hidden) for name, rows in outputs.items()}
-        attention |= {"out": (self.hidden, self.query_dim)}
+        attention |= {"out": (self.hidden, self.heads * value)}
         if self.latent:
             attention = {name: (rows, columns) for name, rows, columns in self.latent}
         ffn = dict.fromkeys(("gate", "up") if self.gated else ("up",), (self.ffn, self.hidden))
@@ -172,6 +174,7 @@ def shape_of(
         heads=mixer.heads,
         kv_heads=mixer.kv_heads,
         head_dim=mixer.head_dim,
+        value_dim=mixer.value_width,
         latent=_latent_matrices(block, mixer),
         vocab=block.vocab_size,
         positions=block.context + block.position_offset if block.learned_positions else 0,

@@ -112,6 +112,8 @@ void read_attention(const Attributes& from, LayerSpec& layer, ModelSpec& model) 
   from("window", to.window);
   from("softcap", to.softcap);
   from("alibi", to.alibi, &read);
+  from("value_dim", to.value_dim);
+  from("value_scale", to.value_scale);
   from("latent", to.latent, &read);
   from("gate", to.gate, kGates);
   from("value_norm", to.value_norm);

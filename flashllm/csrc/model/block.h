@@ -65,6 +65,8 @@ struct AttentionSpec {
   float softcap = 0.0F;      // scores are cap * tanh(score / cap); 0: as they are
   Alibi alibi;
   Gate gate = Gate::none;
+  std::size_t value_dim = 0;  // of a head's value as it is projected, less than head_dim; 0: head_dim
+  float value_scale = 1.0F;   // of the values
   LatentSpec latent;
   bool value_norm = false;    // of each head's value, without a weight
   bool key_is_value = false;  // the key's projection is the value, too, before its norm and rotation
@@ -81,7 +83,8 @@ struct AttentionSpec {
   std::size_t query_inputs(std::size_t d_model) const {
     return latent.query_rank == 0 ? d_model : latent.query_rank;
   }
-  std::size_t mixed_dim() const { return heads * (is_latent() ? latent.value_dim : head_dim); }
+  std::size_t value_width() const { return value_dim == 0 ? head_dim : value_dim; }
+  std::size_t mixed_dim() const { return heads * (is_latent() ? latent.value_dim : value_width()); }
   std::size_t gates() const {
     return gate == Gate::none ? 0 : gate == Gate::head_softplus ? heads : mixed_dim();
   }

@@ -42,6 +42,9 @@ void BlockAttention::attend(const BlockWeights& weights, const Part& part, float
     arithmetic_.project_heads(weights.value, spec.heads, mixed_.data(), spec.head_dim, count,
                               part.is_prompt(), outputs, spec.latent.value_dim);
     arithmetic_.round(outputs, count * mixed);
+  } else if (spec.value_width() != spec.head_dim) {
+    for (std::size_t h = 1; h < count * spec.heads; ++h)  // forward, and never over what is still to come
+      std::copy_n(outputs + h * spec.head_dim, spec.value_width(), outputs + h * spec.value_width());
   }
   if (gates != 0) {
     const std::size_t width = mixed / gates;  // that a number of the gate is for
@@ -71,8 +74,25 @@ void BlockAttention::project_heads(const BlockWeights& weights, const Part& part
       values_ = keys_;
     else
       arithmetic_.project(weights.value, part.count, values_.data());
+    widen_values(spec, part.count);
   }
   prepare_heads(weights, part);
+}
+
+// values_, as they are projected: their scale, and zeros behind each head, where the cache keeps more of it.
+void BlockAttention::widen_values(const AttentionSpec& spec, std::size_t count) {
+  const std::size_t width = spec.value_width(), heads = count * spec.kv_heads;
+  if (spec.value_scale != 1.0F) {
+    for (std::size_t i = 0; i < heads * width; ++i) values_[i] *= spec.value_scale;
+    arithmetic_.round(values_.data(), heads * width);
+  }
+  if (width == spec.head_dim) return;
+  for (std::size_t h = heads; h-- > 0;) {  // backward, and never over what is still to come
+    float* head = values_.data() + h * spec.head_dim;
+    if (h != 0)
+      std::copy_backward(values_.data() + h * width, values_.data() + (h + 1) * width, head + width);
+    std::fill(head + width, head + spec.head_dim, 0.0F);
+  }
 }
 
 // query_, keys_ and values_: their norms, the rotation of the first two, the scale of the queries, which

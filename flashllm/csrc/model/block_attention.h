@@ -51,6 +51,7 @@ class BlockAttention {
 
  private:
   void project_heads(const BlockWeights& weights, const Part& part);
+  void widen_values(const AttentionSpec& spec, std::size_t count);
   void prepare_heads(const BlockWeights& weights, const Part& part);
   void project_latent(const BlockWeights& weights, const Part& part);
   const RotaryTable* rotary_of(const AttentionSpec& spec) const;

@@ -57,11 +57,12 @@ void check_attention(const ModelSpec& model, const BlockWeights& weights) {
   const bool is_latent = attention.is_latent();
   const std::size_t mixed = attention.mixed_dim();
   const bool own = attention.shared < 0;
+  const std::size_t values = attention.kv_heads * attention.value_width();
   require(
       fits(weights.query, spec, attention.heads * attention.projected_dim(),
            attention.query_inputs(spec.d_model)) &&
-          (!own || fits(weights.key, spec, cached, spec.d_model)) &&
-          (is_latent || !own || attention.key_is_value || fits(weights.value, spec, cached, spec.d_model)) &&
+          (!own || fits(weights.key, spec, cached, spec.d_model)) && values <= cached &&
+          (is_latent || !own || attention.key_is_value || fits(weights.value, spec, values, spec.d_model)) &&
           fits(weights.out, spec, spec.d_model, mixed) &&
           (attention.gate == Gate::none || fits(weights.out_gate, spec, attention.gates(), spec.d_model)),
       "a block's projections do not fit the model");

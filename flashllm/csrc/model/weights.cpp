@@ -115,7 +115,7 @@ BlockWeights read_block(NamedTensors& tensors, const std::string& layer, const A
   if (attention.is_latent())
     weights.value = tensors.linear(layer + "value", attention.mixed_dim(), attention.latent.rank);
   else if (attention.shared < 0 && !attention.key_is_value)
-    weights.value = tensors.linear(layer + "value", cached, d_model);
+    weights.value = tensors.linear(layer + "value", attention.kv_heads * attention.value_width(), d_model);
   weights.out = tensors.linear(layer + "out", d_model, attention.mixed_dim());
   weights.sinks = tensors.floats(layer + "sinks", attention.heads);
   return weights;
