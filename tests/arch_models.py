@@ -272,6 +272,17 @@ VARIANTS = {
             "layer_types": ["sliding_attention", "full_attention", "full_attention"],
         },
     ),
+    "gemma4 shared keys, rows of ids": Variant(
+        "gemma4_text",
+        {
+            "num_hidden_layers": 5,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention"],
+            "hidden_size_per_layer_input": 32,
+            "vocab_size_per_layer_input": VOCAB,
+        },
+    ),
     "granite": Variant(
         "granite",
         {
@@ -646,8 +657,9 @@ def make_checkpoint(path: Path, variant: Variant, *, dtype: str = "float32", see
         give_layers(model, {**model.config.to_dict(), **variant.config})
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        kept = (*_CHOICES, "layer_scalar")
-        biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(kept)]
+        biases = [
+            (name, buffer) for name, buffer in model.named_buffers() if name.endswith((*_CHOICES, "layer_scalar"))
+        ]
         for name, parameter in [*sorted(model.named_parameters()), *biases]:
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith(_CHOICES):
@@ -658,6 +670,8 @@ def make_checkpoint(path: Path, variant: Variant, *, dtype: str = "float32", see
             elif "norm" in name or ".ln_" in name:
                 plain = variant.model_type not in _SHIFTED or ".linear_attn." in name
                 middle = 1.0 if name.endswith("weight") and plain else 0.0
+                if name.endswith(("q_norm.weight", "k_norm.weight")) and variant.model_type == "gemma4_text":
+                    middle = 0.4  # whose scores are not scaled otherwise
                 parameter.copy_(middle + 0.1 * noise)
             elif name.endswith(("fc1.bias", "gate_proj.bias", "dense_h_to_4h.bias", "up_proj.bias")):
                 parameter.copy_(0.3 * noise - 0.4)

@@ -11,8 +11,9 @@ from torch.nn.functional import gelu, layer_norm, relu, silu
 
 from flashllm.arch.registry import resident_shapes
 from flashllm.arch.spec import BlockSpec
+from flashllm.arch.tensors import TOKEN_TABLE
 from flashllm.format.model_dir import ModelDir, read_plane
-from flashllm.format.model_files import FFN, RESIDENT, ffn_tensor, gate_tensor, resident_encoding
+from flashllm.format.model_files import FFN, RESIDENT, TABLE, ffn_tensor, gate_tensor, resident_encoding
 from flashllm.format.rows import widened_rows
 from flashllm.format.safetensors import open_safetensors
 
@@ -79,7 +80,9 @@ class ReferenceDecoder:
             h = self._norm("embedding_norm", h)
         if block.learned_positions:
             h = h + tensors["positions.weight"][positions + block.position_offset]
+        rows = self._token_rows(ids, h)
         for layer in range(len(self.ffn)):
+            self.of_layer = None if rows is None else rows[:, layer]
             h = self._layer(layer, h, positions)
         if block.final_norm:
             h = self._norm("final_norm", h)
@@ -88,6 +91,21 @@ class ReferenceDecoder:
         logits = h @ tensors["embedding.weight" if block.tied_head else "head.weight"].T * block.logit_scale
         logits = logits + tensors.get("head.bias", 0.0)
         return self._capped(logits, block.logit_softcap)
+
+    def _token_rows(self, ids, h):
+        """[tokens, layers, dim] of per-layer embeddings."""
+        per_layer, table = self.block.per_layer, self.model.table
+        if per_layer is None:
+            return None
+        with open_safetensors(self.model.path / TABLE) as file:
+            stored = np.empty((table.rows, table.stride), np.uint8)
+            file.read_into(file.header.tensors[TOKEN_TABLE], 0, stored.reshape(-1).data)
+        known = np.array([token if token < table.rows else 0 for token in ids])
+        stored = np.ascontiguousarray(stored[known, : table.row_nbytes]).view(table.encoding.storage)
+        rows = torch.from_numpy(np.array(table.encoding.widened(stored, table.columns)))
+        made = self._linear("per_layer_projection", h) * self.block.d_model**-0.5
+        made = self._norm("per_layer_projection_norm", made.view(len(ids), -1, per_layer.dim))
+        return (made + rows.view(made.shape) * per_layer.dim**0.5) * 0.5**0.5
 
     def _layer(self, layer, h, positions):
         block, spec, at = self.block, self.block.layers[layer], f"layers.{layer}."
@@ -113,6 +131,9 @@ class ReferenceDecoder:
         for name, part in (("attention_norm", attention), ("ffn_norm", ffn)):
             h = h + part(h)
             h = self._norm(at + name, h) if spec.norms == "sum" else h
+        if self.of_layer is not None:
+            gate = self._activation(layer, self._linear(at + "per_layer_gate", h))
+            h = h + self._norm(at + "per_layer_norm", self._linear(at + "per_layer_out", gate * self.of_layer))
         return h * self.tensors.get(at + "scale", 1.0)
 
     @staticmethod
@@ -187,10 +208,10 @@ class ReferenceDecoder:
             query, key, value = self._latent(layer, x, positions)
         else:
             query = self._heads(layer, "query", x, mixer.heads)
-            made = self._keys_and_values(layer, x, positions)
             query = self._rotate(query, positions, mixer.rotary)
             if mixer.query_key_norm == "turned_head":
                 query = self._norm(f"layers.{layer}.query_norm", query)
+            made = self._keys_and_values(layer, x, positions)
             key, value = (states.repeat_interleave(mixer.heads // mixer.kv_heads, 1) for states in made)
             value = value * mixer.value_scale
         query = query * mixer.query_scale

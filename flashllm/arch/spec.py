@@ -309,6 +309,23 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PerLayerEmbedding:
+    """A table with a row for each token's id (Gemma Team, 2025: Gemma 3n), of which every layer adds its own `dim`
+    numbers, and as many that come of the states before the first layer, through a gate that its own states make:
+
+        e = (row * sqrt(dim) + norm(projection(embedded) / sqrt(d_model))) / sqrt(2)
+        h += norm(out(activation(gate(h)) * e[layer]))
+    """
+
+    rows: int  # an id beyond them has the first one's
+    dim: int
+
+    def __post_init__(self) -> None:
+        check_size("rows", self.rows, 2**30)
+        check_size("dim", self.dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSpec:
     """How a decoder computes, handed to the native core as it is: what lies before and behind its layers, what they
     have in common, and each of them.
@@ -338,6 +355,7 @@ class BlockSpec:
     residual_scale: float = 1.0  # of what a layer adds to h
     logit_scale: float = 1.0
     logit_softcap: float | None = None  # logits are cap * tanh(logit / cap)
+    per_layer: PerLayerEmbedding | None = None
 
     def __post_init__(self) -> None:
         for name in ("d_model", "embed_dim", "vocab_size"):
@@ -365,6 +383,11 @@ class BlockSpec:
             raise ValueError("inputs are rounded behind norms: those of a layer's inputs, and sub_norms")
         if self.sub_norms and (self.norm != "rms" or self.experts is not None):
             raise ValueError("sub_norms are RMS norms, and not of a mixture of experts")
+
+    @property
+    def token_row(self) -> int:
+        """Numbers of a row of per-layer embeddings; 0 where there are none."""
+        return 0 if self.per_layer is None else len(self.layers) * self.per_layer.dim
 
     def _check_shared(self, number: int, mixer: Attention) -> None:
         other = self.layers[mixer.shared].mixer if mixer.shared is not None and mixer.shared < number else None

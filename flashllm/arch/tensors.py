@@ -12,6 +12,9 @@ Canonical names, "{i}" for the layer; those a model has no use for are absent:
     layers.{i}.query_norm.weight, .bias; key_norm: of the width that `Attention.query_key_norm` says
     layers that attend to another's keys and values have no key, value and key_norm; see `Attention.key_is_value`, too
     layers.{i}.scale [1]: of the states that leave the layer
+    of per-layer embeddings (`PerLayerEmbedding`): per_layer_embedding.weight [rows, layers * dim], which lies on flash;
+        per_layer_projection.weight [layers * dim, d_model], per_layer_projection_norm.weight [dim];
+        layers.{i}.per_layer_gate.weight [dim, d_model], per_layer_out.weight [d_model, dim], per_layer_norm [d_model]
     layers.{i}.out_gate.weight: the product of `Attention.gate`, of the queries' shape
     layers.{i}.out.weight [d_model, heads * head_dim], .bias
     layers whose mixer is a `DeltaRule`, with r = value_heads * value_dim: query, key, value, out_gate, out as it says;
@@ -42,10 +45,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashllm.arch.mixture import ExpertsSpec
-from flashllm.arch.spec import Attention, BlockSpec, Config, DeltaRule, Latent, LayerSpec
+from flashllm.arch.spec import Attention, BlockSpec, Config, DeltaRule, Latent, LayerSpec, PerLayerEmbedding
 from flashllm.errors import FormatError
 
 Shape = tuple[int, ...]
+TOKEN_TABLE = "per_layer_embedding.weight"  # the only tensor but the FFN's that lies on flash
 
 
 def is_wide(name: str) -> bool:
@@ -227,6 +231,12 @@ def _latent(layer: LayerSpec) -> Latent:
     return layer.attention.latent
 
 
+def _per_layer(block: BlockSpec) -> PerLayerEmbedding:
+    if block.per_layer is None:
+        raise ValueError("the model has no per-layer embeddings")
+    return block.per_layer
+
+
 def _inputs(part: str, block: BlockSpec, layer: LayerSpec) -> int:
     """Inputs of a projection: d_model, or a rank of latent attention."""
     latent = layer.mixer.latent
@@ -294,6 +304,12 @@ _SHAPES: dict[str, _ShapeOf] = {
     **_norm("layers.{i}.attention_sub_norm", lambda block, layer: (layer.mixer.mixed_dim,)),
     **_norm("layers.{i}.ffn_sub_norm", lambda block, layer: (layer.neurons,)),
     "layers.{i}.scale": lambda block, layer: (1,),
+    TOKEN_TABLE: lambda block, layer: (_per_layer(block).rows, block.token_row),
+    "per_layer_projection.weight": lambda block, layer: (block.token_row, block.d_model),
+    "per_layer_projection_norm.weight": lambda block, layer: (_per_layer(block).dim,),
+    "layers.{i}.per_layer_gate.weight": lambda block, layer: (_per_layer(block).dim, block.d_model),
+    "layers.{i}.per_layer_out.weight": lambda block, layer: (block.d_model, _per_layer(block).dim),
+    "layers.{i}.per_layer_norm.weight": lambda block, layer: (block.d_model,),
     "layers.{i}.sinks": lambda block, layer: (layer.attention.heads,),
     "layers.{i}.ffn.expert_down_bias": lambda block, layer: (_experts(layer).count, block.d_model),
     "layers.{i}.ffn.up_bias": lambda block, layer: (layer.neurons,),

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
+from flashllm.arch.tensors import TOKEN_TABLE
 from flashllm.config import Backend, RunConfig
 from flashllm.engine.resident import Tensors, read_tensors
 from flashllm.engine.state import NeuronCache
@@ -23,6 +24,8 @@ from flashllm.format.model_files import (
     FFN,
     PREDICTORS,
     RESIDENT,
+    TABLE,
+    TABLE_CHECKSUMS,
     checksums_tensor,
     ffn_tensor,
 )
@@ -46,6 +49,7 @@ class Parts:
     native: _core.Model
     reader: ReaderChoice  # in use
     file: _core.DirectFile  # that rows are streamed from
+    table_file: _core.DirectFile | None  # of per-layer embeddings
     direct_io: bool
     notices: list[str]
 
@@ -61,6 +65,7 @@ class _Builder:
         self._path, self._manifest = model.path, model.manifest
         self._notices: list[str] = list(plan.notices)
         self._sparse = plan.mode == "sparse"
+        self._table_file: _core.DirectFile | None = None
 
     def build(self) -> Parts:
         self._open_files()
@@ -69,6 +74,7 @@ class _Builder:
             np.asarray(tensors.pop(checksums_tensor(layer)), np.uint64)
             for layer in range(self._manifest.architecture.num_layers)
         ]
+        table = self._token_table(tensors)
         offsets = _row_offsets(self._path / FFN, self._manifest)
         experts = self._lying_experts(checksums)
         stream = _core.RowStream(
@@ -98,6 +104,7 @@ class _Builder:
             stream=stream,
             source=self._neuron_source(),
             caches=self._caches(checksums, offsets, experts),
+            table=table,
             pool=self._pool,
             counters=self._counters,
             block_tokens=self._plan.memory.prompt_tokens,
@@ -119,6 +126,7 @@ class _Builder:
             native=native,
             reader=self._reader_in_use,
             file=self._file,
+            table_file=self._table_file,
             direct_io=self._file.direct,
             notices=self._notices,
         )
@@ -188,6 +196,25 @@ class _Builder:
             bypass_rows=_core.allocate(memory.bypass_rows * manifest.rows.stride) if memory.bypass_rows else None,
             wait_first=not ablation.overlap,
             split_rows=not ablation.bundled,
+        )
+
+    def _token_table(self, tensors: Tensors) -> _core.TokenTable | None:
+        """Per-layer embeddings, which are read a row at a time; None where the model has none."""
+        table = self._model.table
+        if table is None:
+            return None
+        self._table_file = _core.DirectFile(str(self._path / TABLE), direct=self._config.direct)
+        self._note_buffered([self._table_file])
+        return _core.TokenTable(
+            reader=self._reader,
+            file=self._table_file,
+            offset=read_header(self._path / TABLE).tensors[TOKEN_TABLE].offset,
+            columns=table.columns,
+            encoding=table.encoding.name,
+            stride=table.stride,
+            checksums=np.asarray(tensors.pop(TABLE_CHECKSUMS), np.uint64),
+            memory=_core.allocate(self._plan.memory.table_rows * table.stride),
+            simd="auto" if self._config.ablation.kernels else "scalar",
         )
 
     def _lying_experts(self, checksums: list[NDArray[np.uint64]]) -> list[_core.LyingExperts | None]:

@@ -145,6 +145,11 @@ def check_mixers(block: BlockSpec, name: str) -> None:
             "engine does not do for a batch; use `flashllm generate`, `chat` or `serve`, and convert without "
             "--calibrate"
         )
+    if block.per_layer is not None:
+        raise UnsupportedModelError(
+            f"{name}: has per-layer embeddings, which the throughput engine does not read; use `flashllm generate`, "
+            "`chat` or `serve`, and convert without --calibrate"
+        )
     if any(mixer.shared is not None or mixer.key_is_value or mixer.value_norm for mixer in block.attentions):
         raise UnsupportedModelError(
             f"{name}: values are normalized, or another layer's, or the keys, which the throughput engine does not do; "

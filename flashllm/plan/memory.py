@@ -45,6 +45,8 @@ ASSUMED_SHARE = 0.1  # of the neurons active where nothing is known (paper A, se
 TORCH_GROWTH = 40_000_000
 _PAGE_TABLES = 512  # bytes for each of the kernel's page tables: eight bytes a page of 4 KiB
 _MOST_PAGE_TABLES = 40_000_000  # planned: those of 20 GB
+# Per-layer embeddings: rows that stay in memory; bytes of bookkeeping for each of them, and for each there is.
+_TABLE_ROWS, _TABLE_SLOT_NBYTES, _TABLE_UNIT_NBYTES = 1024, 24, 16
 _PROMPT_SHARE = 16  # bytes for neurons, at least, for each that only prompts use; else these are as few as can be
 STREAM_THREADS = 8  # at most, of reads in file order
 _MIN_CACHE_ROWS = 64  # a layer computes any active set in parts of this many rows, or of an expert's, slowly
@@ -102,12 +104,15 @@ def plan_memory(
             raise UsageError(f"{name} must be at least 1, not {value}")
     if cache_policy not in CACHE_POLICIES:
         raise UsageError(f"cache_policy must be one of {', '.join(CACHE_POLICIES)}, not {cache_policy!r}")
-    state = state_shape(manifest, block, context, cache_bits)
+    state, table = state_shape(manifest, block, context, cache_bits), manifest.table_layout(block)
     caches = _Caches.of(manifest, dense=dense, window=window if cache_policy == "window" else None)
     by_unit = manifest.architecture.unit_rows > 1
     named_rows = max(1, max(manifest.architecture.every_width) // _PREFETCH_SHARE) if prefetch and not by_unit else 0
     parts = {
         **_weights(manifest, dense=caches.dense),
+        **dict.fromkeys(("table_rows", "min_table_rows"), 0 if table is None else min(_TABLE_ROWS, table.rows)),
+        "table_row_nbytes": 0 if table is None else table.stride + _TABLE_SLOT_NBYTES,
+        "table_bookkeeping": 0 if table is None else _TABLE_UNIT_NBYTES * table.rows,
         "limit_nbytes": limit if limit is not None else (process + available) * 4 // 5,
         "limit_is_given": limit is not None,
         "process": process + LIBRARY_GROWTH,
@@ -115,7 +120,8 @@ def plan_memory(
         "requests": PROMPT_NBYTES + (requests_nbytes(context) if serves else 0),
         "staging": 2 * named_rows * manifest.rows.stride
         + _bounce_nbytes(manifest, io_threads + min(io_threads, STREAM_THREADS))
-        + (io_threads * _THROUGH_NBYTES if max_gap else 0),
+        + (io_threads * _THROUGH_NBYTES if max_gap else 0)
+        + (0 if table is None else io_threads * (table.stride + 2 * PAGE_NBYTES)),
         "workspace": _workspace_nbytes(block, context, max(verified, MOST_PARALLEL if serves else 1)),
         "context": context,
         "context_blocks": -(-state.nbytes(context) // state.block_nbytes),
@@ -130,6 +136,10 @@ def plan_memory(
     if prefetch and by_unit:
         accounted = caches.with_guesses(accounted)
     plan = caches.filled(accounted, least.limit_nbytes, popularity)
+    if table is not None:  # whole where no neuron and no position wants its memory
+        whole = replace(accounted, table_rows=table.rows)
+        if plan.total_nbytes + whole.table - plan.table <= min(plan.limit_nbytes, process + available):
+            plan = caches.filled(whole, plan.limit_nbytes, popularity)
     if plan.total_nbytes - process > available:
         raise BudgetError(
             f"the plan of {format_size(plan.total_nbytes)} needs {format_size(plan.total_nbytes - process)} more, but "

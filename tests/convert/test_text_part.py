@@ -26,12 +26,15 @@ _QWEN_SAID = (
 )
 _GEMMA_SAID = (
     "left out: the sound encoder (model.audio_tower.\u2026, 1 tensors) and what brings pictures to the model's width "
-    "(model.embed_vision.\u2026, 1 tensors) and the picture encoder (model.vision_tower.\u2026, 1 tensors)"
+    "(model.embed_vision.\u2026, 1 tensors){} and the picture encoder (model.vision_tower.\u2026, 1 tensors)"
 )
+_IN_VAIN = tuple(f"model.language_model.layers.4.self_attn.{part}.weight" for part in ("k_norm", "k_proj", "v_proj"))
+_IN_VAIN_SAID = " and keys and values of layers that use another's (model.layers.4.self_attn.k_norm.\u2026, 3 tensors)"
 NAMES = {
     "qwen3_5": ("qwen3_5", _QWEN, _QWEN_SAID),
     "qwen3_5_moe": ("qwen3_5_moe", _QWEN, _QWEN_SAID),
-    "gemma4": ("gemma4", _GEMMA, _GEMMA_SAID),
+    "gemma4": ("gemma4", _GEMMA, _GEMMA_SAID.format("")),
+    "gemma4 shared keys, rows of ids": ("gemma4", (*_GEMMA, *_IN_VAIN), _GEMMA_SAID.format(_IN_VAIN_SAID)),
 }
 
 
@@ -60,7 +63,7 @@ def test_the_text_model_is_that_of_its_own_checkpoint(variant, variant_of, tmp_p
     convert(wrapped(source, tmp_path / "hf", model_type, others), tmp_path / "model", say=lines.append)
     assert lines == [said]
     theirs, mine = (json.loads((path / MANIFEST).read_text())["files"] for path in (alone, tmp_path / "model"))
-    for name in ("ffn.safetensors", "resident.safetensors"):
+    for name in {*theirs, *mine} - {"config.json"}:
         assert mine[name] == theirs[name]
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert config["model_type"] == f"{model_type}_text"

@@ -5,11 +5,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from flashllm.arch.family import alternating, decoder_block, head_size
+from flashllm.arch.family import alternating, decoder_block, head_size, says
 from flashllm.arch.llama.names import AROUND, BIASED, row
 from flashllm.arch.rotary import rope_parameters, rotary_by_type, rotary_of
-from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, LayerSpec, check_number, check_size
-from flashllm.arch.tensors import ResidentTensor, own_keys, own_values
+from flashllm.arch.spec import (
+    MAX_LAYERS,
+    BlockSpec,
+    Config,
+    LayerSpec,
+    PerLayerEmbedding,
+    check_number,
+    check_size,
+)
+from flashllm.arch.tensors import TOKEN_TABLE, ArchitectureSpec, ResidentTensor, own_keys, own_values
 from flashllm.errors import UnsupportedModelError
 
 # Gemma 1 to 3: norms keep weight - 1.
@@ -120,9 +128,8 @@ GEMMA3 = row(
 
 def _gemma4(config: Config) -> BlockSpec:
     _check_causal(config)
-    for key, what in (("hidden_size_per_layer_input", "per-layer embeddings"), ("enable_moe_block", "experts")):
-        if config[key]:
-            raise UnsupportedModelError(f"gemma4_text with {key} ({what}) is not supported; use a dense one without")
+    if config["enable_moe_block"]:
+        raise UnsupportedModelError("gemma4_text with enable_moe_block (experts) is not supported; use a dense one")
     count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
     types = list(config["layer_types"] or alternating(count, 6))[:count]
     types[-1:] = ["full_attention"]
@@ -138,6 +145,7 @@ def _gemma4(config: Config) -> BlockSpec:
         value_norm=True,
         embedding_scale=_width(config),
         logit_softcap=_optional(config, "final_logit_softcapping"),
+        per_layer=_per_layer(config),
     )
     own, shared = _own_config(config, types), _shared_layers(config, types)
 
@@ -180,6 +188,26 @@ def _shared_layers(config: Config, types: list[str]) -> dict[int, int]:
     return {number: last[types[number]] for number in range(first, len(types))}
 
 
+def _per_layer(config: Config) -> PerLayerEmbedding | None:
+    dim, rows = (config[key] for key in ("hidden_size_per_layer_input", "vocab_size_per_layer_input"))
+    return PerLayerEmbedding(rows=rows, dim=dim) if dim else None
+
+
+def _with_rows(spec: ArchitectureSpec) -> ArchitectureSpec:
+    """With the tensors of per-layer embeddings, where the config says that there are any."""
+    names = {
+        TOKEN_TABLE: "model.embed_tokens_per_layer.weight",
+        "per_layer_projection.weight": "model.per_layer_model_projection.weight",
+        "per_layer_projection_norm.weight": "model.per_layer_projection_norm.weight",
+        "layers.{i}.per_layer_gate.weight": "model.layers.{i}.per_layer_input_gate.weight",
+        "layers.{i}.per_layer_out.weight": "model.layers.{i}.per_layer_projection.weight",
+        "layers.{i}.per_layer_norm.weight": "model.layers.{i}.post_per_layer_input_norm.weight",
+    }
+    has = says("hidden_size_per_layer_input")
+    tensors = [ResidentTensor(name=name, source=source, when=has) for name, source in names.items()]
+    return replace(spec, resident=(*spec.resident[:1], *tensors, *spec.resident[1:]))
+
+
 def _own(tensor: ResidentTensor) -> ResidentTensor:
     part = tensor.name.split(".")[2]
     return replace(tensor, layers={"key": own_keys, "value": own_values}.get(part, tensor.layers))
@@ -204,10 +232,11 @@ GEMMA4 = row(
         "use_double_wide_mlp": False,
         "enable_moe_block": False,
         "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
     },
     block=_gemma4,
     attention=(*map(_own, BIASED), ResidentTensor(name="layers.{i}.scale", source="layer_scalar")),
     norms=AROUND,
 )
 
-GEMMAS = (GEMMA, GEMMA2, GEMMA3, GEMMA4)
+GEMMAS = (GEMMA, GEMMA2, GEMMA3, _with_rows(GEMMA4))

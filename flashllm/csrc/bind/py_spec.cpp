@@ -147,6 +147,8 @@ void read(const Attributes& from, LayerSpec& to, ModelSpec& model) {
   from("activation_cut", to.activation.cut);
 }
 
+void read_per_layer(const Attributes& from, std::size_t& width) { from("dim", width); }
+
 void read(const Attributes& from, Architecture& to) {
   ModelSpec& model = to.model;
   from("d_model", model.block.d_model);
@@ -173,6 +175,8 @@ void read(const Attributes& from, Architecture& to) {
     to.layers.emplace_back().activation = activation;
     read(Attributes(layer), to.layers.back(), model);
   }
+  from("per_layer", model.block.per_layer, &read_per_layer);
+  model.block.layers = to.layers.size();
 }
 
 }  // namespace

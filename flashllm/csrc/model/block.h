@@ -122,6 +122,10 @@ struct BlockSpec {
   std::size_t d_model = 0;
   float residual_scale = 1.0F;  // of what is added to h
   bool rounded_inputs = false;  // of a layer's products: to 8 bits (round_to_8_bits); NormPlace::input alone
+  // Per-layer embeddings (Gemma 3n): what each of the layers takes of a token's row; 0: there are none.
+  std::size_t per_layer = 0, layers = 0;
+
+  std::size_t row_width() const { return layers * per_layer; }
 };
 
 // Its parts must live as long as the layer.
@@ -137,9 +141,11 @@ struct BlockWeights {
   NeuronNorm neuron_norm;  // before the down columns
   RowMatrix query, key, value, out;
   RowMatrix query_down,
-      key_up;             // of latent attention, whose heads have rows of their own in key_up and value
-  RowMatrix out_gate;     // where the mixer has a gate
-  RowMatrix beta, decay;  // of a delta rule, as the rest of these
+      key_up;  // of latent attention, whose heads have rows of their own in key_up and value
+  RowMatrix per_layer_gate, per_layer_out;  // of per-layer embeddings, with
+  Norm per_layer_norm;
+  RowMatrix out_gate;                                       // where the mixer has a gate
+  RowMatrix beta, decay;                                    // of a delta rule, as the rest of these
   const float* convolution = nullptr;                       // [channels, kernel]
   const float *decay_log = nullptr, *decay_bias = nullptr;  // [value_heads]
   float scale = 1.0F;                                       // of the states that leave the layer

@@ -100,6 +100,10 @@ void check_block(const ModelSpec& model, const BlockWeights& weights) {
   require(!spec.rounded_inputs || (layer.norms == NormPlace::input && !layer.parallel),
           "inputs are rounded where a block's norms are, before attention and FFN");
   require(layer.neurons != 0, "a block's FFN must have neurons");
+  require(spec.per_layer == 0 || (fits(weights.per_layer_gate, spec, spec.per_layer, spec.d_model) &&
+                                  fits(weights.per_layer_out, spec, spec.d_model, spec.per_layer) &&
+                                  weights.per_layer_norm.width == spec.d_model),
+          "a block's per-layer embedding does not fit the model");
   require(!weights.neuron_norm || weights.neuron_norm.neurons == layer.neurons,
           "the norm before a block's down columns does not fit the model");
 }
@@ -120,6 +124,10 @@ void check_fits(const ModelSpec& spec, const ModelWeights& weights, const RowFor
   for (const Norm* each : {&weights.embedding_norm, &weights.final_norm})
     require(each->width == 0 || each->width == block.d_model,
             "the norm of the embedding, or the final norm, does not fit the model");
+  require(block.per_layer == 0 ||
+              (fits(weights.per_layer_projection, block, block.row_width(), block.d_model) &&
+               weights.per_layer_norm.width == block.per_layer && weights.blocks.size() == block.layers),
+          "the per-layer embeddings do not fit the model");
   require(rows.d_model == block.d_model, "the rows do not fit the model");
   for (const BlockWeights& each : weights.blocks) check_block(spec, each);
 }

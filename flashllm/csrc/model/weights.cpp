@@ -22,6 +22,10 @@ ModelWeights read_ends(NamedTensors& tensors, const Architecture& of, bool in_pa
     weights.project_in = linear("project_in", d_model, spec.embed_dim);
     weights.project_out = linear("project_out", spec.embed_dim, d_model);
   }
+  if (spec.block.per_layer != 0) {
+    weights.per_layer_projection = linear("per_layer_projection", spec.block.row_width(), d_model);
+    weights.per_layer_norm = tensors.norm("per_layer_projection_norm", of.norms, spec.block.per_layer);
+  }
   if (of.embedding_norm) weights.embedding_norm = tensors.norm("embedding_norm", of.norms, d_model);
   if (of.final_norm) weights.final_norm = tensors.norm("final_norm", of.norms, d_model);
   weights.head = of.tied_head ? weights.embedding : linear("head", spec.vocab, spec.embed_dim);
@@ -85,6 +89,11 @@ BlockWeights read_block(NamedTensors& tensors, const std::string& layer, const A
     if (attention.value_norm) weights.value_norm = {style.kind, attention.head_dim, style.epsilon};
   }
   if (const float* scale = tensors.floats(layer + "scale", 1)) weights.scale = *scale;
+  if (model.per_layer != 0) {
+    weights.per_layer_gate = tensors.linear(layer + "per_layer_gate", model.per_layer, d_model);
+    weights.per_layer_out = tensors.linear(layer + "per_layer_out", d_model, model.per_layer);
+    weights.per_layer_norm = tensors.norm(layer + "per_layer_norm", style, d_model);
+  }
   if (of.sub_norms) {
     weights.mixed_norm = tensors.norm(layer + "attention_sub_norm", style, attended);
     weights.neuron_norm = {tensors.floats(layer + "ffn_sub_norm.weight", spec.neurons), spec.neurons,
