@@ -163,9 +163,7 @@ void pair_plane_rows(const void* rows, std::size_t stride, std::size_t id, std::
   }
   const auto* codes = static_cast<const std::uint8_t*>(rows) + first / 8 * Scales::kBits;
   auto* words = reinterpret_cast<__m256i*>(to.pairs);
-  const auto codes_at = [&](std::size_t slot) {
-    return signed_codes<Scales>(codes + neuron(slot) * stride);
-  };
+  const auto codes_at = [&](std::size_t slot) { return signed_codes<Scales>(codes + neuron(slot) * stride); };
   for (std::size_t slot = 0; slot < slots; slot += 2, words += kCodeColumns / 8) {
     const __m256i low = codes_at(slot), high = codes_at(slot + 1);
     const __m256i even = _mm256_unpacklo_epi8(low, high), odd = _mm256_unpackhi_epi8(low, high);
