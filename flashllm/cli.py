@@ -25,6 +25,7 @@ VERBS = {
     "convert": ("flashllm.commands.convert", "make a model directory from a checkpoint"),
     "inspect": ("flashllm.commands.inspect", "what a model directory holds and needs"),
     "verify": ("flashllm.commands.verify", "check every byte of a model directory"),
+    "models": ("flashllm.commands.models.known", "well-known models: what each takes here, before it is downloaded"),
     "list": ("flashllm.commands.models.list", "the models that were converted on first use"),
     "rm": ("flashllm.commands.models.rm", "delete such models"),
     "train": ("flashllm.commands.predictors.train", "train a model's activity predictors"),

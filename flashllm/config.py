@@ -37,7 +37,7 @@ class Ablation:
     merged: bool = True  # misses that are neighbours on flash are read in one request
     overlap: bool = True  # hits are multiplied while misses are read
     kernels: bool = True  # products use this processor's vector instructions; off: plain loops
-    prefetch: bool = True  # the next layer's rows are prefetched, where there are predictors for it
+    prefetch: bool = True  # the next layer's rows are prefetched, where something names them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,8 @@ from flashllm import _core
 from flashllm.base.dtypes import WEIGHT_DTYPES, WeightDtype
 from flashllm.base.dtypes import cast as cast_dtype
 from flashllm.base.files import drop_page_cache, naming
-from flashllm.engine.model import Model, Observer
+from flashllm.engine.model import Model
+from flashllm.engine.passes import Observer
 from flashllm.plan.memory_plan import KV_BLOCK_TOKENS
 
 BATCH_TOKENS = 2048  # of the passes through a layer, at most; one sample where it is longer

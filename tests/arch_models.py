@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import make_tokenizer
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -56,6 +56,8 @@ _SIZES = {  # of model_types whose config has other keys
             "afmoe": ("moe_intermediate_size",),
             "laguna": ("moe_intermediate_size", "shared_expert_intermediate_size"),
             "hy_v3": ("moe_intermediate_size",),
+            "bailing_moe": ("moe_intermediate_size",),
+            "mimo_v2_flash": ("moe_intermediate_size",),
         }.items()
     },
     **{
@@ -75,6 +77,18 @@ _SIZES = {  # of model_types whose config has other keys
     "bloom": {"hidden_size": 64, "n_head": 4, "n_layer": LAYERS},
     "mpt": {"d_model": 64, "n_heads": 4, "n_layers": LAYERS, "max_seq_len": CONTEXT},
     "gpt2": {"n_embd": 64, "n_inner": 96, "n_head": 4, "n_positions": CONTEXT},
+    "gpt_bigcode": {"n_embd": 64, "n_inner": 96, "n_head": 4, "n_positions": CONTEXT},
+    "gpt_neo": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_heads": 4,
+        "num_layers": LAYERS,
+        "attention_types": [[["global", "local", "local"], 1]],
+    },
+    **{
+        name: {"n_embd": 64, "n_inner": 96, "n_head": 4, "n_positions": CONTEXT, "rotary_dim": 8, "n_layer": LAYERS}
+        for name in ("gptj", "codegen")
+    },
 }
 _WITH_STATES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 for _name in _WITH_STATES:
@@ -113,6 +127,14 @@ _SIZES["nemotron_h"] = {
 }
 _SIZES["falcon_h1"] = {**_GROUPED, **_MAMBA, "mamba_d_ssm": 192}
 _SIZES["bamba"] = {**_GROUPED, **_MAMBA, "attn_layer_indices": [1]}
+_SIZES["gemma4_text"] = {
+    **_GROUPED,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 40,
+}
 _SIZES["minimax_m2"] |= {"head_dim": 16}
 _SIZES["dots1"] |= {"n_shared_experts": 2, "first_k_dense_replace": 1}
 for _name in ("mellum", "hunyuan_v1_moe", "solar_open", "afmoe", "laguna", "hy_v3"):
@@ -121,7 +143,9 @@ _SIZES["phimoe"] |= {"num_experts_per_tok": 2, "bos_token_id": 2, "lm_head_bias"
 for _name in ("phimoe", "granitemoe", "granitemoeshared", "granitemoe_swa"):
     _SIZES[_name]["num_local_experts"] = _SIZES[_name].pop("num_experts")
 _SIZES["hunyuan_v1_moe"]["moe_topk"] = _SIZES["hunyuan_v1_moe"].pop("num_experts_per_tok")
-for _name in ("glm4_moe", "dots1", "solar_open"):
+_SIZES["bailing_moe"] |= {"head_dim": 16, "n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": True}
+_SIZES["mimo_v2_flash"] |= {"head_dim": 24, "v_head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 2}
+for _name in ("glm4_moe", "dots1", "solar_open", "bailing_moe", "mimo_v2_flash"):
     _SIZES[_name]["n_routed_experts"] = _SIZES[_name].pop("num_experts")
 for _name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"):
     _SIZES[_name] |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
@@ -134,6 +158,7 @@ _TEACHERS = {
     "sparsellama": "llama",
     "bamboo": "mistral",
     "differing": "llama",
+    "bailing_moe": "glm4_moe",  # whose code is the vendor's, under other names
 }  # whose code computes them, but for the activation
 _ROPE = {"rope_theta": 500.0}
 _SHIFTED = ("gemma", "gemma2", "gemma3_text", "nemotron", *_WITH_STATES)  # that keep their norms' weight - 1
@@ -264,6 +289,25 @@ VARIANTS = {
     "gemma2 uncapped": Variant("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gemma3": Variant(
         "gemma3_text", {"sliding_window": 40, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}
+    ),
+    "gemma4": Variant(
+        "gemma4_text",
+        {
+            "attention_k_eq_v": True,
+            "final_logit_softcapping": 5.0,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        },
+    ),
+    "gemma4 shared keys, rows of ids": Variant(
+        "gemma4_text",
+        {
+            "num_hidden_layers": 5,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention"],
+            "hidden_size_per_layer_input": 32,
+            "vocab_size_per_layer_input": VOCAB,
+        },
     ),
     "granite": Variant(
         "granite",
@@ -558,13 +602,20 @@ VARIANTS |= {
     ),
     "laguna gate of every number": Variant("laguna", {"gating": "per-element", "mlp_layer_types": _SOME}),
     "hy_v3": Variant("hy_v3", {"mlp_layer_types": _SOME}),
+    "bailing_moe": Variant("bailing_moe", _GROUPS),
+    "mimo_v2_flash": Variant("mimo_v2_flash", _TYPES | {"rope_parameters": _TWO_ROPES, "attention_value_scale": 0.5}),
+    "gpt_bigcode": Variant("gpt_bigcode"),
+    "gpt_bigcode many key-value heads": Variant("gpt_bigcode", {"multi_query": False}),
+    "gpt_neo": Variant("gpt_neo", {"window_size": 50}),
+    "gptj": Variant("gptj"),
+    "codegen": Variant("codegen"),
 }
 
 
 def make_config(variant: Variant) -> PreTrainedConfig:
     """The variant's config, as transformers completes it."""
     given = {**_SIZES.get(variant.model_type, _GROUPED), **copy.deepcopy(variant.config)}  # which it completes
-    if variant.model_type in _TEACHERS:
+    if variant.model_type in _TEACHERS and variant.model_type != "bailing_moe":
         given["hidden_act"] = "relu"
     if variant.model_type == "nemotron_h":
         given["num_hidden_layers"] = len(given["hybrid_override_pattern"])
@@ -635,6 +686,8 @@ def open_model(path: Path) -> PreTrainedModel:
         give_layers(model, config)
         model.load_state_dict(load_file(path / "model.safetensors"), strict=True)
         return model.eval()
+    if config["model_type"] == "bailing_moe":
+        return AutoModelForCausalLM.from_pretrained(path / "teacher").eval()
     if teacher is None:
         model = AutoModelForCausalLM.from_pretrained(path).eval()
         if config["model_type"] == "glm4_moe_lite":  # as its vendor's later code, and other engines, have it
@@ -653,6 +706,31 @@ def open_model(path: Path) -> PreTrainedModel:
     return model
 
 
+def give_names_of_ling(path: Path) -> None:
+    """To the checkpoint of a GLM-4.5: the tensors of Ling 2.0, and the keys of its config."""
+    tensors, renamed = load_file(path / "model.safetensors"), {}
+    names = {
+        "self_attn.o_proj": "attention.dense",
+        "self_attn.q_norm": "attention.query_layernorm",
+        "self_attn.k_norm": "attention.key_layernorm",
+        "e_score_correction_bias": "expert_bias",
+        "embed_tokens": "word_embeddings",
+    }
+    for name, tensor in tensors.items():
+        if name.endswith("q_proj.weight"):
+            at = name.removesuffix("self_attn.q_proj.weight")
+            parts = [tensors[f"{at}self_attn.{part}_proj.weight"] for part in "qkv"]
+            renamed[f"{at}attention.query_key_value.weight"] = torch.cat(parts)
+        elif not name.endswith(("k_proj.weight", "v_proj.weight")):
+            known = next((each for each in names if each in name), "")
+            renamed[name.replace(known, names.get(known, ""))] = tensor
+    save_file(renamed, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    config |= {"num_experts": config["n_routed_experts"], "num_shared_experts": config["n_shared_experts"]}
+    config |= {"score_function": "sigmoid", "moe_router_enable_expert_bias": True, "rotary_dim": 8}
+    (path / "config.json").write_text(json.dumps(config))
+
+
 def make_checkpoint(path: Path, variant: Variant, *, dtype: str = "float32", seed: int = 0) -> Path:
     """A random model of the variant, with a tokenizer, in the folder `path`, which is returned.
 
@@ -666,15 +744,21 @@ def make_checkpoint(path: Path, variant: Variant, *, dtype: str = "float32", see
         give_layers(model, {**model.config.to_dict(), **variant.config})
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(_CHOICES)]
+        biases = [
+            (name, buffer) for name, buffer in model.named_buffers() if name.endswith((*_CHOICES, "layer_scalar"))
+        ]
         for name, parameter in [*sorted(model.named_parameters()), *biases]:
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith(_CHOICES):
                 # By far below the scores in one variant: what is left out must not count as zero.
                 parameter.copy_((-3.0 if variant == VARIANTS["glm4_moe groups"] else 0.0) + 0.2 * noise)
+            elif name.endswith("layer_scalar"):
+                parameter.copy_(0.7 + 0.1 * noise)
             elif "norm" in name or ".ln_" in name:
                 plain = variant.model_type not in _SHIFTED or ".linear_attn." in name
                 middle = 1.0 if name.endswith("weight") and plain else 0.0
+                if name.endswith(("q_norm.weight", "k_norm.weight")) and variant.model_type == "gemma4_text":
+                    middle = 0.4  # whose scores are not scaled otherwise
                 parameter.copy_(middle + 0.1 * noise)
             elif name.endswith(("fc1.bias", "gate_proj.bias", "dense_h_to_4h.bias", "up_proj.bias")):
                 parameter.copy_(0.3 * noise - 0.4)
@@ -691,6 +775,9 @@ def make_checkpoint(path: Path, variant: Variant, *, dtype: str = "float32", see
     model.to(getattr(torch, dtype))
     transformers_logging.disable_progress_bar()
     model.save_pretrained(path)
+    if variant.model_type == "bailing_moe":
+        model.save_pretrained(path / "teacher")
+        give_names_of_ling(path)
     make_tokenizer(VOCAB).save_pretrained(path)
     if variant.model_type in _TEACHERS or isinstance(widths, list):
         config = json.loads((path / "config.json").read_text())

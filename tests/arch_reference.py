@@ -11,8 +11,9 @@ from torch.nn.functional import gelu, layer_norm, relu, silu
 
 from flashllm.arch.registry import resident_shapes
 from flashllm.arch.spec import BlockSpec
+from flashllm.arch.tensors import TOKEN_TABLE
 from flashllm.format.model_dir import ModelDir, read_plane
-from flashllm.format.model_files import FFN, RESIDENT, ffn_tensor, gate_tensor, resident_encoding
+from flashllm.format.model_files import FFN, RESIDENT, TABLE, ffn_tensor, gate_tensor, resident_encoding
 from flashllm.format.rows import widened_rows
 from flashllm.format.safetensors import open_safetensors
 
@@ -38,7 +39,7 @@ class ReferenceDecoder:
             self.model = self.model.with_sparsity(None)
         self.block: BlockSpec = self.model.block
         self.tensors = self._read(path / RESIDENT)
-        self.ffn = []
+        self.ffn, self.kept = [], {}
         with open_safetensors(path / FFN) as file:
             for layer, layout in enumerate(self.model.manifest.layouts):
                 if not layout.d_ff:
@@ -82,7 +83,9 @@ class ReferenceDecoder:
             h = self._norm("embedding_norm", h)
         if block.learned_positions:
             h = h + tensors["positions.weight"][positions + block.position_offset]
+        rows = self._token_rows(ids, h)
         for layer in range(len(self.ffn)):
+            self.of_layer = None if rows is None else rows[:, layer]
             h = self._layer(layer, h, positions)
         if block.final_norm:
             h = self._norm("final_norm", h)
@@ -91,6 +94,21 @@ class ReferenceDecoder:
         logits = h @ tensors["embedding.weight" if block.tied_head else "head.weight"].T * block.logit_scale
         logits = logits + tensors.get("head.bias", 0.0)
         return self._capped(logits, block.logit_softcap)
+
+    def _token_rows(self, ids, h):
+        """[tokens, layers, dim] of per-layer embeddings."""
+        per_layer, table = self.block.per_layer, self.model.table
+        if per_layer is None:
+            return None
+        with open_safetensors(self.model.path / TABLE) as file:
+            stored = np.empty((table.rows, table.stride), np.uint8)
+            file.read_into(file.header.tensors[TOKEN_TABLE], 0, stored.reshape(-1).data)
+        known = np.array([token if token < table.rows else 0 for token in ids])
+        stored = np.ascontiguousarray(stored[known, : table.row_nbytes]).view(table.encoding.storage)
+        rows = torch.from_numpy(np.array(table.encoding.widened(stored, table.columns)))
+        made = self._linear("per_layer_projection", h) * self.block.d_model**-0.5
+        made = self._norm("per_layer_projection_norm", made.view(len(ids), -1, per_layer.dim))
+        return (made + rows.view(made.shape) * per_layer.dim**0.5) * 0.5**0.5
 
     def _layer(self, layer, h, positions):
         block, spec, at = self.block, self.block.layers[layer], f"layers.{layer}."
@@ -123,7 +141,10 @@ class ReferenceDecoder:
                 continue
             h = h + part(h)
             h = self._norm(at + name, h) if spec.norms == "sum" else h
-        return h
+        if self.of_layer is not None:
+            gate = self._activation(layer, self._linear(at + "per_layer_gate", h))
+            h = h + self._norm(at + "per_layer_norm", self._linear(at + "per_layer_out", gate * self.of_layer))
+        return h * self.tensors.get(at + "scale", 1.0)
 
     @staticmethod
     def _capped(values, cap):
@@ -149,10 +170,28 @@ class ReferenceDecoder:
         made = self._linear(name, x)
         if part != "value" and mixer.query_key_norm == "projection":
             made = self._norm(name + "_norm", made)
-        made = made.view(len(x), heads, mixer.head_dim)
+        made = made.view(len(x), heads, mixer.value_width if part == "value" else mixer.head_dim)
         return (
             self._norm(name + "_norm", made) if part != "value" and mixer.query_key_norm in ("head", "heads") else made
         )
+
+    def _keys_and_values(self, layer, x, positions):
+        """[tokens, kv_heads, head_dim] each, kept for the layers that share them."""
+        mixer = self.block.layers[layer].mixer
+        if mixer.shared is not None:
+            return self.kept[mixer.shared]
+        key = self._heads(layer, "key", x, mixer.kv_heads)
+        if mixer.key_is_value:
+            value = self._linear(f"layers.{layer}.key", x).view(key.shape)
+        else:
+            value = self._heads(layer, "value", x, mixer.kv_heads)
+        if mixer.value_norm:
+            value = value * torch.rsqrt(value.square().mean(-1, keepdim=True) + self.block.norm_epsilon)
+        key = self._rotate(key, positions, mixer.rotary)
+        if mixer.query_key_norm == "turned_head":
+            key = self._norm(f"layers.{layer}.key_norm", key)
+        self.kept[layer] = key, value
+        return self.kept[layer]
 
     def _latent(self, layer, x, positions):
         """Query, key and value of every head, expanded."""
@@ -179,12 +218,12 @@ class ReferenceDecoder:
             query, key, value = self._latent(layer, x, positions)
         else:
             query = self._heads(layer, "query", x, mixer.heads)
-            key, value = (self._heads(layer, part, x, mixer.kv_heads) for part in ("key", "value"))
-            query, key = (self._rotate(states, positions, mixer.rotary) for states in (query, key))
+            query = self._rotate(query, positions, mixer.rotary)
             if mixer.query_key_norm == "turned_head":
-                at = f"layers.{layer}."
-                query, key = self._norm(at + "query_norm", query), self._norm(at + "key_norm", key)
-            key, value = (states.repeat_interleave(mixer.heads // mixer.kv_heads, 1) for states in (key, value))
+                query = self._norm(f"layers.{layer}.query_norm", query)
+            made = self._keys_and_values(layer, x, positions)
+            key, value = (states.repeat_interleave(mixer.heads // mixer.kv_heads, 1) for states in made)
+            value = value * mixer.value_scale
         query = query * mixer.query_scale
         scores = self._capped(torch.einsum("qhd,khd->hqk", query, key), mixer.softcap)
         scores = scores + self._alibi(mixer.alibi, positions)

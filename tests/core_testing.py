@@ -1,12 +1,18 @@
-"""Importing this puts the native core's test build, `_core_testing`, in the place of `flashllm._core`."""
+"""Importing this puts the native core's test build, `_core_testing`, in the place of `flashllm._core`.
+
+And torch's threads that wait sleep from now on, here and in processes that tests start: where they spin, and other
+tests have the processors, products of milliseconds take minutes.
+"""
 
 import importlib.util
+import os
 import sys
 from importlib.machinery import ExtensionFileLoader
 
 import flashllm
 
 NAME = "flashllm._core"
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is loaded
 
 
 def _load() -> None:

@@ -18,6 +18,7 @@ ARCHITECTURES = {
     "minimax_m2": "minimax-m2",
 }
 WITH_LATENT = ("deepseek2", "minicpm3")
+_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _SIGMOID = ("deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1", "minimax_m2")
 _COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 
@@ -31,11 +32,66 @@ def family_tensors(state: dict[str, torch.Tensor], config: dict[str, Any], whole
             both = tensor.reshape(heads, plain + config["v_head_dim"], -1)
             result[name.replace("kv_b_proj", "k_b_proj")] = both[:, :plain].transpose(1, 2).contiguous()
             result[name.replace("kv_b_proj", "v_b_proj")] = both[:, plain:].contiguous()
+        elif ".linear_attn." in name or (config["model_type"] in _DELTA and name.endswith("norm.weight")):
+            result |= _delta_tensors(name, tensor, config)
         elif name.endswith("e_score_correction_bias"):
             result[name.removesuffix("_bias") + ".bias"] = tensor.reshape(-1)
         else:
             result[name] = tensor
     return result
+
+
+def _delta_tensors(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Norms have 1 added but for the mixed one. Value heads that share a key head lie tiled, but for Qwen3-Next's."""
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    key_dim, value_dim = config["linear_key_head_dim"], config["linear_value_head_dim"]
+
+    def tiled(rows: torch.Tensor, dim: int) -> torch.Tensor:
+        if config["model_type"] == "qwen3_next":
+            return rows
+        return rows.reshape(keys, values // keys, dim, -1).swapaxes(0, 1).reshape(rows.shape)
+
+    def behind_keys(rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat([rows[: 2 * keys * key_dim], tiled(rows[2 * keys * key_dim :], value_dim)])
+
+    owner, _, part = name.partition(".linear_attn.")
+    match part:
+        case "":
+            return {name: tensor + 1}
+        case "A_log":
+            return {name: tiled(-torch.exp(tensor), 1)}
+        case "dt_bias":
+            return {f"{owner}.linear_attn.dt_proj.bias": tiled(tensor, 1)}
+        case "conv1d.weight":
+            return {name: behind_keys(tensor.squeeze(1))}
+        case "in_proj_qkv.weight":
+            return {name: behind_keys(tensor)}
+        case "in_proj_z.weight":
+            return {name: tiled(tensor, value_dim)}
+        case "in_proj_a.weight" | "in_proj_b.weight":
+            return {name: tiled(tensor, 1)}
+        case "out_proj.weight":
+            return {name: tiled(tensor.T, value_dim).T.contiguous()}
+        case "in_proj_qkvz.weight":
+            shared = values // keys * value_dim
+            parts = tensor.reshape(keys, -1, tensor.shape[1]).split([key_dim, key_dim, shared, shared], dim=1)
+            query, key, value, gate = (each.reshape(-1, tensor.shape[1]) for each in parts)
+            flat = f"{owner}.linear_attn.in_proj"
+            return {f"{flat}_qkv.weight": torch.cat([query, key, value]), f"{flat}_z.weight": gate.contiguous()}
+    return {name: tensor}
+
+
+def write_delta(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Sizes of layers that keep a state."""
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+    writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
+    kinds = config["layer_types"]
+    writer.add_array(f"{writer.arch}.attention.recurrent_layers", [kind == "linear_attention" for kind in kinds])
+    if config["model_type"] != "qwen3_next":
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
 
 
 def write_latent(writer: gguf.GGUFWriter, config: dict[str, Any], whole: bool) -> None:
@@ -85,6 +141,9 @@ def write_router(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     ):
         if config.get(key) is not None:
             add(config[key])
+    if config.get("moe_num_shared_experts"):
+        size = config["moe_num_shared_experts"] * config["moe_intermediate_size"]
+        writer.add_expert_shared_feed_forward_length(size)
     if config.get("mlp_layer_types"):
         writer.add_leading_dense_block_count(config["mlp_layer_types"].count("dense"))
     if config["model_type"] in _SIGMOID:

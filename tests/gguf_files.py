@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import torch
 from gguf_families import ARCHITECTURES as FAMILIES
-from gguf_families import WITH_LATENT, family_tensors, write_latent, write_router
+from gguf_families import WITH_LATENT, family_tensors, write_delta, write_latent, write_router
 from safetensors.torch import load_file
 
 KINDS = gguf.GGMLQuantizationType
@@ -40,18 +40,28 @@ def ungrouped(rows: torch.Tensor, heads: int, groups: int) -> torch.Tensor:
     return torch.cat([part.reshape(-1, *rows.shape[1:]) for part in parts])
 
 
-_HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # bytes where a block has an fp16 scale or minimum
+# Where a block has an fp16 scale or minimum, and about what its largest weight is beside that.
+HALVES = {
+    "Q4_K": ((0, 2), 32 * 8),
+    "Q5_K": ((0, 2), 32 * 8),
+    "Q6_K": ((208,), 64 * 16),
+    "Q2_K": ((80, 82), 32),
+    "Q3_K": ((108,), 64),
+    "IQ4_NL": ((0,), 100),
+    "IQ4_XS": ((0,), 100 * 16),
+}
 
 
 def coded(values: np.ndarray, kind: str) -> np.ndarray:
     """`values` in this kind; random blocks of about their size where the gguf package cannot quantise."""
-    if kind not in _HALVES:
+    if kind not in HALVES:
         return gguf.quantize(values, KINDS[kind])
     weights, nbytes = gguf.GGML_QUANT_SIZES[KINDS[kind]]
     random = np.random.default_rng(values.size)
     blocks = random.integers(0, 256, (values.size // weights, nbytes), np.uint8)
-    for at in _HALVES[kind]:
-        scales = values.std() * random.uniform(0.5, 1.5, len(blocks)) / (32 * 8 if kind != "Q6_K" else 64 * 16)
+    places, largest = HALVES[kind]
+    for at in places:
+        scales = values.std() * random.uniform(0.5, 1.5, len(blocks)) / largest
         blocks[:, at : at + 2] = scales.astype("<f2")[:, None].view(np.uint8)
     return blocks.reshape(*values.shape[:-1], -1)
 
@@ -70,12 +80,14 @@ def write_gguf(
     alignment: int = 32,
     whole_latent: bool = False,
     fused_experts: bool = False,
+    drafting: bool = False,
 ) -> Path:
     """The model in the Hugging Face folder `folder` as the GGUF file `path`, which is returned.
 
     Matrices are of `kind`, or of what it says of their name in the file; everything else is of `vectors`. `metadata`
     adds to what the config says, and `alignment` is the data's; `predictors` (fc1, fc2) make it a file of PowerInfer's;
-    `whole_latent`: latent attention in its old form; `fused_experts`: gate and up in one;
+    `whole_latent`: latent attention in its old form; `fused_experts`: gate and up in one; `drafting`: one layer
+    more, which drafts tokens;
     `drop` leaves out a tensor; `split` makes so many files, of which `path` is given the first's name.
     """
     config = json.loads((folder / "config.json").read_text())
@@ -87,6 +99,13 @@ def write_gguf(
             for name, values in tensors.items()
         } | dict(predictors)
     tensors.pop(drop, None)
+    if drafting:
+        layers, own = config["num_hidden_layers"], (metadata or {})
+        last = f"blk.{layers - 1}."
+        tensors |= {f"blk.{layers}." + name.removeprefix(last): tensors[name] for name in tensors if last in name}
+        tensors[f"blk.{layers}.nextn.enorm.weight"] = np.ones(config["hidden_size"], np.float32)
+        metadata = {**own, f"{architecture}.nextn_predict_layers": 1}
+        config["num_hidden_layers"] += 1
     for name in [name for name in tensors if fused_experts and "ffn_gate_exps" in name]:
         both = [tensors.pop(name), tensors.pop(name.replace("gate", "up"))]
         tensors[name.replace("gate", "gate_up")] = np.concatenate(both, axis=1)
@@ -178,12 +197,15 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: dict[str, 
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config.get("intermediate_size") or config["ffn_hidden_size"])
+    if width := config.get("intermediate_size") or config.get("ffn_hidden_size"):
+        writer.add_feed_forward_length(width)
     writer.add_head_count(heads)
     kv_heads = config.get("num_key_value_heads") or config.get("num_kv_heads") or heads
     one = config.get("multi_query") and not config.get("new_decoder_architecture")
     writer.add_head_count_kv(1 if one or (architecture == "deepseek2" and not whole) else kv_heads)
     write_router(writer, config)
+    if "linear_num_value_heads" in config:
+        write_delta(writer, config)
     for key in ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"):
         if key in config:
             writer.add_layer_norm_eps(config[key])
@@ -192,6 +214,7 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: dict[str, 
     rope = config.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
     share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    share = (config.get("rotary_dim") or share * head_dim) / head_dim
     if architecture in WITH_LATENT:
         write_latent(writer, config, whole or architecture == "minicpm3")
     else:

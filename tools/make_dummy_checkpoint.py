@@ -59,6 +59,27 @@ def outer_tensors(hidden: int, generator: torch.Generator) -> dict[str, torch.Te
     }
 
 
+def write(out: Path, size: tuple[int, int, int], *, share: float = 0.05, seed: int = 0, dtype: str = "float16") -> None:
+    """Write a checkpoint of so many layers, hidden numbers and heads into the new folder `out`; the config last."""
+    layers, hidden, heads = size
+    out.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(seed)
+    weight_map, total = {}, 0
+    count = layers + 1
+    for shard in range(count):
+        tensors = outer_tensors(hidden, generator) if shard == 0 else None
+        tensors = tensors or layer_tensors(shard - 1, hidden, share, generator)
+        tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
+        name = f"model-{shard + 1:05d}-of-{count:05d}.safetensors"
+        save_file(tensors, out / name, metadata={"format": "pt", "weights": "synthetic"})
+        weight_map |= dict.fromkeys(tensors, name)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+        print(f"{name}", file=sys.stderr)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index))
+    (out / "config.json").write_text(json.dumps(opt_config(layers, hidden, heads, dtype=dtype), indent=1))
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("out", type=Path, help="folder to write; must not exist")
@@ -70,23 +91,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     layers, hidden, heads = SHAPES[args.shape]
-    layers = args.layers or layers
-    args.out.mkdir(parents=True)
-    generator = torch.Generator().manual_seed(args.seed)
-    weight_map, total = {}, 0
-    count = layers + 1
-    for shard in range(count):
-        tensors = outer_tensors(hidden, generator) if shard == 0 else None
-        tensors = tensors or layer_tensors(shard - 1, hidden, args.share, generator)
-        name = f"model-{shard + 1:05d}-of-{count:05d}.safetensors"
-        save_file(tensors, args.out / name, metadata={"format": "pt", "weights": "synthetic"})
-        weight_map |= dict.fromkeys(tensors, name)
-        total += sum(tensor.nbytes for tensor in tensors.values())
-        print(f"{name}", file=sys.stderr)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (args.out / "model.safetensors.index.json").write_text(json.dumps(index))
-    config = opt_config(layers, hidden, heads, dtype="float16")
-    (args.out / "config.json").write_text(json.dumps(config, indent=1))
+    write(args.out, (args.layers or layers, hidden, heads), share=args.share, seed=args.seed)
     for path in sorted(args.tokenizer.glob("token*.json")):
         shutil.copy(path, args.out)
     return 0

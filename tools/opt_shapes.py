@@ -7,6 +7,8 @@ SHAPES = {  # layers, hidden, heads (the FFN is four times hidden)
     "opt-1.3b": (24, 2048, 32),
     "opt-2.7b": (32, 2560, 32),
     "opt-6.7b": (32, 4096, 32),
+    "opt-30b": (48, 7168, 56),
+    "opt-175b": (96, 12288, 96),
 }
 VOCAB, CONTEXT = 50272, 2048
 

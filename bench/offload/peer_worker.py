@@ -1,8 +1,9 @@
 """One run of a peer in a process of its own, for offload_run.py: settings in, results out.
 
-`accelerate`: transformers over weights that accelerate reads from disk for each step. `llama`: llama.cpp's batched
-decoding over a mapped file of the Llama-2-7B shape (bench/peer/peer_llama.py makes it), whose layers have as many
-weights as OPT-6.7B's; it has no OPT. Tokens go in and out as ids: the weights are dummies.
+`accelerate`: transformers over weights that accelerate reads from disk for each step; with `device`, computed there,
+from the disk or from memory. `llama`: llama.cpp's batched decoding over a mapped file of the Llama-2-7B shape
+(bench/peer/peer_llama.py makes it), whose layers have as many weights as OPT-6.7B's; it has no OPT. Tokens go in and
+out as ids: the weights are dummies.
 """
 
 import json
@@ -26,12 +27,22 @@ def accelerate(settings: dict[str, Any]) -> dict[str, float]:
 
     torch.set_num_threads(num_cores())
     with tempfile.TemporaryDirectory(dir=settings["scratch"]) as folder:
-        model = AutoModelForCausalLM.from_pretrained(
-            settings["model"], dtype=getattr(torch, settings["dtype"]), device_map={"": "disk"}, offload_folder=folder
-        )
+        dtype, on = getattr(torch, settings["dtype"]), settings.get("device")
+        if on is None:  # computed by the CPU
+            model = AutoModelForCausalLM.from_pretrained(
+                settings["model"], dtype=dtype, device_map={"": "disk"}, offload_folder=folder
+            )
+        else:
+            from accelerate import cpu_offload, disk_offload
+
+            model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=dtype)
+            if settings["weights"] == "memory":
+                cpu_offload(model, execution_device=torch.device(on))
+            else:
+                disk_offload(model, folder, execution_device=torch.device(on))
         generator = torch.Generator().manual_seed(1)
         vocab = model.config.vocab_size
-        prompts = torch.randint(4, vocab, (settings["batch"], settings["prompt"]), generator=generator)
+        prompts = torch.randint(4, vocab, (settings["batch"], settings["prompt"]), generator=generator).to(on or "cpu")
 
         def seconds(new: int) -> float:
             started = time.perf_counter()

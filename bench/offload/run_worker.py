@@ -109,6 +109,8 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
         weight_bits=settings["weight_bits"] or 4,
         cache_bits=settings["cache_bits"] or 4,
         cache_layout=settings["layout"],
+        accelerator=settings.get("accelerator"),
+        accelerator_memory=settings.get("accelerator_memory"),
     )
     with (
         tempfile.TemporaryDirectory(dir=settings["scratch"]) as scratch,
@@ -119,7 +121,7 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
         size = policy.block_size
         blocks = [sequences[first : first + size] for first in range(0, len(sequences), size)]
         measures = [runner.run(block) for block in blocks]
-        notices = runner.notices
+        notices, peak_device = runner.notices, runner.peak_device_nbytes
     prefill_s, decode_s = (sum(getattr(one, name) for one in measures) for name in ("prefill_s", "decode_s"))
     new_tokens = sum(one.new_tokens for one in measures)
     return {
@@ -132,6 +134,9 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
         "bytes_written": sum(one.bytes_written for one in measures),
         "busy": {action: sum(one.busy[action] for one in measures) for action in measures[0].busy},
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_device_bytes": peak_device,
+        "tiers": {tier: max(one.tiers[tier] for one in measures) for tier in measures[0].tiers},
+        "answers": [list(sequence.output) for sequence in sequences] if settings.get("answers") else None,
         "notices": notices,
     }
 

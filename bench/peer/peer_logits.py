@@ -30,6 +30,7 @@ from flashllm.config import RunConfig
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
 
+_HEADS = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}  # llama.cpp knows one size
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name -> variant, its config, how written
     "llama": ("llama", {}, {}),
     "qwen3moe": ("qwen3_moe", {"norm_topk_prob": True}, {}),
@@ -40,6 +41,16 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name
     "deepseek2 GLM-4.7-Flash": ("glm4_moe_lite", {}, {}),
     "deepseek2 youtu": ("youtu", {}, {}),
     "minicpm3": ("minicpm3", {"v_head_dim": 16, "scale_depth": 1.4, "dim_model_base": 256}, {}),
+    "qwen3next": ("qwen3_next", _HEADS, {}),
+    "qwen35": ("qwen3_5", _HEADS, {}),
+    "qwen35 one value head a key": ("qwen3_5", _HEADS | {"linear_num_value_heads": 2}, {}),
+    "qwen35moe": ("qwen3_5_moe", _HEADS, {}),
+    "glm4moe": ("glm4_moe", {}, {}),
+    "glm4moe, norms of heads": ("glm4_moe norms of heads, biases", {}, {}),
+    "glm4moe, groups": ("glm4_moe groups", {}, {}),
+    "ernie4_5-moe": ("ernie4_5_moe", {}, {}),
+    "minimax-m2": ("minimax_m2 half turned", {}, {}),
+    "dots1": ("dots1", {"num_key_value_heads": 4}, {}),
 }
 LEAST = 0.99  # of the positions have the same likeliest token
 

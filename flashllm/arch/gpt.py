@@ -1,4 +1,5 @@
-"""Decoders under other names than Llama's: GPT-2, GPT-NeoX and Pythia, Falcon, Persimmon, Phi-1 to Phi-2.
+"""Decoders under other names than Llama's: GPT-2, GPT-Neo, GPT-J, GPT-NeoX and Pythia, the first StarCoder, CodeGen,
+Falcon, Persimmon, Phi-1 to Phi-2.
 
 Most keep query, key and value in one tensor. Falcon with ReLU (ReluFalcon) and Persimmon run sparsely; the others'
 neurons are never zero, unless their config says ReLU.
@@ -14,11 +15,14 @@ from flashllm.arch.family import (
     decoder_block,
     fused,
     head_size,
+    is_untied,
+    kv_heads,
     linear_tensors,
+    never,
     says,
 )
 from flashllm.arch.spec import BlockSpec, Config, check_size
-from flashllm.arch.tensors import Part, ResidentTensor
+from flashllm.arch.tensors import ArchitectureSpec, Part, ResidentTensor
 from flashllm.errors import UnsupportedModelError
 
 _FUSED = ("query", "key", "value")
@@ -305,25 +309,40 @@ def _gpt2(config: Config) -> BlockSpec:
     )
 
 
+_FC = {"up": "mlp.c_fc", "down": "mlp.c_proj"}
+_GPT2: dict[str, Any] = {
+    "vocab_size": 50257,
+    "n_positions": 1024,
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_inner": None,
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+    "tie_word_embeddings": True,
+}
+_GPT2_NAMES: dict[str, Any] = {
+    "norms": {"attention_norm": ("ln_1", always), "ffn_norm": ("ln_2", always)},
+    "norm_bias": always,
+    "ffn_bias": always,
+    "names": {
+        "base": "transformer.",
+        "embedding": "wte",
+        "positions": "wpe",
+        "layer": "h.{i}.",
+        "final_norm": "ln_f",
+    },
+    "ignored": ("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
+}
 GPT2 = decoder(
     "gpt2",
-    defaults={
-        "vocab_size": 50257,
-        "n_positions": 1024,
-        "n_embd": 768,
-        "n_layer": 12,
-        "n_head": 12,
-        "n_inner": None,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "add_cross_attention": False,
-        "tie_word_embeddings": True,
-    },
+    defaults=_GPT2,
     derived=_gpt2_keys,
     block=_gpt2,
-    matrices={"up": "mlp.c_fc", "down": "mlp.c_proj"},
+    matrices=_FC,
     matrix_parts={"up": _transposed(), "down": _transposed()},
     attention=(
         *(
@@ -335,17 +354,163 @@ GPT2 = decoder(
         ),
         *linear_tensors("layers.{i}.out", "attn.c_proj", bias=always, part=_transposed()),
     ),
-    norms={"attention_norm": ("ln_1", always), "ffn_norm": ("ln_2", always)},
-    norm_bias=always,
-    ffn_bias=always,
-    names={
-        "base": "transformer.",
-        "embedding": "wte",
-        "positions": "wpe",
-        "layer": "h.{i}.",
-        "final_norm": "ln_f",
-    },
-    ignored=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
+    **_GPT2_NAMES,
 )
 
-GPT_LIKE = (GPT_NEOX, FALCON, PERSIMMON, PHI, GPT2)
+# The first StarCoder (Li et al., 2023): GPT-2, one key-value head; weights lie as [outputs, inputs].
+
+
+def _bigcode_part(part: int) -> Any:
+    def rows(config: Config) -> Part:
+        return fused(part, kv_heads if config["multi_query"] else None)(config)
+
+    return rows
+
+
+GPT_BIGCODE = decoder(
+    "gpt_bigcode",
+    defaults={**_GPT2, "activation_function": "gelu_pytorch_tanh", "multi_query": True},
+    derived=lambda config: {**_gpt2_keys(config), "num_key_value_heads": 1 if config["multi_query"] else None},
+    block=_gpt2,
+    matrices=_FC,
+    attention=(
+        *(
+            tensor
+            for part, name in enumerate(_FUSED)
+            for tensor in linear_tensors(f"layers.{{i}}.{name}", "attn.c_attn", bias=always, part=_bigcode_part(part))
+        ),
+        *linear_tensors("layers.{i}.out", "attn.c_proj", bias=always),
+    ),
+    **_GPT2_NAMES,
+)
+
+
+# GPT-Neo (Black et al., 2021): layers take turns with a window, queries are not scaled.
+
+
+def _gpt_neo(config: Config) -> BlockSpec:
+    kinds = [kind for names, times in config["attention_types"] for _ in range(times) for kind in names]
+    types = [{"global": "full_attention", "local": "sliding_attention"}.get(kind, kind) for kind in kinds]
+    return decoder_block(
+        {**config, "layer_types": types, "sliding_window": check_size("window_size", config["window_size"])},
+        epsilon="layer_norm_epsilon",
+        activation="activation_function",
+        norm="layer",
+        gated=False,
+        positions="learned",
+        query_scale=1.0,
+    )
+
+
+GPT_NEO = decoder(
+    "gpt_neo",
+    defaults={
+        "vocab_size": 50257,
+        "max_position_embeddings": 2048,
+        "hidden_size": 2048,
+        "num_layers": 24,
+        "num_heads": 16,
+        "attention_types": [[["global", "local"], 12]],
+        "window_size": 256,
+        "intermediate_size": None,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+    },
+    derived=lambda config: {
+        "num_attention_heads": config["num_heads"],
+        "num_hidden_layers": config["num_layers"],
+        "intermediate_size": config["intermediate_size"] or 4 * check_size("hidden_size", config["hidden_size"]),
+    },
+    block=_gpt_neo,
+    matrices=_FC,
+    attention=tuple(
+        tensor
+        for name, source in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj"), ("out", "out_proj"))
+        for tensor in linear_tensors(
+            f"layers.{{i}}.{name}", f"attn.attention.{source}", bias=always if name == "out" else never
+        )
+    ),
+    **{
+        **_GPT2_NAMES,
+        "ignored": ("transformer.h.*.attn.attention.bias", "transformer.h.*.attn.attention.masked_bias"),
+    },
+)
+
+
+# GPT-J (Wang and Komatsuzaki, 2021) and CodeGen (Nijkamp et al., 2022): attention and FFN read one norm, neighbours of
+# the first dimensions are turned.
+
+
+def _gptj(config: Config) -> BlockSpec:
+    dims = check_size("rotary_dim", config["rotary_dim"])
+    return decoder_block(
+        config,
+        epsilon="layer_norm_epsilon",
+        activation="activation_function",
+        rotary_share=dims / head_size(config),
+        rotary_style="interleaved",
+        norm="layer",
+        gated=False,
+        parallel=True,
+        shared_norm=True,
+    )
+
+
+def _like_gptj(model_type: str, attention: tuple[ResidentTensor, ...]) -> ArchitectureSpec:
+    return decoder(
+        model_type,
+        defaults={
+            "vocab_size": 50400,
+            "n_positions": 2048,
+            "n_embd": 4096,
+            "n_layer": 28,
+            "n_head": 16,
+            "n_inner": None,
+            "rotary_dim": 64,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
+            "tie_word_embeddings": False,
+        },
+        derived=_gpt2_keys,
+        block=_gptj,
+        matrices={"up": "mlp.fc_in", "down": "mlp.fc_out"},
+        attention=(*attention, *linear_tensors("layers.{i}.out", "attn.out_proj")),
+        head_bias=is_untied,
+        **{
+            **_GPT2_NAMES,
+            "norms": {"attention_norm": ("ln_1", always)},
+            "names": {key: name for key, name in _GPT2_NAMES["names"].items() if key != "positions"},
+            "ignored": (*_GPT2_NAMES["ignored"], "transformer.h.*.attn.causal_mask"),
+        },
+    )
+
+
+def _codegen_part(place: int) -> Any:
+    """Four times, of a quarter of the heads: queries, values, keys."""
+
+    def rows(config: Config) -> Part:
+        quarter = check_size("hidden_size", config["hidden_size"]) // 4
+        return Part(first=place * quarter, count=quarter, step=3 * quarter, repeats=4)
+
+    return rows
+
+
+GPTJ = _like_gptj(
+    "gptj",
+    tuple(
+        tensor
+        for name, source in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj"))
+        for tensor in linear_tensors(f"layers.{{i}}.{name}", f"attn.{source}")
+    ),
+)
+CODEGEN = _like_gptj(
+    "codegen",
+    tuple(
+        tensor
+        for place, name in enumerate(("query", "value", "key"))
+        for tensor in linear_tensors(f"layers.{{i}}.{name}", "attn.qkv_proj", part=_codegen_part(place))
+    ),
+)
+
+GPT_LIKE = (GPT_NEOX, FALCON, PERSIMMON, PHI, GPT2, GPT_BIGCODE, GPT_NEO, GPTJ, CODEGEN)

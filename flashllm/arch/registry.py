@@ -14,6 +14,7 @@ from flashllm.arch.gpt import GPT_LIKE
 from flashllm.arch.llama.bitnet import BITNET
 from flashllm.arch.llama.delta import WITH_STATES
 from flashllm.arch.llama.dense import DENSE
+from flashllm.arch.llama.gemma import GEMMAS
 from flashllm.arch.llama.latent import LATENT_DENSE
 from flashllm.arch.llama.sparse import SPARSE
 from flashllm.arch.llama.state_space import STATE_SPACES
@@ -21,7 +22,7 @@ from flashllm.arch.llama.windowed import WINDOWED
 from flashllm.arch.opt import OPT
 from flashllm.arch.refused import describe_refused
 from flashllm.arch.spec import Architecture, BlockSpec
-from flashllm.arch.tensors import ArchitectureSpec, Part, ResidentTensor, Shape, tensor_shape
+from flashllm.arch.tensors import TOKEN_TABLE, ArchitectureSpec, Part, ResidentTensor, Shape, tensor_shape
 from flashllm.base.checks import check_int
 from flashllm.errors import FormatError, UnsupportedModelError
 
@@ -32,6 +33,7 @@ ARCHITECTURES: dict[str, ArchitectureSpec] = {
     for spec in (
         OPT,
         *DENSE,
+        *GEMMAS,
         *WINDOWED,
         *LATENT_DENSE,
         *SPARSE,
@@ -129,6 +131,11 @@ def resident_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
 def _resident(config: Mapping[str, Any]) -> list[tuple[str, str, Shape, ResidentTensor]]:
     """(canonical name, state_dict name, shape, entry of the table) of every tensor that stays in DRAM; those of a layer
     follow each other."""
+    return [each for each in _outside_ffn(config) if each[0] != TOKEN_TABLE]
+
+
+def _outside_ffn(config: Mapping[str, Any]) -> list[tuple[str, str, Shape, ResidentTensor]]:
+    """The same with the table that lies on flash."""
     block, present = block_spec(config), spec_of(config).present(complete_config(config))
     first = next((at for at, tensor in enumerate(present) if "{i}" in tensor.name), len(present))
     layered = [tensor for tensor in present if "{i}" in tensor.name]
@@ -165,7 +172,7 @@ def claims(config: Mapping[str, Any]) -> dict[str, Claim]:
     """Every tensor of a checkpoint that a model needs, by canonical name; the FFN's matrices are the last. Errors as
     `block_spec`."""
     spec, architecture, full = spec_of(config), resolve(config), complete_config(config)
-    resident = _resident(config)
+    resident = _outside_ffn(config)
     try:
         result = {
             name: Claim(name=name, source=source, part=tensor.part(full), shape=shape)

@@ -1,8 +1,8 @@
 """Rotary frequencies (Su et al., 2021) as a config.json means them, so that the native core knows no scaling rule.
 
-Understands transformers' rope types default, linear, dynamic, yarn, longrope and llama3, under `rope_parameters` or,
-before transformers 5, `rope_scaling` and `rope_theta`. Types that change with the length (dynamic, longrope) are
-computed as for lengths within the trained context, to which `trained_context` limits the model.
+Understands transformers' rope types default, linear, dynamic, yarn, longrope, llama3 and proportional, under
+`rope_parameters` or, before transformers 5, `rope_scaling` and `rope_theta`. Types that change with the length
+(dynamic, longrope) are computed as for lengths within the trained context, to which `trained_context` limits the model.
 """
 
 import math
@@ -13,7 +13,7 @@ from flashllm.arch.spec import MAX_CONTEXT, Config, Rotary, check_number, check_
 from flashllm.errors import UnsupportedModelError
 
 DEFAULT_THETA = 10_000.0
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
 
 def rotary(config: Config, head_dim: int, *, theta: float = DEFAULT_THETA, share: float = 1.0) -> Rotary:
@@ -34,6 +34,8 @@ def rotary_of(
     theta = check_number("rope_theta", _first(*given, theta))
     key = "partial_rotary_factor"
     share = check_number(key, _first(rope.get(key), config.get(key), config.get("rotary_pct"), share))
+    if kind == "proportional":
+        return _proportional(rope, head_dim, theta=theta, share=share)
     dims = int(head_dim * share)
     if kind == "dynamic" and rope.get("alpha") and dims > 2:  # Hunyuan's, which is the same at every length
         theta *= _positive(rope, "alpha") ** (dims / (dims - 2))
@@ -135,6 +137,16 @@ def _llama3(frequency: float, rope: dict[str, Any], config: Config) -> float:
         return frequency
     blend = (waves - low) / (high - low)
     return (1 - blend) * frequency / factor + blend * frequency
+
+
+def _proportional(rope: dict[str, Any], head_dim: int, *, theta: float, share: float) -> Rotary:
+    """Gemma 4's: pairs are those of the whole head, of which the first `share` turn, at the whole's frequencies."""
+    turned = int(share * head_dim // 2)
+    if theta <= 0 or head_dim % 2 or not 0 < turned <= head_dim // 2:
+        raise ValueError(f"rotary positions need rope_theta above 0 and a share of up to 1, not {theta} and {share}")
+    by = 1.0 if rope.get("factor") is None else _positive(rope, "factor")
+    frequencies = [theta ** (-2 * pair / head_dim) / by for pair in range(turned)]
+    return Rotary(inverse_frequency=(*frequencies, *[0.0] * (head_dim // 2 - turned)))
 
 
 def _yarn(plain: list[float], rope: dict[str, Any], config: Config, theta: float) -> Rotary:

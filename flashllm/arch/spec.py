@@ -98,7 +98,13 @@ class Attention:
     # Of a product with what goes in, that what is mixed is multiplied by; "head_softplus": a number of each head.
     gate: Literal["none", "sigmoid", "softplus", "head_softplus"] = "none"
     out_scale: float = 1.0  # of the output
+    # Of a value's head and its output's, where that is less than head_dim: the cache keeps head_dim, the rest zeros.
+    value_dim: int | None = None
+    value_scale: float = 1.0  # of the values
     latent: Latent | None = None  # a key is head_dim = rank and rotated dimensions wide, and there is one
+    value_norm: bool = False  # each head's value is normalized, without a weight
+    key_is_value: bool = False  # the key's projection is the value, too, before its norm and rotation
+    shared: int | None = None  # the earlier layer whose keys and values it attends to; None: its own
 
     def __post_init__(self) -> None:
         for name in ("heads", "kv_heads", "head_dim"):
@@ -112,8 +118,18 @@ class Attention:
         if self.alibi is not None and len(self.alibi.slopes) != self.heads:
             raise ValueError(f"{len(self.alibi.slopes)} slopes do not fit {self.heads} heads")
         _check_cap("softcap", self.softcap)
+        if self.shared is not None and self.shared < 0:
+            raise ValueError(f"there is no layer {self.shared} to share keys and values with")
+        if not 1 <= self.value_width <= self.head_dim:
+            raise ValueError(f"values of {self.value_width} do not fit heads of {self.head_dim}")
+        if (self.key_is_value or self.value_norm) and self.value_dim is not None:
+            raise ValueError("values narrower than keys are projected by themselves, and not normalized")
         if self.latent is None:
             return
+        if self.value_norm or self.key_is_value or self.shared is not None:
+            raise ValueError("latent attention has keys of its own, whose first numbers are values")
+        if self.value_dim is not None or self.value_scale != 1.0:
+            raise ValueError("the values of latent attention are parts of its keys")
         if self.kv_heads != 1 or self.query_key_norm != "none" or self.latent.rank > self.head_dim:
             raise ValueError("latent attention has one key for all heads, at least as wide as its rank")
         if self.rotary is not None and self.rotary.dims != self.rotated_dim:
@@ -125,14 +141,19 @@ class Attention:
         return self.heads * self.head_dim
 
     @property
+    def value_width(self) -> int:
+        """Numbers of a value's head as it is projected."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
     def kv_dim(self) -> int:
-        """Outputs of the key projection, and of the value projection, of which latent attention has none."""
+        """Outputs of the key projection, and numbers that the cache keeps of a value."""
         return self.kv_heads * self.head_dim
 
     @property
     def rows(self) -> Mapping[str, int]:
         """Outputs of each projection by its canonical name within a layer."""
-        value = self.kv_dim if self.latent is None else self.mixed_dim
+        value = self.kv_heads * self.value_width if self.latent is None else self.mixed_dim
         rows = {"query": self.projected_dim, "key": self.kv_dim, "value": value, "out_gate": self.gate_dim}
         return rows | ({} if self.latent is None else {"query_down": self.latent.query_rank or 0})
 
@@ -159,7 +180,7 @@ class Attention:
     @property
     def mixed_dim(self) -> int:
         """Inputs of the output projection."""
-        return self.query_dim if self.latent is None else self.heads * self.latent.value_dim
+        return self.heads * (self.value_width if self.latent is None else self.latent.value_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,8 +353,12 @@ class LayerSpec:
             "attention_output_norm": behind,
             "ffn_output_norm": behind,
             "query_norm": of_heads or (latent is not None and latent.query_rank is not None),
-            "key_norm": of_heads or latent is not None,
+            "key_norm": (of_heads and self._shared is None) or latent is not None,
         }.get(name, True)
+
+    @property
+    def _shared(self) -> int | None:
+        return self.mixer.shared if isinstance(self.mixer, Attention) else None
 
     @property
     def ffn_input_norm(self) -> str | None:
@@ -341,6 +366,23 @@ class LayerSpec:
         if self.norms == "output":
             return None
         return "attention_norm" if self.norms == "sum" or self.shared_norm else "ffn_norm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerLayerEmbedding:
+    """A table with a row for each token's id (Gemma Team, 2025: Gemma 3n), of which every layer adds its own `dim`
+    numbers, and as many that come of the states before the first layer, through a gate that its own states make:
+
+        e = (row * sqrt(dim) + norm(projection(embedded) / sqrt(d_model))) / sqrt(2)
+        h += norm(out(activation(gate(h)) * e[layer]))
+    """
+
+    rows: int  # an id beyond them has the first one's
+    dim: int
+
+    def __post_init__(self) -> None:
+        check_size("rows", self.rows, 2**30)
+        check_size("dim", self.dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -373,6 +415,7 @@ class BlockSpec:
     residual_scale: float = 1.0  # of what a layer adds to h
     logit_scale: float = 1.0
     logit_softcap: float | None = None  # logits are cap * tanh(logit / cap)
+    per_layer: PerLayerEmbedding | None = None
 
     def __post_init__(self) -> None:
         for name in ("d_model", "embed_dim", "vocab_size"):
@@ -388,6 +431,9 @@ class BlockSpec:
             raise ValueError(f"a model has from 1 to {MAX_LAYERS} layers, not {len(self.layers)}")
         if not any(isinstance(layer.mixer, Attention) for layer in self.layers):
             raise ValueError("a model needs a layer that attends to keys and values")
+        for number, layer in enumerate(self.layers):
+            if isinstance(layer.mixer, Attention) and layer.mixer.shared is not None:
+                self._check_shared(number, layer.mixer)
         if len({layer.experts for layer in self.layers} - {None}) > 1:
             raise ValueError("layers that are mixtures of experts must be alike")
         _check_cap("logit_softcap", self.logit_softcap)
@@ -397,6 +443,18 @@ class BlockSpec:
             raise ValueError("inputs are rounded behind norms: those of a layer's inputs, and sub_norms")
         if self.sub_norms and (self.norm != "rms" or self.experts is not None):
             raise ValueError("sub_norms are RMS norms, and not of a mixture of experts")
+
+    @property
+    def token_row(self) -> int:
+        """Numbers of a row of per-layer embeddings; 0 where there are none."""
+        return 0 if self.per_layer is None else len(self.layers) * self.per_layer.dim
+
+    def _check_shared(self, number: int, mixer: Attention) -> None:
+        other = self.layers[mixer.shared].mixer if mixer.shared is not None and mixer.shared < number else None
+        if not isinstance(other, Attention) or other.shared is not None:
+            raise ValueError(f"layer {number} needs an earlier layer with keys and values of its own")
+        if (other.kv_heads, other.head_dim, other.window) != (mixer.kv_heads, mixer.head_dim, mixer.window):
+            raise ValueError(f"the keys and values of layer {mixer.shared} do not fit layer {number}")
 
     @property
     def experts(self) -> ExpertsSpec | None:
@@ -430,7 +488,7 @@ class BlockSpec:
 
     def kv_nbytes_per_token(self, itemsize: int) -> int:
         """Bytes of keys and values of one token over all layers."""
-        return itemsize * sum(mixer.kv_rows * mixer.kv_dim for mixer in self.attentions)
+        return itemsize * sum(mixer.kv_rows * mixer.kv_dim for mixer in self.attentions if mixer.shared is None)
 
     @property
     def state_nbytes(self) -> int:

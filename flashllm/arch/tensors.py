@@ -10,6 +10,11 @@ Canonical names, "{i}" for the layer; those a model has no use for are absent:
     layers.{i}.attention_output_norm, layers.{i}.ffn_output_norm: the same
     layers.{i}.query.weight [heads * head_dim, d_model], .bias; key and value with kv_heads
     layers.{i}.query_norm.weight, .bias; key_norm: of the width that `Attention.query_key_norm` says
+    layers that attend to another's keys and values have no key, value and key_norm; see `Attention.key_is_value`, too
+    layers.{i}.scale [1]: of the states that leave the layer
+    of per-layer embeddings (`PerLayerEmbedding`): per_layer_embedding.weight [rows, layers * dim], which lies on flash;
+        per_layer_projection.weight [layers * dim, d_model], per_layer_projection_norm.weight [dim];
+        layers.{i}.per_layer_gate.weight [dim, d_model], per_layer_out.weight [d_model, dim], per_layer_norm [d_model]
     layers.{i}.out_gate.weight: the product of `Attention.gate`, of the queries' shape
     layers.{i}.out.weight [d_model, heads * head_dim], .bias
     layers whose mixer is a `DeltaRule`, with r = value_heads * value_dim: query, key, value, out_gate, out as it says;
@@ -42,10 +47,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashllm.arch.mixture import ExpertsSpec
-from flashllm.arch.spec import Attention, BlockSpec, Config, DeltaRule, Latent, LayerSpec, Mixer, Recurrent, StateSpace
+from flashllm.arch.spec import (
+    Attention,
+    BlockSpec,
+    Config,
+    DeltaRule,
+    Latent,
+    LayerSpec,
+    Mixer,
+    PerLayerEmbedding,
+    Recurrent,
+    StateSpace,
+)
 from flashllm.errors import FormatError
 
 Shape = tuple[int, ...]
+TOKEN_TABLE = "per_layer_embedding.weight"  # the only tensor but the FFN's that lies on flash
 
 
 def is_wide(name: str) -> bool:
@@ -70,6 +87,16 @@ def mixtures(layer: LayerSpec) -> bool:
 def attentions(layer: LayerSpec) -> bool:
     """Layers that attend to keys and values have it."""
     return isinstance(layer.mixer, Attention)
+
+
+def own_keys(layer: LayerSpec) -> bool:
+    """Layers that attend to keys of their own have it."""
+    return isinstance(layer.mixer, Attention) and layer.mixer.shared is None
+
+
+def own_values(layer: LayerSpec) -> bool:
+    """Layers that project values of their own have it."""
+    return own_keys(layer) and not layer.attention.key_is_value
 
 
 def delta_rules(layer: LayerSpec) -> bool:
@@ -247,6 +274,12 @@ def _latent(layer: LayerSpec) -> Latent:
     return layer.attention.latent
 
 
+def _per_layer(block: BlockSpec) -> PerLayerEmbedding:
+    if block.per_layer is None:
+        raise ValueError("the model has no per-layer embeddings")
+    return block.per_layer
+
+
 def _inputs(part: str, block: BlockSpec, layer: LayerSpec) -> int:
     """Inputs of a projection: d_model, or a rank of latent attention."""
     latent = _mixer(layer).latent
@@ -314,6 +347,13 @@ _SHAPES: dict[str, _ShapeOf] = {
     "layers.{i}.out.bias": lambda block, layer: (block.d_model,),
     **_norm("layers.{i}.attention_sub_norm", lambda block, layer: (_mixer(layer).mixed_dim,)),
     **_norm("layers.{i}.ffn_sub_norm", lambda block, layer: (layer.neurons,)),
+    "layers.{i}.scale": lambda block, layer: (1,),
+    TOKEN_TABLE: lambda block, layer: (_per_layer(block).rows, block.token_row),
+    "per_layer_projection.weight": lambda block, layer: (block.token_row, block.d_model),
+    "per_layer_projection_norm.weight": lambda block, layer: (_per_layer(block).dim,),
+    "layers.{i}.per_layer_gate.weight": lambda block, layer: (_per_layer(block).dim, block.d_model),
+    "layers.{i}.per_layer_out.weight": lambda block, layer: (block.d_model, _per_layer(block).dim),
+    "layers.{i}.per_layer_norm.weight": lambda block, layer: (block.d_model,),
     "layers.{i}.sinks": lambda block, layer: (layer.attention.heads,),
     "layers.{i}.ffn.expert_down_bias": lambda block, layer: (_experts(layer).count, block.d_model),
     "layers.{i}.ffn.up_bias": lambda block, layer: (layer.neurons,),

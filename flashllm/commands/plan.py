@@ -1,7 +1,8 @@
 """`flashllm plan [MODEL] --memory SIZE`: where every byte goes at a conversation's start and with a full context, the
 least that works, and a token's time where the drive has a profile.
 
-Imports what a run imports and loads its tokenizer, because their size is part of the plan; loads no weights.
+Imports what a run imports and loads its tokenizer, because their size is part of the plan; loads no weights. A model
+of `flashllm models` is planned before it is downloaded, by its config alone.
 """
 
 import argparse
@@ -17,11 +18,14 @@ from flashllm.commands.options import add_engine, add_json, add_memory, add_mode
 
 if TYPE_CHECKING:
     from flashllm.config import RunConfig
+    from flashllm.convert.outline import WellKnown
     from flashllm.format.model_dir import ModelDir
     from flashllm.plan.activity import ExpectedActivity
     from flashllm.plan.latency import DenseEstimate, TokenEstimate
     from flashllm.plan.resolve import Plan
 
+OUTLINE_BITS = 4  # of a model that is planned by its config
+PROMPT = 128  # tokens, of the prompt whose first token is estimated
 _CLEARLY_LESS = 0.85  # of a time; estimates are as exact as that
 _SPREAD_NBYTES = 1 << 19  # the run is another process, whose libraries may take some pages more
 
@@ -35,12 +39,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print the plan. A limit that cannot work is an error with the numbers."""
-    path = find_converted(args)
+    with contextlib.ExitStack() as stack:
+        return _plan(args, *_find(args, stack))
+
+
+def _find(args: argparse.Namespace, stack: contextlib.ExitStack) -> "tuple[Path, WellKnown | None]":
+    """The model directory; of a well-known model that is not here an outline, and what it is."""
+    from flashllm.convert.outline import find_well_known, outlined
+    from flashllm.errors import UsageError
+
+    try:
+        return find_converted(args), None
+    except UsageError:
+        known = find_well_known(args.model)
+        if known is None:
+            raise
+    return stack.enter_context(outlined(known, OUTLINE_BITS)), known
+
+
+def _plan(args: argparse.Namespace, path: Path, known: "WellKnown | None") -> int:
     config = run_config(args)
+    if known is not None and config.context is None:
+        config = dataclasses.replace(config, context=known.context)
 
     from flashllm.base.machine import available_nbytes, process_nbytes
     from flashllm.format.model_dir import ModelDir
     from flashllm.format.popularity import describe_popularity
+    from flashllm.plan.latency import estimate_prompt
     from flashllm.plan.resolve import resolve
     from flashllm.profile.store import device_of
 
@@ -51,33 +76,48 @@ def main(args: argparse.Namespace) -> int:
     plan = resolve(config, model, **room)
     for notice in (*plan.reasons, *plan.notices):
         say(notice)
-    estimate = _estimate(model, plan)
-    if estimate is not None and plan.mode == "sparse" and not model.architecture.experts:
-        estimate = _beside_dense(estimate, model, dataclasses.replace(config, mode="dense", prompts="dense"), room)
+    token = estimate(model, plan)
+    if token is not None and plan.mode == "sparse" and not model.architecture.experts:
+        token = _beside_dense(token, model, dataclasses.replace(config, mode="dense", prompts="dense"), room)
+    prompt = None if plan.profile is None else estimate_prompt(model, plan.memory, costs=plan.profile, tokens=PROMPT)
+    name = str(path.absolute()) if known is None else known.hub
     if args.json:
         print_json(
             {
-                "path": str(path.absolute()),
+                "path": name,
                 **plan.memory.as_dict(),
                 "mode": plan.mode,
                 "threads": plan.threads,
                 "prefetch": plan.prefetch,
                 "reader": dataclasses.asdict(plan.reader),
                 "popularity": describe_popularity(path, model.manifest),
-                "token": None if estimate is None else estimate.document,
+                "token": None if token is None else token.document,
+                "prompt": None if prompt is None else {**dataclasses.asdict(prompt), "total_s": prompt.total_s},
             }
         )
         return 0
-    print(inert(f"{path.absolute()}"))
+    print(inert(name))
+    if known is not None:
+        print(f"  not downloaded; {OUTLINE_BITS} bits, --context {config.context}; to make it: {to_type(known)}")
     print("\n".join([*_table(model, plan), _prompts(plan), *_gates(model, plan), *_experts(model)]))
-    if estimate is not None:
-        print(inert("\n".join(estimate.lines)))
+    if token is not None:
+        print(inert("\n".join(token.lines)))
     elif plan.profile is None:
-        print(inert(f"token: {device_of(path)} has no profile; run `flashllm calibrate {path}`"))
+        where = f" {path}" if known is None else ""
+        print(inert(f"token: {device_of(path)} has no profile; run `flashllm calibrate{where}`"))
     else:
         print(f"token: there is no estimate for mode {plan.mode} here")
-    print(inert(f"many prompts at once: `flashllm offload plan {path} --prompt-len S --gen-len N --hardware here`"))
+    if prompt is not None:
+        least = "" if prompt.products_s is not None else "at least "
+        print(f"the first token of a prompt of {PROMPT}: {least}{prompt.total_s:.1f} s")
+    if known is None:
+        print(inert(f"many prompts at once: `flashllm offload plan {path} --prompt-len S --gen-len N --hardware here`"))
     return 0
+
+
+def to_type(known: "WellKnown") -> str:
+    """The command that makes the model which an outline is of."""
+    return f"flashllm convert {known.hub} {known.name} --bits {OUTLINE_BITS}"
 
 
 def _libraries_of_a_run(path: Path) -> object:
@@ -109,7 +149,12 @@ def _table(model: "ModelDir", plan: "Plan") -> list[str]:
         *([f"{windowed} of {layers} layers keep a window's"] if windowed else []),
         f"a server: {memory.parallel} at once, {format_size(memory.kept_nbytes)} kept between requests",
     ]
+    table = model.table
+    of_table = (
+        "" if table is None else f"{memory.table_rows} of {table.rows} rows; {format_size(table.nbytes)} on flash"
+    )
     remarks = {
+        "per-layer embeddings": of_table,
         "requests": f"a server's: {format_size(requests_nbytes(memory.context))} more",
         "KV cache": "; ".join(sequences),
         "neuron cache": f"{share} of {neurons} neurons{shared_out}",
@@ -176,7 +221,7 @@ def _gates(model: "ModelDir", plan: "Plan") -> list[str]:
     return [*lines, f"    here: {used}"]
 
 
-def _estimate(model: "ModelDir", plan: "Plan") -> "_Estimate | None":
+def estimate(model: "ModelDir", plan: "Plan") -> "Estimate | None":
     """The expected token; None where the drive has no profile, in mode oracle, and of a mixture's experts that
     are computed whole."""
     from flashllm.format.model_files import TRACE
@@ -204,14 +249,14 @@ def _estimate(model: "ModelDir", plan: "Plan") -> "_Estimate | None":
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Estimate:
+class Estimate:
     """As it is printed, and as a document."""
 
     lines: list[str]
     document: Mapping[str, Any]
 
 
-def _of_every_neuron(token: "DenseEstimate") -> _Estimate | None:
+def _of_every_neuron(token: "DenseEstimate") -> Estimate | None:
     from flashllm.base.units import format_size
 
     if token.products_s is None or token.total_s is None:
@@ -224,10 +269,10 @@ def _of_every_neuron(token: "DenseEstimate") -> _Estimate | None:
         _total(token.total_s),
     ]
     seconds = {"read_s": token.read_s, "products_s": token.products_s, "total_s": token.total_s}
-    return _Estimate(lines, {**seconds, "bytes_read": token.bytes_read, "activity_source": "every neuron"})
+    return Estimate(lines, {**seconds, "bytes_read": token.bytes_read, "activity_source": "every neuron"})
 
 
-def _of_active_neurons(token: "TokenEstimate", activity: "ExpectedActivity") -> _Estimate:
+def _of_active_neurons(token: "TokenEstimate", activity: "ExpectedActivity") -> Estimate:
     from flashllm.base.units import format_size
 
     lines = [
@@ -239,10 +284,10 @@ def _of_active_neurons(token: "TokenEstimate", activity: "ExpectedActivity") -> 
         _total(token.total_s),
     ]
     document = {**dataclasses.asdict(token), "total_s": token.total_s, "activity_source": activity.source}
-    return _Estimate(lines, document)
+    return Estimate(lines, document)
 
 
-def _beside_dense(estimate: _Estimate, model: "ModelDir", dense: "RunConfig", room: dict[str, int]) -> _Estimate:
+def _beside_dense(token: Estimate, model: "ModelDir", dense: "RunConfig", room: dict[str, int]) -> Estimate:
     """With the time of a token that reads all neurons in sequence, and a line where it is clearly shorter."""
     from flashllm.errors import BudgetError
     from flashllm.plan.latency import dense_token, product_nbytes
@@ -252,11 +297,11 @@ def _beside_dense(estimate: _Estimate, model: "ModelDir", dense: "RunConfig", ro
     with contextlib.suppress(BudgetError):  # it reads further ahead, which may not fit
         plan = resolve(dense, model, **room)
         every = dense_token(model, plan.memory, costs=plan.profile, resident_nbytes=product_nbytes(model)).total_s
-    lines = estimate.lines
-    if every is not None and every < _CLEARLY_LESS * estimate.document["total_s"]:
+    lines = token.lines
+    if every is not None and every < _CLEARLY_LESS * token.document["total_s"]:
         time = f"{every * 1e3:.1f} ms"
         lines = [*lines, f"  --mode dense, which reads every neuron in sequence, takes about {time} here"]
-    return _Estimate(lines, {**estimate.document, "dense_total_s": every})
+    return Estimate(lines, {**token.document, "dense_total_s": every})
 
 
 def _total(seconds: float) -> str:

@@ -23,7 +23,7 @@ from flashllm.arch.registry import (
     spec_of,
 )
 from flashllm.arch.spec import Architecture, BlockSpec
-from flashllm.arch.tensors import ArchitectureSpec, Shape, is_wide
+from flashllm.arch.tensors import TOKEN_TABLE, ArchitectureSpec, Shape, is_wide
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, WeightDtype
 from flashllm.base.files import CHUNK_NBYTES
 from flashllm.base.group_codes import usual_activations
@@ -39,7 +39,7 @@ from flashllm.convert.untrained.predictor import coded_gates_nbytes, default_ran
 from flashllm.errors import FormatError, UnsupportedModelError, UsageError
 from flashllm.format.in_place import InPlace, lying_experts, stored_layouts
 from flashllm.format.model_files import ffn_tensor
-from flashllm.format.rows import RowLayout
+from flashllm.format.rows import RowLayout, TableLayout
 from flashllm.format.safetensors import encode_header
 
 _METADATA = {"format": "pt"}  # transformers asks whose tensors these are
@@ -64,6 +64,8 @@ class ConversionPlan:
     resident: tuple[ResidentEntry, ...]  # in file order
     ffn_header: bytes
     resident_header: bytes
+    table: TableLayout | None  # of per-layer embeddings
+    table_header: bytes
     companions: tuple[Path, ...]  # files to copy
     made: Mapping[str, bytes]  # files to write, by name
     predictor_rank: int = 0  # 0: none are made
@@ -97,13 +99,18 @@ class ConversionPlan:
         return len(self.resident_header) + sum(entry.nbytes for entry in self.resident)
 
     @property
+    def table_nbytes(self) -> int:
+        """Size of `token_rows.safetensors`; 0 where there is none."""
+        return 0 if self.table is None else len(self.table_header) + self.table.nbytes
+
+    @property
     def total_nbytes(self) -> int:
         """Bytes of all files but the manifest."""
         predictors = untrained_nbytes(self.architecture, self.predictor_rank) if self.predictor_rank else 0
         predictors += coded_gates_nbytes(self.architecture) if self.coded_gates else 0
         predictors += self.own_predictors.nbytes if self.own_predictors is not None else 0
         companions = sum(path.stat().st_size for path in self.companions) + sum(map(len, self.made.values()))
-        return self.ffn_nbytes + self.resident_nbytes + companions + predictors
+        return self.ffn_nbytes + self.resident_nbytes + self.table_nbytes + companions + predictors
 
     @property
     def kept_line(self) -> str:
@@ -179,7 +186,7 @@ def plan_conversion(checkpoint: Checkpoint, **choices: Unpack[Choices]) -> Conve
     target = source_dtype if dtype is None else WEIGHT_DTYPES[dtype]
     _check_gate(checkpoint, architecture, gate)
     storage = storage_of(Sources(checkpoint, names, claimed), architecture, target, choices)
-    layout, kept, entries = storage.layout, storage.kept, storage.entries
+    layout, kept, entries, table = storage.layout, storage.kept, storage.entries, storage.table
     in_place = storage.in_place
     # Other gates than those in the rows name the active neurons themselves.
     wants_predictors = choices.get("predictors", False) and architecture.sparse and gate == "rows"
@@ -208,6 +215,10 @@ def plan_conversion(checkpoint: Checkpoint, **choices: Unpack[Choices]) -> Conve
         resident=entries,
         ffn_header=encode_header(ffn, _METADATA),
         resident_header=encode_header([(entry.name, entry.code, entry.shape) for entry in entries], _METADATA),
+        table=table,
+        table_header=b""
+        if table is None
+        else encode_header([(TOKEN_TABLE, "U8", (table.rows, table.stride))], _METADATA),
         companions=companions,
         made=made,
         predictor_rank=default_rank(architecture.d_model) if wants_predictors and own is None else 0,

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import flashllm
+from flashllm.arch.tensors import TOKEN_TABLE
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.files import HashingWriter, Progress, iterate_chunks
 from flashllm.base.units import format_size
@@ -34,7 +35,7 @@ from flashllm.errors import FlashIOError, UsageError
 from flashllm.format.in_place import SliceReader
 from flashllm.format.manifest import MANIFEST, PARTIAL_SUFFIX, Manifest
 from flashllm.format.manifest_values import FileEntry, Source
-from flashllm.format.model_files import FFN, PREDICTORS, RESIDENT
+from flashllm.format.model_files import FFN, PREDICTORS, RESIDENT, TABLE, TABLE_CHECKSUMS
 from flashllm.format.partial import PartialDirectory, check_space, open_partial
 from flashllm.format.rows import CODED_ENCODINGS, checksum_rows, row_checksums
 
@@ -133,6 +134,7 @@ class _Conversion:
         self._done_nbytes = 0
         self._files: dict[str, FileEntry] = {}
         self._checksums: list[NDArray[np.uint64]] = []  # of every `checksum_rows` rows, by layer
+        self._table_checksums: list[NDArray[np.uint64]] = []  # of every row of per-layer embeddings
         layout, self._layouts = plan.layout, plan.layouts
         self._together = checksum_rows(layout, plan.architecture)
         self._rows = np.empty((layout.stream_block_rows, layout.stride), np.uint8)
@@ -140,12 +142,13 @@ class _Conversion:
         self._slices: SliceReader | None = None  # of experts that stay where they are
 
     def run(self, dst: Path, source_name: str) -> Manifest:
-        """1. neurons, 2. everything else, 3. predictors, 4. the manifest, 5. the name."""
+        """1. neurons, 2. per-layer embeddings, everything else, 3. predictors, 4. the manifest, 5. the name."""
         if self._plan.in_place is None:
             self._write_ffn()
         else:
             with SliceReader(self._plan.in_place, self._plan.architecture, self._plan.layout) as self._slices:
                 self._write_ffn()
+        self._write_table()
         self._write_resident()
         for path in self._plan.companions:
             self._copy(path)
@@ -240,6 +243,20 @@ class _Conversion:
             rows[:] = 0
             yield rows
 
+    def _write_table(self) -> None:
+        """Per-layer embeddings, where the model has them."""
+        table = self._plan.table
+        if table is None:
+            return
+        with HashingWriter(self._partial.path / TABLE, preallocate=self._plan.table_nbytes) as writer:
+            self._write(writer, TABLE, memoryview(self._plan.table_header))
+            for stored in self._weights.vectors(self._plan.claims[TOKEN_TABLE], table.encoding):
+                rows = np.zeros((len(stored), table.stride), np.uint8)
+                rows[:, : table.row_nbytes] = stored
+                self._table_checksums.append(row_checksums(rows))
+                self._write(writer, TABLE, rows.reshape(-1).data)
+            self._files[TABLE] = FileEntry(sha256=writer.finish(), nbytes=writer.position)
+
     def _write_resident(self) -> None:
         with HashingWriter(self._partial.path / RESIDENT, preallocate=self._plan.resident_nbytes) as writer:
             self._write(writer, RESIDENT, memoryview(self._plan.resident_header))
@@ -248,6 +265,9 @@ class _Conversion:
             self._files[RESIDENT] = FileEntry(sha256=writer.finish(), nbytes=writer.position)
 
     def _write_tensor(self, writer: HashingWriter, entry: ResidentEntry) -> None:
+        if entry.name == TABLE_CHECKSUMS:
+            self._write(writer, RESIDENT, np.concatenate(self._table_checksums).astype("<u8").data)
+            return
         if entry.layer is not None and not entry.plane:
             self._write(writer, RESIDENT, self._checksums[entry.layer].astype("<u8").data)
             return

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from flashllm.arch.registry import Claim, bundle_names, resident_sources
 from flashllm.arch.spec import Architecture
-from flashllm.arch.tensors import Shape
+from flashllm.arch.tensors import TOKEN_TABLE, Shape
 from flashllm.base.dtypes import WeightDtype
 from flashllm.convert.checkpoint.escapes import held_by_bf12
 from flashllm.convert.checkpoint.source import Checkpoint
@@ -18,12 +18,12 @@ from flashllm.convert.kept.in_place import choose_in_place
 from flashllm.convert.kept.weights import KeptWeights, keep_weights, most_common
 from flashllm.errors import UsageError
 from flashllm.format.in_place import InPlace, checksum_counts
-from flashllm.format.model_files import checksums_tensor, gate_tensor, is_coded_matrix, plane_tensors
+from flashllm.format.model_files import TABLE_CHECKSUMS, checksums_tensor, gate_tensor, is_coded_matrix, plane_tensors
 from flashllm.format.model_files import resident_encoding as stored_as
-from flashllm.format.rows import RowEncoding, RowLayout, checksum_rows
+from flashllm.format.rows import RowEncoding, RowLayout, TableLayout, checksum_rows
 
 _CACHE_LINE_NBYTES = 64
-TABLES = ("embedding.weight", "head.weight")  # resident matrices of the vocabulary
+TABLES = ("embedding.weight", "head.weight", TOKEN_TABLE)  # matrices of the vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +61,7 @@ class Storage(NamedTuple):
     others: dict[str, str]  # by name, those that are stored otherwise
     kept: KeptWeights | None
     entries: tuple[ResidentEntry, ...]  # of the resident file, in its order
+    table: TableLayout | None = None  # of per-layer embeddings
     in_place: InPlace | None = None  # experts that stay where they are
     not_in_place: str | None = None  # why none do, though they were to
 
@@ -75,7 +76,8 @@ def storage_of(sources: Sources, architecture: Architecture, target: WeightDtype
     tables = choices.get("table_encoding") or resident
     if "bf12" in (rows, resident, tables) and target.name != "bfloat16":
         raise UsageError(f"12 bits hold bfloat16 without loss; this model would be {target.name}: use 16, 8 or 4 bits")
-    matrices = [name for name in resident_sources(checkpoint.config) if is_coded_matrix(name)]
+    table = [TOKEN_TABLE] if TOKEN_TABLE in claimed else []
+    matrices = [name for name in (*resident_sources(checkpoint.config), *table) if is_coded_matrix(name)]
     others = {name: tables for name in TABLES if name in matrices and tables is not None and tables != resident}
 
     def fits(name: str) -> bool:
@@ -105,7 +107,12 @@ def storage_of(sources: Sources, architecture: Architecture, target: WeightDtype
     )
     lying = choose_in_place(kept, architecture, layout) if choices.get("in_place") else None
     in_place, reason = (None, lying) if isinstance(lying, str) else (lying, None)
-    storage = Storage(layout, resident, others, kept, (), in_place, reason)
+    of_table = None
+    if table:
+        encoding = stored_as(TOKEN_TABLE, target.name, resident, None, others)
+        ids, columns = claimed[TOKEN_TABLE].shape
+        of_table = TableLayout(ids, columns, encoding)
+    storage = Storage(layout, resident, others, kept, (), of_table, in_place, reason)
     return storage._replace(entries=_entries(sources, architecture, target, storage))
 
 
@@ -127,6 +134,8 @@ def _entries(
         ResidentEntry(name=checksums_tensor(layer), code="U64", shape=(count,), itemsize=8, layer=layer)
         for layer, count in enumerate(counts)
     ]
+    if storage.table is not None:
+        entries.append(ResidentEntry(name=TABLE_CHECKSUMS, code="U64", shape=(storage.table.rows,), itemsize=8))
     for layer, form in enumerate(kept.down_scales if kept is not None else ()):
         entries += [
             ResidentEntry(

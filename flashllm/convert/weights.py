@@ -48,18 +48,23 @@ class Weights:
         if entry.plane:
             yield self._plane(entry).reshape(-1).view(np.uint8).data
             return
-        claim, encoding = self._plan.claims[entry.name], entry.encoding
-        if encoding is None:
+        if entry.encoding is None:
             raise AssertionError("weights have an encoding")
+        for stored in self.vectors(self._plan.claims[entry.name], entry.encoding):
+            yield stored.reshape(-1).data
+
+    def vectors(self, claim: Claim, encoding: RowEncoding) -> Iterator[NDArray[np.uint8]]:
+        """The rows of a tensor as they are stored, uint8 [n, bytes of a row] at a time."""
+        row_nbytes = encoding.vector_items(claim.shape[-1]) * int(encoding.storage.itemsize)
+        row_nbytes *= math.prod(claim.shape[1:-1])
         if (vectors := self._coded(claim)) is not None:
-            together = max(1, CHUNK_NBYTES // (entry.nbytes // claim.rows))
+            together = max(1, CHUNK_NBYTES // row_nbytes)
             for first in range(0, claim.rows, together):
-                stored = np.ascontiguousarray(vectors(first, min(together, claim.rows - first)))
-                yield stored.reshape(-1).data
+                yield np.ascontiguousarray(vectors(first, min(together, claim.rows - first)))
             return
         for _, values in self._parts(claim):
             stored = np.ascontiguousarray(self._stored(claim, encoding, values))
-            yield stored.reshape(-1).view(np.uint8).data
+            yield stored.reshape(-1).view(np.uint8).reshape(len(values), -1)
 
     def rows_of(self, claim: Claim) -> Rows:
         """Rows of a tensor in the result's dtype. A transposed one is read whole, once."""

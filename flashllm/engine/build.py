@@ -6,12 +6,14 @@ In the order of the memory plan; nothing but the KV cache grows afterwards, and 
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
+from flashllm.arch.tensors import TOKEN_TABLE
 from flashllm.config import Backend, RunConfig
 from flashllm.engine.resident import Tensors, read_tensors
 from flashllm.engine.state import NeuronCache
@@ -22,6 +24,8 @@ from flashllm.format.model_files import (
     FFN,
     PREDICTORS,
     RESIDENT,
+    TABLE,
+    TABLE_CHECKSUMS,
     checksums_tensor,
     ffn_tensor,
 )
@@ -45,6 +49,7 @@ class Parts:
     native: _core.Model
     reader: ReaderChoice  # in use
     file: _core.DirectFile  # that rows are streamed from
+    table_file: _core.DirectFile | None  # of per-layer embeddings
     direct_io: bool
     notices: list[str]
 
@@ -60,6 +65,7 @@ class _Builder:
         self._path, self._manifest = model.path, model.manifest
         self._notices: list[str] = list(plan.notices)
         self._sparse = plan.mode == "sparse"
+        self._table_file: _core.DirectFile | None = None
 
     def build(self) -> Parts:
         self._open_files()
@@ -68,6 +74,7 @@ class _Builder:
             np.asarray(tensors.pop(checksums_tensor(layer)), np.uint64)
             for layer in range(self._manifest.architecture.num_layers)
         ]
+        table = self._token_table(tensors)
         offsets = _row_offsets(self._path / FFN, self._manifest)
         experts = self._lying_experts(checksums)
         stream = _core.RowStream(
@@ -97,6 +104,7 @@ class _Builder:
             stream=stream,
             source=self._neuron_source(),
             caches=self._caches(checksums, offsets, experts),
+            table=table,
             pool=self._pool,
             counters=self._counters,
             block_tokens=self._plan.memory.prompt_tokens,
@@ -106,6 +114,10 @@ class _Builder:
         cached = [ffn for ffn in native.ffns if ffn is not None]
         if self._sparse and PREDICTORS in self._manifest.files:
             self._load_predictors(native.ffns)
+        elif self._plan.prefetch:
+            for layer, ffn in enumerate(native.ffns):
+                if ffn is not None:
+                    ffn.guess_by_router(self._prefetch_buffers[layer % 2])
         return Parts(
             pool=self._pool,
             ffns=cached,
@@ -114,6 +126,7 @@ class _Builder:
             native=native,
             reader=self._reader_in_use,
             file=self._file,
+            table_file=self._table_file,
             direct_io=self._file.direct,
             notices=self._notices,
         )
@@ -183,6 +196,25 @@ class _Builder:
             bypass_rows=_core.allocate(memory.bypass_rows * manifest.rows.stride) if memory.bypass_rows else None,
             wait_first=not ablation.overlap,
             split_rows=not ablation.bundled,
+        )
+
+    def _token_table(self, tensors: Tensors) -> _core.TokenTable | None:
+        """Per-layer embeddings, which are read a row at a time; None where the model has none."""
+        table = self._model.table
+        if table is None:
+            return None
+        self._table_file = _core.DirectFile(str(self._path / TABLE), direct=self._config.direct)
+        self._note_buffered([self._table_file])
+        return _core.TokenTable(
+            reader=self._reader,
+            file=self._table_file,
+            offset=read_header(self._path / TABLE).tensors[TOKEN_TABLE].offset,
+            columns=table.columns,
+            encoding=table.encoding.name,
+            stride=table.stride,
+            checksums=np.asarray(tensors.pop(TABLE_CHECKSUMS), np.uint64),
+            memory=_core.allocate(self._plan.memory.table_rows * table.stride),
+            simd="auto" if self._config.ablation.kernels else "scalar",
         )
 
     def _lying_experts(self, checksums: list[NDArray[np.uint64]]) -> list[_core.LyingExperts | None]:
@@ -256,22 +288,25 @@ class _Builder:
                 ffn.set_predictor(tensors, f"layers.{layer}.", encodings)
         if not self._plan.prefetch:
             return
-        # Layers that follow each other read into two buffers in turn: one is used while the other fills.
-        rows = self._manifest.rows
-        buffers = [
+        for layer, ffn in layers:
+            prefix = f"layers.{layer}.{PREFETCH}"
+            if f"{prefix}a" in tensors:
+                ffn.set_predictor(tensors, prefix, prefetch=self._prefetch_buffers[layer % 2])
+
+    @cached_property
+    def _prefetch_buffers(self) -> list[_core.Prefetch]:
+        """Two, which layers that follow each other read into in turn: one is used while the other fills."""
+        stride, memory = self._manifest.rows.stride, self._plan.memory
+        return [
             _core.Prefetch(
-                rows=_core.allocate(self._plan.memory.prefetch_rows * rows.stride),
-                stride=rows.stride,
-                num_neurons=max(self._manifest.architecture.every_width),
+                rows=_core.allocate(memory.prefetch_rows * stride),
+                unit_nbytes=memory.unit_rows * stride,
+                num_units=-(-max(self._manifest.architecture.every_width) // memory.unit_rows),
                 reader=self._reader,
                 file=self._file,
             )
             for _ in range(2)
         ]
-        for layer, ffn in layers:
-            prefix = f"layers.{layer}.{PREFETCH}"
-            if f"{prefix}a" in tensors:
-                ffn.set_predictor(tensors, prefix, prefetch=buffers[layer % 2])
 
 
 class _KeptRows:

@@ -9,10 +9,7 @@ computes single tokens. What a sequence gets never depends on what else is in th
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, Self
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Self, Unpack
 
 from flashllm import _core
 from flashllm.base.files import Closing
@@ -22,23 +19,13 @@ from flashllm.config import RunConfig
 from flashllm.engine.build import Parts, build
 from flashllm.engine.group_limit import GroupLimit
 from flashllm.engine.meter import Meter
-from flashllm.engine.passes import Entry, Ids, Logits, Pass
+from flashllm.engine.passes import Entry, Ids, Logits, Observer, Pass, StepOptions
 from flashllm.engine.state import SequenceState, StateMemory
 from flashllm.errors import UsageError
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_dir import ModelDir
 from flashllm.plan.memory import MAX_VERIFIED, TORCH_GROWTH, state_shape
 from flashllm.plan.resolve import Plan, resolve
-
-
-class Observer(Protocol):
-    """Sees the FFNs of a prompt's pass, a layer after the other. The arrays are valid during the call."""
-
-    def input(self, layer: int, x: NDArray[np.float32]) -> None:
-        """x: the FFN's input [tokens, d_model], of all entries one after the other."""
-
-    def activations(self, layer: int, first: int, h: NDArray[np.float32]) -> None:
-        """h: the activations [neurons, tokens] of the neurons from `first` on; what is written into it counts."""
 
 
 class Model(OneProcess, Closing):
@@ -166,15 +153,7 @@ class Model(OneProcess, Closing):
         self._memory.check_open()
         return SequenceState(self._memory)
 
-    def step(
-        self,
-        entries: Sequence[Entry],
-        *,
-        all_logits: bool = False,
-        as_prompt: bool = False,
-        observer: Observer | None = None,
-        drafted: int = 0,
-    ) -> Logits:
+    def step(self, entries: Sequence[Entry], **options: Unpack[StepOptions]) -> Logits:
         """Run new tokens: each entry is a sequence and the ids that follow what it holds.
 
         Returns logits, fp32 [tokens wanted, vocab], of the entries one after the other: after each one's last token, or
@@ -186,10 +165,7 @@ class Model(OneProcess, Closing):
         from them until `accept` says which were right.
         """
         self.check_process()  # before the lock, which another thread may hold for ever in a forked child
-        with (
-            self._memory.lock,
-            self.begin(entries, all_logits=all_logits, as_prompt=as_prompt, observer=observer, drafted=drafted) as one,
-        ):
+        with self._memory.lock, self.begin(entries, **options) as one:
             logits = one.advance()
         assert logits is not None
         return logits

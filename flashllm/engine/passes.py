@@ -3,6 +3,7 @@ passes go on: nothing is read again for it, and no bit is another one."""
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,25 @@ Ids = Sequence[int]
 Entry = tuple[SequenceState, Ids]
 Logits = NDArray[np.float32]
 Group = tuple[str, list[int]]  # a kind of pass, and which entries it takes
+
+
+class Observer(Protocol):
+    """Sees the FFNs of a prompt's pass, a layer after the other. The arrays are valid during the call."""
+
+    def input(self, layer: int, x: NDArray[np.float32]) -> None:
+        """x: the FFN's input [tokens, d_model], of all entries one after the other."""
+
+    def activations(self, layer: int, first: int, h: NDArray[np.float32]) -> None:
+        """h: the activations [neurons, tokens] of the neurons from `first` on; what is written into it counts."""
+
+
+class StepOptions(TypedDict, total=False):
+    """Options of a pass, as `Model.step` says; by default none of them."""
+
+    all_logits: bool
+    as_prompt: bool
+    observer: Observer | None
+    drafted: int
 
 
 class Pass(Closing):

@@ -10,12 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashllm.engine.meter import StepTimes
+from flashllm.engine.passes import StepOptions
 from flashllm.engine.turns import PATIENCE_S, SLICE_S, Turn, Turns
 from flashllm.errors import BudgetError, Cancelled, ContextFull
 from flashllm.plan.memory import MAX_VERIFIED
@@ -42,12 +43,8 @@ class Steps(Protocol):
     @property
     def most_drafted(self) -> int: ...
     def is_prompt(self, tokens: int) -> bool: ...
-    def step(
-        self, entries: Entries, *, all_logits: bool = False, as_prompt: bool = False, drafted: int = 0
-    ) -> Logits: ...
-    def begin(
-        self, entries: Entries, *, all_logits: bool = False, as_prompt: bool = False, drafted: int = 0
-    ) -> Waiting: ...
+    def step(self, entries: Entries, **options: Unpack[StepOptions]) -> Logits: ...
+    def begin(self, entries: Entries, **options: Unpack[StepOptions]) -> Waiting: ...
     def cancel(self, on: bool = True) -> None: ...
 
 
@@ -88,7 +85,7 @@ class _Member:
     cancelled: threading.Event
     meter: ShareMeter
     entries: Entries = ()
-    options: dict[str, Any] = field(default_factory=dict)  # of its step
+    options: StepOptions = field(default_factory=StepOptions)  # of its step
     running: Waiting | None = None
     logits: Logits | None = None
     error: Exception | None = None
@@ -144,7 +141,7 @@ class SharedModel:
                 self._model.cancel()
             self._changed.notify_all()
 
-    def step(self, entries: Entries, **options: Any) -> Logits:
+    def step(self, entries: Entries, **options: Unpack[StepOptions]) -> Logits:
         """As `Model.step`; others' tokens may share the pass, or be computed before its end."""
         member: _Member = self._here.member
         tokens = sum(len(ids) for _, ids in entries)  # others join few of them; more go by slices, as a prompt's do

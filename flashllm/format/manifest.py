@@ -29,8 +29,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
-from flashllm.arch.registry import resident_shapes, resolve
-from flashllm.arch.spec import Architecture
+from flashllm.arch.registry import block_spec, resident_shapes, resolve
+from flashllm.arch.spec import Architecture, BlockSpec
+from flashllm.arch.tensors import TOKEN_TABLE
 from flashllm.base.checks import check_file_name, check_int, check_list, check_str
 from flashllm.base.codes.carried import PLANE_CODES, SCALE_FORMS
 from flashllm.base.files import is_there, read_json_object, write_atomically
@@ -68,15 +69,18 @@ from flashllm.format.model_files import (
     PLACED,
     PREDICTORS,
     RESIDENT,
+    TABLE,
     check_ffn_header,
     check_resident_header,
     check_resident_tensors,
+    check_table,
     gate_tensor,
     is_coded_matrix,
     plane_tensors,
+    resident_encoding,
 )
 from flashllm.format.predictors import PREFETCH, check_predictors_header
-from flashllm.format.rows import CARRIED_ENCODINGS, CODED_ENCODINGS, PLANE_ENCODINGS, RowLayout
+from flashllm.format.rows import CARRIED_ENCODINGS, CODED_ENCODINGS, PLANE_ENCODINGS, RowLayout, TableLayout
 from flashllm.format.safetensors import read_header
 
 FORMAT_VERSION = 2
@@ -175,7 +179,7 @@ class Manifest:
         for form in self.down_scales:
             if type(form) is not str or form not in SCALE_FORMS:
                 raise ValueError(f"down_scales: {str(form)[:80]!r} is not one of {', '.join(SCALE_FORMS)}")
-            if SCALE_FORMS[form].is_power != PLANE_CODES[self.rows.down].is_fp4:
+            if SCALE_FORMS[form].table != PLANE_CODES[self.rows.down].table:
                 raise ValueError(f"down_scales: {form} is not for columns of {self.rows.down}")
 
     def _check_checksum_rows(self) -> None:
@@ -217,6 +221,14 @@ class Manifest:
             self.lying_experts(layer) * self.architecture.unit_rows + (0 if stored is None else stored.num_rows)
             for layer, stored in enumerate(self.stored_layouts)
         ]
+
+    def table_layout(self, block: BlockSpec) -> TableLayout | None:
+        """Of per-layer embeddings, where the model that computes so has them."""
+        if block.per_layer is None:
+            return None
+        others = self.other_encodings
+        encoding = resident_encoding(TOKEN_TABLE, self.dtype, self.resident_encoding, None, others)
+        return TableLayout(block.per_layer.rows, block.token_row, encoding)
 
     def layout(self, layer: int) -> RowLayout:
         return self.rows.of_width(self.architecture.width(layer))
@@ -409,6 +421,10 @@ def check_directory(directory: Path, manifest: Manifest) -> None:
         others=manifest.other_encodings,
         planes=manifest.planes,
     )
+    if (table := manifest.table_layout(block_spec(config))) is not None:
+        if TABLE not in manifest.files:
+            raise FormatError(f"{directory / MANIFEST}: files does not list {TABLE}")
+        check_table(read_header(directory / TABLE), resident, table)
     if PREDICTORS in manifest.files:
         predictor_ranks(directory / PREDICTORS, manifest)
 

@@ -23,6 +23,7 @@ from flashllm.errors import ChecksumError
 from flashllm.format.manifest import MANIFEST, Manifest, open_model_dir
 from flashllm.format.manifest_values import FileEntry, Sparsity
 from flashllm.format.model_files import CONFIG, FFN, GENERATION_CONFIG, RESIDENT, plane_tensors
+from flashllm.format.rows import TableLayout
 from flashllm.format.safetensors import open_safetensors
 
 _MAX_JSON_NBYTES = 64 * 2**20
@@ -116,6 +117,11 @@ class ModelDir:
         """The file that neurons are read from: the largest part of the model, whose drive matters."""
         in_place = self.manifest.in_place
         return self.path / FFN if in_place is None else Path(in_place.files[0].path)
+
+    @property
+    def table(self) -> TableLayout | None:
+        """Per-layer embeddings, which lie on flash; None where there are none."""
+        return self.manifest.table_layout(self.block)
 
     @property
     def architecture(self) -> Architecture:

@@ -6,14 +6,15 @@ Reads no data. Whether the bytes are right is for `verify` and for the row check
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from flashllm.arch.tensors import is_wide
+from flashllm.arch.tensors import TOKEN_TABLE, is_wide
 from flashllm.base.codes.carried import SCALE_FORMS, plane_shapes
 from flashllm.errors import FormatError
-from flashllm.format.rows import ROW_ENCODINGS, RowEncoding, RowLayout
+from flashllm.format.rows import ROW_ENCODINGS, RowEncoding, RowLayout, TableLayout
 from flashllm.format.safetensors import DATA_ALIGNMENT, SafetensorsHeader
 
 FFN = "ffn.safetensors"
 RESIDENT = "resident.safetensors"
+TABLE = "token_rows.safetensors"  # per-layer embeddings, of models that have them
 PREDICTORS = "predictors.safetensors"
 PLACED = "placed.safetensors"  # of earlier versions: the neurons again, in another order; not read any more
 POPULARITY = "popularity.safetensors"  # how often each neuron is active; see flashllm/format/popularity.py
@@ -36,8 +37,13 @@ _CODED = frozenset(
         "value",
         "out",
         "out_gate",
+        "per_layer_embedding",
+        "per_layer_projection",
+        "per_layer_gate",
+        "per_layer_out",
     )
 )
+TABLE_CHECKSUMS = f"{_OWN_PREFIX}token_rows.checksums"  # of each row, in `resident.safetensors`
 PREDICTOR_METADATA = {"format": "flashllm-predictors", "version": "1"}
 
 
@@ -98,6 +104,16 @@ def check_ffn_header(header: SafetensorsHeader, layouts: Sequence[RowLayout | No
     for name, layout in held.items():
         header.expect(name, layout.safetensors_dtype, layout.shape)
     _check_alignment(header)
+
+
+def check_table(table: SafetensorsHeader, resident: SafetensorsHeader, layout: TableLayout) -> None:
+    """`token_rows.safetensors` holds the rows and nothing else, `resident.safetensors` their checksums. FormatError
+    otherwise."""
+    if list(table.tensors) != [TOKEN_TABLE]:
+        raise FormatError(f"{table.path}: must hold {TOKEN_TABLE} and nothing else")
+    table.expect(TOKEN_TABLE, "U8", (layout.rows, layout.stride))
+    _check_alignment(table)
+    resident.expect(TABLE_CHECKSUMS, "U64", (layout.rows,))
 
 
 def check_resident_header(header: SafetensorsHeader, checksums: Sequence[int]) -> None:

@@ -98,6 +98,30 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+@dataclass(frozen=True, slots=True)
+class TableLayout:
+    """The byte layout of a table with a row for every token's id: uint8 [rows, stride], of whole sectors."""
+
+    rows: int
+    columns: int
+    encoding: RowEncoding
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of a row that carry weights."""
+        return self.encoding.vector_items(self.columns) * int(self.encoding.storage.itemsize)
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one row to the next."""
+        return _round_up(self.row_nbytes, SECTOR_NBYTES)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return self.rows * self.stride
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLayout:
     """The byte layout of every FFN layer: `num_rows` rows of `stride` bytes, of which `row_nbytes` carry weights."""

@@ -1,12 +1,13 @@
 """The part of a model that generation needs: `flashllm.engine.model.Model`, or whatever else has these methods."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashllm.engine.meter import StepTimes
+from flashllm.engine.passes import StepOptions
 
 
 class ModelSequence(Protocol):
@@ -54,14 +55,7 @@ class LanguageModel(Protocol):
     def meter(self) -> StepMeter: ...
     def is_prompt(self, tokens: int) -> bool: ...
     def new_sequence(self) -> ModelSequence: ...
-    def step(
-        self,
-        entries: Sequence[tuple[Any, Sequence[int]]],
-        *,
-        all_logits: bool = False,
-        as_prompt: bool = False,
-        drafted: int = 0,
-    ) -> NDArray[np.float32]:
+    def step(self, entries: Sequence[tuple[Any, Sequence[int]]], **options: Unpack[StepOptions]) -> NDArray[np.float32]:
         """Logits [tokens wanted, vocab]: as `Model.step`. A step that fails changes no sequence."""
 
     def accept(self, sequence: Any, count: int) -> None: ...

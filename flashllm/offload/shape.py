@@ -35,6 +35,7 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     vocab: int
+    value_dim: int = 0  # of a head's value as it is projected; 0: head_dim
     positions: int = 0  # rows of a learned position table, 0 for rotary models
     active: int = 0  # neurons that a token uses in a mixture of experts; 0: all, of no mixture
     most_ffn: int = 0  # of the layer that has most; 0: of every layer
@@ -68,9 +69,10 @@ class ModelShape:
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
         """Outputs and inputs of a layer's matrices."""
-        outputs = {"query": self.query_dim, "key": self.kv_dim, "value": self.kv_dim}
+        value = self.value_dim or self.head_dim
+        outputs = {"query": self.query_dim, "key": self.kv_dim, "value": self.kv_heads * value}
         attention = {name: (rows, self.hidden) for name, rows in outputs.items()}
-        attention |= {"out": (self.hidden, self.query_dim)}
+        attention |= {"out": (self.hidden, self.heads * value)}
         if self.latent:
             attention = {name: (rows, columns) for name, rows, columns in self.latent}
         ffn = dict.fromkeys(("gate", "up") if self.gated else ("up",), (self.ffn, self.hidden))
@@ -136,12 +138,22 @@ class ModelShape:
 
 
 def check_mixers(block: BlockSpec, name: str) -> None:
-    """UnsupportedModelError where layers of the model of this name do not attend to keys and values."""
+    """UnsupportedModelError where layers of the model of this name do not attend to keys and values of their own."""
     if block.recurrent:
         raise UnsupportedModelError(
             f"{name}: layers keep a state in the place of keys and values (delta rule, state space), which "
             "the throughput engine does not do for a batch; use `flashllm generate`, `chat` or `serve`, and convert "
             "without --calibrate"
+        )
+    if block.per_layer is not None:
+        raise UnsupportedModelError(
+            f"{name}: has per-layer embeddings, which the throughput engine does not read; use `flashllm generate`, "
+            "`chat` or `serve`, and convert without --calibrate"
+        )
+    if any(mixer.shared is not None or mixer.key_is_value or mixer.value_norm for mixer in block.attentions):
+        raise UnsupportedModelError(
+            f"{name}: values are normalized, or another layer's, or the keys, which the throughput engine does not do; "
+            "use `flashllm generate`, `chat` or `serve`, and convert without --calibrate"
         )
 
 
@@ -167,6 +179,7 @@ def shape_of(
         heads=mixer.heads,
         kv_heads=mixer.kv_heads,
         head_dim=mixer.head_dim,
+        value_dim=mixer.value_width,
         latent=_latent_matrices(block, mixer),
         vocab=block.vocab_size,
         positions=block.context + block.position_offset if block.learned_positions else 0,

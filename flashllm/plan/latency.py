@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from flashllm.arch.registry import resident_shapes
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import PREDICTORS, RESIDENT, resident_encoding
 from flashllm.format.rows import RowLayout, measured_as
@@ -77,6 +78,46 @@ def dense_token(model: ModelDir, plan: MemoryPlan, *, costs: Profile | None, res
     products_s += layers * costs.layer_overhead_s
     return DenseEstimate(
         ffn_nbytes=ffn_nbytes, bytes_read=bytes_read, read_bps=costs.sequential_bps, products_s=products_s
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptEstimate:
+    """The cost of a conversation's first prompt, whose rows are read once for all its tokens."""
+
+    tokens: int
+    bytes_read: float
+    read_s: float
+    products_s: float | None  # None where the rate of products of many tokens was not measured
+
+    @property
+    def total_s(self) -> float:
+        """The longer of reads and products, which go on together; of reads alone where those are not known."""
+        return max(self.read_s, self.products_s or 0.0)
+
+
+def estimate_prompt(model: ModelDir, plan: MemoryPlan, *, costs: Profile, tokens: int) -> PromptEstimate:
+    """The expected pass of a prompt of so many tokens. A mixture's experts count as if tokens chose independently of
+    each other and all alike: real ones choose fewer."""
+    architecture, rows = model.architecture, model.manifest.rows
+    missed = active = 0.0
+    for layer, cached in enumerate(plan.cache_rows):
+        needed = used = float(architecture.width(layer))
+        if layer in architecture.mixtures:
+            share = architecture.chosen_experts / architecture.experts
+            routed, shared = architecture.experts * architecture.expert_size, architecture.shared_neurons
+            needed, used = routed * (1 - (1 - share) ** tokens) + shared, routed * share + shared
+        missed += max(0.0, needed - cached)
+        active += used
+    shapes, parts = resident_shapes(model.config), _product_parts(model)
+    resident = sum(math.prod(shapes.get(name, ())) for name in parts)
+    weights = resident + active * architecture.d_model * len(architecture.matrices)
+    batches = costs.batches.get(model.manifest.dtype)
+    return PromptEstimate(
+        tokens=tokens,
+        bytes_read=missed * rows.stride,
+        read_s=missed * rows.stride / costs.sequential_bps,
+        products_s=None if batches is None else 2 * tokens * weights / batches.gemm.at(tokens),
     )
 
 

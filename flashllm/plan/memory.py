@@ -45,6 +45,8 @@ ASSUMED_SHARE = 0.1  # of the neurons active where nothing is known (paper A, se
 TORCH_GROWTH = 40_000_000
 _PAGE_TABLES = 512  # bytes for each of the kernel's page tables: eight bytes a page of 4 KiB
 _MOST_PAGE_TABLES = 40_000_000  # planned: those of 20 GB
+# Per-layer embeddings: rows that stay in memory; bytes of bookkeeping for each of them, and for each there is.
+_TABLE_ROWS, _TABLE_SLOT_NBYTES, _TABLE_UNIT_NBYTES = 1024, 24, 16
 _PROMPT_SHARE = 16  # bytes for neurons, at least, for each that only prompts use; else these are as few as can be
 STREAM_THREADS = 8  # at most, of reads in file order
 # States that a server's prompt leaves besides the one at its end: behind the tools, before the last message, and where
@@ -52,6 +54,8 @@ STREAM_THREADS = 8  # at most, of reads in file order
 _MARKS = 3
 _MIN_CACHE_ROWS = 64  # a layer computes any active set in parts of this many rows, or of an expert's, slowly
 _PREFETCH_SHARE = 32  # neurons of a layer for each row prefetched: about what a device reads while a layer computes
+_GUESSED_EXPERTS = 2  # of the next layer, read before its turn: about what a drive reads while a layer computes
+_GUESSED_SHARE = 16  # both buffers of theirs are no more than this part of the experts' memory
 _BYPASS_SHARE = 16  # neurons of a layer for each bypass row (of misses that are not kept); layers share the rows
 _LOGITS_ROWS = 4  # [vocab] rows held at a time: the head's result, the caller's copy, the sampler's two
 
@@ -85,7 +89,8 @@ def plan_memory(
         cache_bits: of keys and values in full pages; None: they are of the model's dtype.
         popularity: as in flashllm/format/popularity.py, by layer, where it is known.
         max_gap: bytes between rows that are read through: such requests are read into memory of their own.
-        prefetch: rows of the next layer are read before its turn.
+        prefetch: rows of the next layer are read before its turn; experts where there is room for that, and not for all
+            of them.
         verified: tokens of a pass that gives logits after each.
         dense: every token reads every neuron: the caches hold each layer's first rows, and there are no predictors.
         serves: clients send requests.
@@ -102,31 +107,43 @@ def plan_memory(
             raise UsageError(f"{name} must be at least 1, not {value}")
     if cache_policy not in CACHE_POLICIES:
         raise UsageError(f"cache_policy must be one of {', '.join(CACHE_POLICIES)}, not {cache_policy!r}")
-    state = state_shape(manifest, block, context, cache_bits)
+    state, table = state_shape(manifest, block, context, cache_bits), manifest.table_layout(block)
     marked = _MARKS * block.state_nbytes if serves else 0
     caches = _Caches.of(manifest, dense=dense, window=window if cache_policy == "window" else None)
-    prefetch_rows = max(1, max(manifest.architecture.every_width) // _PREFETCH_SHARE) if prefetch else 0
+    by_unit = manifest.architecture.unit_rows > 1
+    named_rows = max(1, max(manifest.architecture.every_width) // _PREFETCH_SHARE) if prefetch and not by_unit else 0
     parts = {
         **_weights(manifest, dense=caches.dense),
+        **dict.fromkeys(("table_rows", "min_table_rows"), 0 if table is None else min(_TABLE_ROWS, table.rows)),
+        "table_row_nbytes": 0 if table is None else table.stride + _TABLE_SLOT_NBYTES,
+        "table_bookkeeping": 0 if table is None else _TABLE_UNIT_NBYTES * table.rows,
         "limit_nbytes": limit if limit is not None else (process + available) * 4 // 5,
         "limit_is_given": limit is not None,
         "process": process + LIBRARY_GROWTH,
         "kv_block_nbytes": state.block_nbytes,
         "requests": PROMPT_NBYTES + (requests_nbytes(context) if serves else 0),
-        "staging": 2 * prefetch_rows * manifest.rows.stride
+        "staging": 2 * named_rows * manifest.rows.stride
         + _bounce_nbytes(manifest, io_threads + min(io_threads, STREAM_THREADS))
-        + (io_threads * _THROUGH_NBYTES if max_gap else 0),
+        + (io_threads * _THROUGH_NBYTES if max_gap else 0)
+        + (0 if table is None else io_threads * (table.stride + 2 * PAGE_NBYTES)),
         "workspace": _workspace_nbytes(block, context, max(verified, MOST_PARALLEL if serves else 1)),
         "context": context,
         "context_blocks": -(-(state.nbytes(context) + marked) // state.block_nbytes),
         "cache_policy": cache_policy,
-        "prefetch_rows": prefetch_rows,
+        "prefetch_rows": named_rows,
         "window": window,
     }
     least = caches.least(parts, prompt_shapes(manifest, block, context, dense=caches.dense))
     if least.limit_nbytes < least.minimum_nbytes:
         raise BudgetError(_refusal(least, available))
-    plan = caches.filled(caches.accounted(least), least.limit_nbytes, popularity)
+    accounted = caches.accounted(least)
+    if prefetch and by_unit:
+        accounted = caches.with_guesses(accounted)
+    plan = caches.filled(accounted, least.limit_nbytes, popularity)
+    if table is not None:  # whole where no neuron and no position wants its memory
+        whole = replace(accounted, table_rows=table.rows)
+        if plan.total_nbytes + whole.table - plan.table <= min(plan.limit_nbytes, process + available):
+            plan = caches.filled(whole, plan.limit_nbytes, popularity)
     if plan.total_nbytes - process > available:
         raise BudgetError(
             f"the plan of {format_size(plan.total_nbytes)} needs {format_size(plan.total_nbytes - process)} more, but "
@@ -205,11 +222,19 @@ class _Caches:
         plan = replace(least, bookkeeping=bookkeeping, bookkeeping_extra=bookkeeping - least.bookkeeping)
         if self.windowed:
             return plan
-        spare = (plan.limit_nbytes - plan.fixed_nbytes - plan.context_blocks * plan.kv_block_nbytes) // stride
+        spare = _spare_rows(plan)
         # A token's experts may all be missing at once; of other models' neurons a few are.
         wanted = _whole(architecture.cycle, unit) or max(architecture.every_width) // _BYPASS_SHARE
         bypass = max(self.min_bypass, min(wanted, spare // 10, spare - sum(self.minimum)) // unit * unit)
         return replace(plan, bypass_rows=bypass)
+
+    def with_guesses(self, plan: MemoryPlan) -> MemoryPlan:
+        """With two buffers for experts that the next layer's router probably chooses."""
+        rows, spare = _GUESSED_EXPERTS * plan.unit_rows, _spare_rows(plan) - plan.bypass_rows
+        if spare >= sum(self.needs) or 2 * rows * _GUESSED_SHARE > spare:
+            return plan
+        nbytes = 2 * rows * plan.row_nbytes
+        return replace(plan, prefetch_rows=rows, staging=plan.staging + nbytes, work_extra=plan.work_extra + nbytes)
 
     def filled(self, plan: MemoryPlan, limit_nbytes: int, popularity: Sequence[Shares] | None) -> MemoryPlan:
         """With the rows of every level under this limit."""
@@ -226,6 +251,11 @@ class _Caches:
         else:
             levels = levels_by_popularity(free, self.minimum, popularity, unit)
         return replace(plan, levels=levels, level_blocks=first)
+
+
+def _spare_rows(plan: MemoryPlan) -> int:
+    """Rows that the limit has room for beside a full context."""
+    return (plan.limit_nbytes - plan.fixed_nbytes - plan.context_blocks * plan.kv_block_nbytes) // plan.row_nbytes
 
 
 def _whole(neurons: int, unit: int) -> int:
@@ -267,7 +297,7 @@ def _with_prompts(parts: dict[str, Any], shapes: list[PromptShape]) -> MemoryPla
             prompt_tokens=shape.tokens,
             stretch_nbytes=shape.stretch_nbytes,
             read_ahead=shape.ahead,
-            prompt_extra=shape.nbytes - shapes[-1].nbytes,
+            work_extra=shape.nbytes - shapes[-1].nbytes,
         )
         if plan.limit_nbytes - plan.minimum_nbytes >= shape.nbytes - shapes[-1].nbytes + _PROMPT_SHARE * shape.nbytes:
             break

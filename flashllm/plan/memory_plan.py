@@ -25,6 +25,10 @@ class MemoryPlan:
     gates: int  # those that are resident
     planes: int  # scales of down columns that are resident
     predictors: int
+    table_rows: int  # of per-layer embeddings, that stay in memory
+    min_table_rows: int
+    table_row_nbytes: int
+    table_bookkeeping: int
     requests: int  # texts that become tokens; of a server, all that clients may send at once
     staging: int
     workspace: int
@@ -35,7 +39,7 @@ class MemoryPlan:
         int  # of each token of a prompt's stretch, for which each layer is read once; of a part, in workspace
     )
     read_ahead: int  # blocks of rows in flight while a prompt is computed
-    prompt_extra: int  # bytes of staging and workspace that a smaller limit would do without
+    work_extra: int  # bytes of staging and workspace that a smaller limit would do without
     kv_block_nbytes: int  # keys and values of KV_BLOCK_TOKENS positions, over all layers
     context: int  # tokens a sequence may have
     context_blocks: int  # KV blocks' memory of a sequence that fills its context, or is about to
@@ -56,9 +60,14 @@ class MemoryPlan:
     @property
     def fixed_nbytes(self) -> int:
         """All but the KV cache and the neuron cache."""
-        weights = self.resident + self.checksums + self.gates + self.planes + self.predictors
+        weights = self.resident + self.checksums + self.gates + self.planes + self.predictors + self.table
         work = self.requests + self.staging + self.workspace + self.bookkeeping
         return self.process + self.page_tables + weights + work
+
+    @property
+    def table(self) -> int:
+        """Bytes of the per-layer embeddings that stay in memory."""
+        return self.table_rows * self.table_row_nbytes + self.table_bookkeeping
 
     @property
     def max_kv_blocks(self) -> int:
@@ -146,7 +155,8 @@ class MemoryPlan:
     def minimum_nbytes(self) -> int:
         """The smallest limit this configuration runs under, its context full."""
         rows = sum(self.min_cache_rows) + self.min_bypass_rows
-        fixed = self.fixed_nbytes - self.prompt_extra - self.bookkeeping_extra
+        table_extra = (self.table_rows - self.min_table_rows) * self.table_row_nbytes
+        fixed = self.fixed_nbytes - self.work_extra - self.bookkeeping_extra - table_extra
         return fixed + self.context_blocks * self.kv_block_nbytes + rows * self.row_nbytes
 
     def rows(self) -> list[tuple[str, int, int]]:
@@ -158,6 +168,7 @@ class MemoryPlan:
             *([("gates", self.gates)] if self.gates else []),
             *([("scales of down columns", self.planes)] if self.planes else []),
             ("predictors", self.predictors),
+            *([("per-layer embeddings", self.table)] if self.table else []),
             ("requests", self.requests),
             ("staging for reads", self.staging),
             ("workspace", self.workspace),
@@ -185,6 +196,8 @@ class MemoryPlan:
             "gate_bytes": self.gates,
             "down_scale_bytes": self.planes,
             "predictor_bytes": self.predictors,
+            "token_row_bytes": self.table,
+            "token_rows": self.table_rows,
             "request_bytes": self.requests,
             "staging_bytes": self.staging,
             "workspace_bytes": self.workspace,

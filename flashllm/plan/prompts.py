@@ -64,6 +64,7 @@ def _part_nbytes(manifest: Manifest, block: BlockSpec) -> int:
     floats += block.d_model if any(layer.beside is not None for layer in block.layers) else 0
     # Latent attention's queries as they are projected, with what lies between, and the heads' outputs.
     floats += max(map(_latent_floats, block.attentions), default=0)
+    floats += block.token_row  # of per-layer embeddings, as they are projected
     floats += 2 * block.embed_dim if block.embed_dim != block.d_model else 0
     floats += (len(manifest.architecture.matrices) - 1) * manifest.stream_block_rows
     if manifest.architecture.experts:  # an expert's tokens, as they are gathered and packed, and their sums
@@ -94,6 +95,7 @@ def _stretch_nbytes(manifest: Manifest, block: BlockSpec) -> int:
         if max(experts.size, experts.shared) > manifest.stream_block_rows:
             mixture += 2 * block.d_model + _COLUMN_PADS
     floats = (2 if any(layer.parallel for layer in block.layers) else 1) * block.d_model
+    floats += block.token_row
     floats += sum(
         each.dims
         for each in {layer.mixer.rotary for layer in block.layers if layer.mixer is not None}

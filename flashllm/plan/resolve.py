@@ -87,8 +87,10 @@ def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int)
             else max(1, min(model.manifest.sparse_prefill_tokens, MAX_VERIFIED)),
         )
 
-    wanted = mode == "sparse" and config.ablation.prefetch
-    prefetch = wanted and has_prefetch_predictors(model.path, model.manifest)
+    # Experts are named by the next layer's router, which is there.
+    named = model.architecture.unit_rows > 1
+    named = named or (mode == "sparse" and has_prefetch_predictors(model.path, model.manifest))
+    prefetch = named and config.ablation.prefetch
     try:
         memory = memory_plan(prefetch=prefetch)
     except BudgetError:
@@ -97,6 +99,7 @@ def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int)
         # What the profile chose takes more room than the default; no run fails for its profile.
         reader = choose_reader(None, model.manifest.rows.stride, io_threads=None, direct=config.direct)
         memory = memory_plan(prefetch=prefetch)
+    prefetch = memory.prefetch_rows > 0
     if prefetch and profile is not None and profile.direct and config.direct:
         activity = from_shares(model.manifest, memory, popularity, reader.max_gap)
         resident = product_nbytes(model)

@@ -59,9 +59,9 @@ COMMON = (
     *("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "jamba", "zamba2"),
     *("t5", "mt5", "bart", "whisper", "bert", "roberta", "distilbert", "modernbert", "electra", "deberta-v2"),
     *("gemma3", "gemma3n", "gemma3n_text", "gemma4", "mllama", "llava", "qwen2_vl", "qwen2_5_vl", "mistral3", "clip"),
-    *("jais", "gptj", "gpt_neo", "gpt_bigcode", "codegen", "apertus"),
+    *("jais", "biogpt", "apertus"),
     # With code of their own, so that transformers does not name them.
-    *("exaone", "nemotron-nas", "openelm", "internlm", "internlm2", "deepseek", "bailing_moe", "solar", "orion"),
+    *("exaone", "nemotron-nas", "openelm", "internlm", "internlm2", "deepseek", "bailing_moe_v2", "solar", "orion"),
     *("plamo2", "stablelm_epoch", "phi-msft", "minicpm", "baichuan", "qwen", "chatglm", "kimi_vl", "internvl_chat"),
 )
 
@@ -137,7 +137,7 @@ _NO_MODELS = ("glm4_moe", "dots1", "deepseek_v2", "bamba", "granitemoehybrid")
 
 @pytest.mark.parametrize(
     "model_type",
-    sorted(set(ARCHITECTURES) - {"bamboo", "sparsellama", "differing", *_NO_MODELS}),
+    sorted(set(ARCHITECTURES) - {"bamboo", "sparsellama", "differing", "bailing_moe", *_NO_MODELS}),
 )
 def test_an_empty_config_means_what_transformers_makes_of_it(model_type):
     """Defaults of every model_type, and the config that transformers saves of it."""
@@ -175,6 +175,15 @@ def test_kv_bytes():
 
 
 @pytest.mark.parametrize(
+    ("model_type", "epsilon"),
+    [("exaone_moe", 1e-20), ("afmoe", 1e-20), ("hy_v3", 1e-20), ("solar_open", 1e-20), ("laguna", 0.0)],
+)
+def test_what_is_added_to_the_sum_of_weights(model_type, epsilon):
+    """It is too small for any logit to show it."""
+    assert block_spec({"model_type": model_type}).experts.router.epsilon == epsilon
+
+
+@pytest.mark.parametrize(
     ("config", "message"),
     [
         (
@@ -195,7 +204,7 @@ def test_kv_bytes():
         ({**TINY, "activation_function": "tanh"}, "activation 'tanh' is not supported for opt; supported: relu, gelu"),
         ({**TINY, "activation_function": {}}, "is not supported"),
         ({**LLAMA, "hidden_act": "tanh"}, "activation 'tanh' is not supported for llama"),
-        ({**LLAMA, "rope_scaling": {"type": "proportional"}}, "rope type 'proportional' is not supported"),
+        ({**LLAMA, "rope_scaling": {"type": "axial"}}, "rope type 'axial' is not supported"),
         ({"model_type": "mpt", "attn_config": {"clip_qkv": 6.0}}, "mpt with attn_config.clip_qkv 6.0 is not supported"),
         ({"model_type": "mpt", "logit_scale": 2.0}, "mpt with logit_scale 2.0 is not supported"),
         ({"model_type": "bloom", "apply_residual_connection_post_layernorm": True}, "bloom with apply_residual"),
@@ -203,6 +212,11 @@ def test_kv_bytes():
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "makes an encoder"),
         ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "gpt2 with scale_attn_by_inverse_layer_idx"),
         ({"model_type": "bamboo", "hidden_act": "silu"}, "activation silu is not supported for bamboo"),
+        ({"model_type": "bailing_moe", "score_function": "softmax"}, r"bailing_moe whose score_function .* \(Ling 1\)"),
+        ({"model_type": "phimoe", "num_experts_per_tok": 1}, "phimoe with another num_experts_per_tok than 2"),
+        ({"model_type": "laguna", "moe_router_logit_softcapping": 3.0}, "laguna with moe_router_logit_softcapping"),
+        ({"model_type": "olmo", "clip_qkv": 8.0}, "clip_qkv.* is not supported for olmo"),
+        ({"model_type": "hunyuan_v1_moe", "num_experts": [4] + [8] * 31}, "num_experts that differs by layer"),
         ({"model_type": "qwen2", "layer_types": ["chunked_attention"] * 32}, "layers of type 'chunked_attention'"),
     ],
 )

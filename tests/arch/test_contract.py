@@ -9,6 +9,7 @@ packed.
 import dataclasses
 import itertools
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -83,8 +84,7 @@ class Made:
         """The model that caches no row, whose prompts go in parts of 32 tokens; all of them through a layer before the
         next one where it lends memory for that."""
         if (bits, lends) not in self._bare:
-            layers = ModelDir.open(self.directory).architecture.num_layers
-            none = {"levels": np.zeros((1, layers), np.int32), "level_blocks": 100}
+            none = {"levels": np.zeros((1, self.architecture.num_layers), np.int32), "level_blocks": 100}
             none |= {"prompt_tokens": 32} | ({} if lends else {"stretch_nbytes": 10**12})
             self._bare[bits, lends] = self.opened(RunConfig(**RUN, cache_bits=bits), **none)
         return self._bare[bits, lends]
@@ -128,6 +128,100 @@ def test_every_architecture_has_a_variant():
 def test_the_block_spec_means_what_transformers_computes(made):
     assert made.logits.std() > 0.1
     close(ReferenceDecoder(made.directory).logits(made.ids), made.logits)
+
+
+def _layers(change):
+    return lambda block: replace(block, layers=tuple(change(i, layer) for i, layer in enumerate(block.layers)))
+
+
+def _mixer(**values):
+    return _layers(lambda i, layer: replace(layer, mixer=replace(layer.mixer, **values)))
+
+
+def _router(**values):
+    def change(i, layer):
+        if layer.experts is None:
+            return layer
+        return replace(layer, experts=replace(layer.experts, router=replace(layer.experts.router, **values)))
+
+    return _layers(change)
+
+
+def _turning_as(layer):
+    """Every layer is turned as this one."""
+    return lambda block: _mixer(rotary=block.layers[layer].mixer.rotary)(block)
+
+
+def _style(style):
+    return lambda block: _mixer(rotary=replace(block.layers[0].mixer.rotary, style=style))(block)
+
+
+def _block(**values):
+    return lambda block: replace(block, **values)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("phimoe", _router(score="softmax")),
+        ("phimoe", _block(norm="rms")),
+        ("phimoe much jitter", _router(jitter=0.01)),
+        ("hunyuan_v1_dense", _mixer(query_key_norm="head")),
+        ("hunyuan_v1_dense", _mixer(query_scale=1.0)),
+        ("hunyuan_v1_moe", _mixer(query_key_norm="head")),
+        ("hunyuan_v1_moe", _router(normalized=False)),
+        ("granitemoe", _router(score="softmax")),
+        ("granitemoe", _block(residual_scale=1.0)),
+        ("granitemoe", _block(logit_scale=2.0)),
+        ("granitemoe", _mixer(query_scale=0.25)),
+        ("granitemoeshared", _block(embedding_scale=1.0)),
+        ("granitemoe_swa", _turning_as(0)),
+        ("granite_swa", _turning_as(2)),
+        ("granite_swa", _mixer(window=None)),
+        ("hyperclovax", _block(logit_scale=0.5)),
+        ("flex_olmo", _router(score="sigmoid")),
+        ("mellum", _turning_as(0)),
+        ("solar_open", _router(factor=1.0)),
+        ("solar_open", _router(score="softmax")),
+        ("exaone_moe", _turning_as(0)),
+        ("exaone_moe", _router(factor=1.0)),
+        ("exaone4", _turning_as(0)),
+        ("cohere2", _turning_as(0)),
+        ("cohere2", _style("half")),
+        ("olmo3", _turning_as(0)),
+        ("afmoe", _turning_as(0)),
+        ("afmoe", _mixer(gate="softplus")),
+        ("afmoe", _router(factor=1.0)),
+        ("afmoe", _block(embedding_scale=1.0)),
+        ("laguna", _mixer(gate="sigmoid")),
+        ("laguna", _router(factor=1.0)),
+        ("laguna", _turning_as(0)),
+        ("laguna gate of every number", _mixer(gate="sigmoid")),
+        ("hy_v3", _router(factor=1.0)),
+        ("hy_v3", _router(score="softmax")),
+        ("bailing_moe", _router(groups_by="one")),
+        ("bailing_moe", _router(groups=1, chosen_groups=1)),
+        ("bailing_moe", _router(factor=1.0)),
+        ("bailing_moe", _style("interleaved")),
+        ("mimo_v2_flash", _mixer(value_scale=1.0)),
+        ("mimo_v2_flash", _turning_as(0)),
+        ("gpt_neo", _mixer(query_scale=0.25)),
+        ("gpt_neo", _mixer(window=51)),
+        ("gptj", _style("half")),
+        ("codegen", _style("half")),
+        ("helium", _style("half")),
+        ("ernie4_5", _style("half")),
+        ("vaultgemma", _block(norm_shift=0.0)),
+        ("olmo", _block(norm_epsilon=0.01)),
+    ],
+)
+def test_a_trait_that_is_otherwise_shows(name, change, variant_of):
+    """What went wrong elsewhere, or could: scales, norms, gates, rotations, routers."""
+    source, directory = variant_of(name)
+    ids = tokens(CONTEXT)
+    decoder = ReferenceDecoder(directory)
+    decoder.block = change(decoder.block)
+    assert np.abs(decoder.logits(ids).numpy() - expected_logits(open_model(source), ids)).max() > 10 * TOLERANCE
 
 
 def test_a_model_without_sparsity_runs_densely_alone(made):
@@ -325,8 +419,10 @@ def test_offload(made, tmp_path, accelerator):
     Its weights are the model directory's, or with torch's operations the checkpoint's.
     """
     path = made.directory if accelerator is None else made.source
-    if ModelDir.open(made.directory).block.recurrent:
-        with pytest.raises(UnsupportedModelError, match="keep a state in the place of keys and values"):
+    block = ModelDir.open(made.directory).block
+    if block.recurrent or any(mixer.value_norm for mixer in block.attentions):
+        said = "keep a state in the place of keys and values|values are normalized|per-layer embeddings"
+        with pytest.raises(UnsupportedModelError, match=said):
             open_weights(path)
         return
     refused = False

@@ -3,13 +3,10 @@
 import json
 import shutil
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from scripts import REPOSITORY, run_script
 
-BENCH = Path(__file__).parents[2] / "bench"
-CSRC = BENCH.parent / "flashllm" / "csrc"
 READER = ["--file-size", "1MiB", "--sizes", "512B,4KiB", "--threads", "2", "--rounds", "2", "--seconds", "0.001"]
 
 
@@ -21,10 +18,8 @@ READER = ["--file-size", "1MiB", "--sizes", "512B,4KiB", "--threads", "2", "--ro
         ("io/reader.py", [*READER, "--queue-depths", ""], 3, "percent_of_roof"),
     ],
 )
-def test_benchmarks_end_with_one_json_document(script, arguments, figures, compared, tmp_path):
-    result = subprocess.run(
-        [sys.executable, BENCH / script, *arguments], capture_output=True, text=True, check=False, cwd=tmp_path
-    )
+def test_benchmarks_end_with_one_json_document(script, arguments, figures, compared):
+    result = run_script(f"bench/{script}", *arguments)
     assert result.returncode == 0, result.stderr
     document = json.loads(result.stdout.splitlines()[-1])
     assert len(document["results"]) == figures
@@ -32,8 +27,7 @@ def test_benchmarks_end_with_one_json_document(script, arguments, figures, compa
 
 
 def test_the_reader_curve_is_written_and_plotted(tmp_path):
-    command = [sys.executable, BENCH / "io/reader.py", *READER, "--queue-depths", "3", "--out", tmp_path / "curve"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = run_script("bench/io/reader.py", *READER, "--queue-depths", "3", "--out", tmp_path / "curve")
     assert result.returncode == 0, result.stderr
     document = json.loads(result.stdout.splitlines()[-1])
     assert json.loads((tmp_path / "curve.json").read_text()) == document
@@ -55,8 +49,7 @@ def test_the_overlap_table_takes_medians(tmp_path):
         ]
     ]
     (tmp_path / "rounds.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    command = [sys.executable, BENCH / "io/overlap.py", "table", tmp_path / "rounds.jsonl", "--json", tmp_path / "out"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = run_script("bench/io/overlap.py", "table", tmp_path / "rounds.jsonl", "--json", tmp_path / "out")
     assert result.returncode == 0, result.stderr
     rate = 32 * 393 * 16384 / 301 / 1e6
     assert f"| 16 KiB | threads 32 | 301 (300–302) | {rate:.2f} | 301 (300–302) |" in result.stdout
@@ -67,15 +60,7 @@ def test_the_overlap_table_takes_medians(tmp_path):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_the_overlap_program_is_in_step_with_the_core():
-    command = [
-        "g++",
-        "-std=c++17",
-        "-fsyntax-only",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        f"-I{CSRC}",
-        BENCH / "io/overlap.cpp",
-    ]
+    flags = ["-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", f"-I{REPOSITORY / 'flashllm' / 'csrc'}"]
+    command = ["g++", *flags, REPOSITORY / "bench" / "io" / "overlap.cpp"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

@@ -1,29 +1,21 @@
-"""The latency breakdown and its relatives, run as a user runs them, on a tiny synthetic model."""
+"""The latency breakdown and its relatives, on a tiny synthetic model."""
 
 import json
 import subprocess
-import sys
-from pathlib import Path
 
 import bench_path  # noqa: F401
 import engine_runs
 import pytest
 from engine_runs import Workers
+from scripts import run_script
 
 from flashllm.format.manifest import open_model_dir
 from flashllm.format.model_files import FFN, RESIDENT
 
-BENCH = Path(__file__).resolve().parents[2] / "bench" / "engine"
-TOOLS = BENCH.parents[1] / "tools"
 PARTS = ("io_ms", "memory_ms", "compute_ms", "other_ms")
 
 
-def run(script: Path, *arguments: object) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, str(script), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def document(done: "subprocess.CompletedProcess[str]"):
+def document(done):
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -32,14 +24,14 @@ def document(done: "subprocess.CompletedProcess[str]"):
 def model(tmp_path_factory):
     out = tmp_path_factory.mktemp("synthetic") / "model"
     small = ["--shape", "opt-125m", "--layers", 2, "--hidden", 192, "--vocab", 8192, "--tokens", 40]
-    assert run(TOOLS / "make_synthetic_model.py", out, *small).returncode == 0
+    assert run_script("tools/make_synthetic_model.py", out, *small).returncode == 0
     return out
 
 
 def test_the_breakdown_says_what_it_promises(model, tmp_path):
     quick = ["--tokens", 14, "--prompt", 12, "--rounds", 1, "--roof-seconds", 0.05, "--io-threads", 4]
     out, chart = tmp_path / "out.json", tmp_path / "chart.png"
-    done = run(BENCH / "latency_breakdown.py", "--model", model, *quick, "--json", out, "--plot", chart)
+    done = run_script("bench/engine/latency_breakdown.py", "--model", model, *quick, "--json", out, "--plot", chart)
     result = document(done)
     assert set(result) == {"conditions", "roof", "engines", "ratios"}
     assert list(result["engines"]) == ["naive", "hybrid", "paper", "flashllm"]
@@ -68,14 +60,14 @@ def test_the_breakdown_says_what_it_promises(model, tmp_path):
 
 def test_the_breakdown_refuses_what_it_cannot_mean(model):
     for wrong in (["--engines", "fast"], ["--cgroup"], ["--tokens", 10], ["--engines", "paper24"]):
-        done = run(BENCH / "latency_breakdown.py", "--model", model, *wrong)
+        done = run_script("bench/engine/latency_breakdown.py", "--model", model, *wrong)
         assert done.returncode == 2
         assert "error:" in done.stderr
 
 
 def test_the_first_token_is_held_against_its_roof(model):
     quick = ["--prompt", 24, "--rounds", 2, "--roof-seconds", 0.05]
-    result = document(run(BENCH / "first_token.py", "--model", model, *quick))
+    result = document(run_script("bench/engine/first_token.py", "--model", model, *quick))
     assert len(result["rounds"]) == 2
     for one in result["rounds"]:
         assert sum(one[part] for part in PARTS) == pytest.approx(one["total_ms"], rel=1e-3)
@@ -85,7 +77,7 @@ def test_the_first_token_is_held_against_its_roof(model):
 
 
 def test_a_long_generation_is_compared_with_itself(model):
-    result = document(run(BENCH / "long_generation.py", "--model", model, "--tokens", 200, "--prompt", 12))
+    result = document(run_script("bench/engine/long_generation.py", "--model", model, "--tokens", 200, "--prompt", 12))
     for sampling in ("greedy", "nucleus"):
         one = result["samplings"][sampling]
         assert one["tokens"] == 200
@@ -97,7 +89,9 @@ def test_a_long_generation_is_compared_with_itself(model):
 def test_the_memory_curve_caches_more_where_there_is_more(model):
     model_nbytes = sum((model / name).stat().st_size for name in ("ffn.safetensors", "resident.safetensors"))
     shares = ",".join(str(limit / model_nbytes) for limit in (700e6, 2e9))  # the libraries alone hold 0.4 GB
-    done = run(BENCH / "memory_curve.py", "--model", model, "--shares", shares, "--tokens", 14, "--prompt", 12)
+    done = run_script(
+        "bench/engine/memory_curve.py", "--model", model, "--shares", shares, "--tokens", 14, "--prompt", 12
+    )
     rows = document(done)["rows"]
     assert [row["memory"] for row in rows] == [pytest.approx(700e6, rel=0.01), pytest.approx(2e9, rel=0.01)]
     assert rows[0]["cached_share"] <= rows[1]["cached_share"] == 1.0
@@ -105,7 +99,7 @@ def test_the_memory_curve_caches_more_where_there_is_more(model):
 
 def test_several_models_share_a_memory_curve(model):
     arguments = ["--model", model, "--model", model, "--limits", "1MB,700MB", "--plan", "--tokens", 12, "--prompt", 12]
-    rows = document(run(BENCH / "memory_curve.py", *arguments))["rows"]
+    rows = document(run_script("bench/engine/memory_curve.py", *arguments))["rows"]
     assert [row["memory"] for row in rows] == [700_000_000]  # 1 MB cannot hold it; the same model counts once
     assert rows[0]["encoding"] == open_model_dir(model).rows.encoding
 

@@ -2,19 +2,15 @@
 
 import itertools
 import json
-import subprocess
-import sys
-from pathlib import Path
 
+import bench_path  # noqa: F401
 import numpy as np
 import pytest
 import torch
 from ffn_rows import Ffn, random_input, write_ffn
+from replay import ALL_POLICIES, Activity, misses_of, replay_window
+from scripts import run_script
 from traces import write_trace
-
-BENCH = Path(__file__).parents[2] / "bench" / "cache"
-sys.path.insert(0, str(BENCH))
-from replay import ALL_POLICIES, Activity, misses_of, replay_window  # noqa: E402
 
 NEURONS = 16
 
@@ -100,9 +96,7 @@ def test_the_script_ends_with_one_json_document(tmp_path):
     active = random.random((60, 2, 256)) < random.beta(0.2, 1.5, (2, 256))
     trace = write_trace(tmp_path / "trace", active)
     arguments = [trace, "--capacities", "40", "60", "--split", "popularity", "--shuffle", "--out", tmp_path / "table"]
-    done = subprocess.run(
-        [sys.executable, BENCH / "cache_replay.py", *map(str, arguments)], capture_output=True, text=True, check=False
-    )
+    done = run_script("bench/cache/cache_replay.py", *arguments)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout.splitlines()[-1])
     assert document == json.loads((tmp_path / "table.json").read_text())

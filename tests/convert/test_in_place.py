@@ -5,6 +5,7 @@ import os
 import numpy as np
 import pytest
 import torch
+from gguf_files import HALVES
 from test_kept import MIXTURES, experts_alone, make, mixed
 
 from flashllm import _core
@@ -43,7 +44,8 @@ def stored_rows(kind, rows, length):
     """Rows of random blocks whose scales are finite."""
     random, each = np.random.default_rng(0), KINDS[kind]
     blocks = random.integers(0, 256, (rows * length // each.weights, each.nbytes), np.uint8)
-    for at in {"Q6_K": [208], "MXFP4": []}.get(kind, [0, 2] if each.form.has_minimum else [0]):
+    halves = (0, 2) if each.form.has_minimum else (0,) if kind != "MXFP4" else ()
+    for at in HALVES[kind][0] if kind in HALVES else halves:
         blocks[:, at : at + 2] = random.normal(0, 0.01, (len(blocks), 1)).astype("<f2").view(np.uint8)
     if kind == "MXFP4":
         blocks[:, 0] = random.integers(2, 253, len(blocks))
@@ -57,7 +59,7 @@ def test_stored_rows_become_the_rows_that_conversion_writes(kind):
     neurons, d_model, each = 256, 512, KINDS[kind]
     code = next(code for code in PACKED_AS.values() if (code.bits, code.form) == (each.bits, each.form))
     for plane in PLANE_CODES.values():
-        if plane.bits < each.bits or plane.is_fp4 != each.form.is_power:
+        if plane.bits < each.bits or plane.table != each.form.table:
             continue
         layout = RowLayout(
             encoding=code.name,

@@ -33,6 +33,10 @@ ENCODED_AS = {
     "Q5_K": "q5_k",
     "Q6_K": "q6_k",
     "MXFP4": "mxfp4",
+    "Q2_K": "q2_k",
+    "Q3_K": "q3_k",
+    "IQ4_NL": "iq4_nl",
+    "IQ4_XS": "iq4_xs",
 }
 WIDE = {
     "hidden_size": 256,
@@ -47,9 +51,14 @@ MIXTURES = {
     "qwen2_moe": ("moe_intermediate_size", "shared_expert_intermediate_size"),
     "qwen3_moe": ("moe_intermediate_size",),
     "gpt_oss": ("intermediate_size",),
+    "qwen3_5_moe_text": ("moe_intermediate_size", "shared_expert_intermediate_size"),
+    "minimax_m2": ("intermediate_size",),
     "deepseek_v3": ("moe_intermediate_size", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"),
 }
-OF_FILES = ("kv_b_apart",)  # what a config says of tensors that lie otherwise than transformers'
+OF_FILES = (
+    "kv_b_apart",
+    "linear_value_heads_tiled",
+)  # what a config says of tensors that lie otherwise
 
 
 def mixed(name):
@@ -69,11 +78,12 @@ def make(root, kind, model_type="llama"):
     config = {**WIDE, "hidden_act": "silu"} if model_type == "llama" else dict(WIDE)
     if model_type in MIXTURES:
         config |= dict.fromkeys(MIXTURES[model_type], 256)
+        config |= {"linear_value_head_dim": 128} if "qwen3_5" in model_type else {}
         config["norm_topk_prob"] = model_type == "qwen3_moe"  # llama.cpp's rule
     source = make_checkpoint(root / "hf", Variant(model_type, config))
 
-    def of_tensor(name):  # llama.cpp leaves routers in fp32
-        return "F32" if "ffn_gate_inp" in name else kind if isinstance(kind, str) else kind(name)
+    def of_tensor(name):  # llama.cpp leaves routers and convolutions in fp32
+        return "F32" if "ffn_gate_inp" in name or "conv1d" in name else kind if isinstance(kind, str) else kind(name)
 
     path = write_gguf(source, root / "model.gguf", of_tensor)
     state = {}

@@ -17,10 +17,28 @@ from flashllm.engine.model import Model
 from flashllm.errors import FormatError, UnsupportedModelError
 from flashllm.format.manifest import MANIFEST
 
-NAMES = {"qwen3_5": "qwen3_5", "qwen3_5_moe": "qwen3_5_moe"}  # variant: the model_type of the whole
+_QWEN = ("model.visual.blocks.0.attn.qkv.weight", "model.visual.merger.norm.bias", "mtp.fc.weight")
+_GEMMA = ("model.vision_tower.a.weight", "model.embed_vision.b.weight", "model.audio_tower.c.weight")
+# Variant: the model_type of the whole, what else that has, and how that is said.
+_QWEN_SAID = (
+    "left out: the picture encoder (model.visual.\u2026, 2 tensors) and layers that draft tokens "
+    "(mtp.\u2026, 1 tensors)"
+)
+_GEMMA_SAID = (
+    "left out: the sound encoder (model.audio_tower.\u2026, 1 tensors) and what brings pictures to the model's width "
+    "(model.embed_vision.\u2026, 1 tensors){} and the picture encoder (model.vision_tower.\u2026, 1 tensors)"
+)
+_IN_VAIN = tuple(f"model.language_model.layers.4.self_attn.{part}.weight" for part in ("k_norm", "k_proj", "v_proj"))
+_IN_VAIN_SAID = " and keys and values of layers that use another's (model.layers.4.self_attn.k_norm.\u2026, 3 tensors)"
+NAMES = {
+    "qwen3_5": ("qwen3_5", _QWEN, _QWEN_SAID),
+    "qwen3_5_moe": ("qwen3_5_moe", _QWEN, _QWEN_SAID),
+    "gemma4": ("gemma4", _GEMMA, _GEMMA_SAID.format("")),
+    "gemma4 shared keys, rows of ids": ("gemma4", (*_GEMMA, *_IN_VAIN), _GEMMA_SAID.format(_IN_VAIN_SAID)),
+}
 
 
-def wrapped(source, path, model_type):
+def wrapped(source, path, model_type, others=_QWEN):
     """The checkpoint `source` as it is published: its config and its tensors within a larger model's."""
     path.mkdir()
     for file in source.iterdir():
@@ -28,27 +46,24 @@ def wrapped(source, path, model_type):
             (path / file.name).write_bytes(file.read_bytes())
     config = json.loads((source / "config.json").read_text())
     whole = {"model_type": model_type, "text_config": config, "vision_config": {"depth": 2}}
-    (path / "config.json").write_text(json.dumps({**whole, "tie_word_embeddings": False}))
+    tied = config.get("tie_word_embeddings", False)
+    (path / "config.json").write_text(json.dumps({**whole, "tie_word_embeddings": tied}))
     tensors = {
         name.replace("model.", "model.language_model.", 1): tensor
         for name, tensor in load_file(source / "model.safetensors").items()
     }
-    others = ("model.visual.blocks.0.attn.qkv.weight", "model.visual.merger.norm.bias", "mtp.fc.weight")
     save_file({**tensors, **{name: np.ones((2, 3), np.float32) for name in others}}, path / "model.safetensors")
     return path
 
 
-@pytest.mark.parametrize(("variant", "model_type"), NAMES.items())
-def test_the_text_model_is_that_of_its_own_checkpoint(variant, model_type, variant_of, tmp_path):
-    source, alone = variant_of(variant)
+@pytest.mark.parametrize("variant", NAMES)
+def test_the_text_model_is_that_of_its_own_checkpoint(variant, variant_of, tmp_path):
+    (source, alone), (model_type, others, said) = variant_of(variant), NAMES[variant]
     lines = []
-    convert(wrapped(source, tmp_path / "hf", model_type), tmp_path / "model", say=lines.append)
-    assert lines == [
-        "left out: the picture encoder (model.visual.\u2026, 2 tensors) and layers that draft tokens "
-        "(mtp.\u2026, 1 tensors)"
-    ]
+    convert(wrapped(source, tmp_path / "hf", model_type, others), tmp_path / "model", say=lines.append)
+    assert lines == [said]
     theirs, mine = (json.loads((path / MANIFEST).read_text())["files"] for path in (alone, tmp_path / "model"))
-    for name in ("ffn.safetensors", "resident.safetensors"):
+    for name in {*theirs, *mine} - {"config.json"}:
         assert mine[name] == theirs[name]
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert config["model_type"] == f"{model_type}_text"

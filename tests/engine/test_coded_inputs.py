@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from flashllm import _core
-from flashllm.base.codes.carried import CARRIED_CODES, SHARED, UNIT, Quantised
+from flashllm.base.codes.carried import CARRIED_CODES, SHARED, TABLES, UNIT, Quantised
 from flashllm.base.group_codes import GROUP_CODES
 
 CODES = {**GROUP_CODES, **CARRIED_CODES}
@@ -24,6 +24,7 @@ def encoded(name, n, length, seed=0):
     code, source = CARRIED_CODES[name], np.random.default_rng(seed)
     lowest = 0 if code.form.unsigned else -(1 << (code.bits - 1))
     highest = lowest + (1 << code.bits) - 1
+    largest = np.abs(TABLES[code.form.table]).max() if code.form.table else highest
     codes = source.integers(lowest, highest + 1, (n, length)).astype(np.int8)
     codes[0], codes[1:2] = lowest, highest
     whole = -(-length // SHARED) * SHARED if code.form.has_factors else -(-length // UNIT) * UNIT
@@ -33,9 +34,10 @@ def encoded(name, n, length, seed=0):
         if dtype == np.uint8:
             scales[part] = source.integers(122, 126, shape).astype(dtype)
         elif dtype == np.int8:
-            scales[part] = source.integers(-64 if part == "factors" and name == "q6_k" else 0, 64, shape).astype(dtype)
+            least = 0 if code.form.has_minimum else -64
+            scales[part] = source.integers(least, 64, shape).astype(dtype)
         else:
-            scales[part] = (source.uniform(-1, 1, shape) / (highest * (64 if code.form.has_factors else 1))).astype(
+            scales[part] = (source.uniform(-1, 1, shape) / (largest * (64 if code.form.has_factors else 1))).astype(
                 dtype
             )
     return code.pack(Quantised(form=code.form, codes=codes, scales=scales))
@@ -154,7 +156,7 @@ def test_zeros_tiny_and_broken_inputs():
         assert np.isnan(products("int4_32_min", rows, x)).all()
 
 
-@pytest.mark.parametrize("name", ["int4_32", "int4_64_min", "q6_k", "mxfp4"])
+@pytest.mark.parametrize("name", ["int4_32", "int4_64_min", "q2_k", "q6_k", "mxfp4", "iq4_xs"])
 def test_weights_of_other_bits_than_8_take_8_where_a_model_says_16(name):
     rows, x = encoded(name, 7, 96), random(2, 96, seed=1)
     np.testing.assert_array_equal(products(name, rows, x, inputs="int16"), products(name, rows, x, inputs="int8"))

@@ -36,11 +36,15 @@ def directory(tiny):
     return tiny[1]
 
 
-def opened(directory, *, cache_rows=None, prompt_tokens=256, **config):
-    """The model; with `cache_rows`, every layer caches so many rows, and there are at most 64 bypass rows."""
+def opened(directory, *, cache_rows=None, prompt_tokens=256, guessed=0, **config):
+    """The model; with `cache_rows`, every layer caches so many rows, and there are at most 64 bypass rows; `guessed`
+    experts of the next layer are read before its turn."""
     model_dir = ModelDir.open(directory)
     plan = resolve(RunConfig(**RUN, **config), model_dir, available=10**12, process=10**8)
     plan = dataclasses.replace(plan, memory=dataclasses.replace(plan.memory, prompt_tokens=prompt_tokens))
+    if guessed:
+        memory = dataclasses.replace(plan.memory, prefetch_rows=guessed * SIZE)
+        plan = dataclasses.replace(plan, memory=memory, prefetch=True)
     if cache_rows is not None:
         levels = np.full((1, LAYERS), cache_rows, np.int32)
         memory = dataclasses.replace(
@@ -76,8 +80,13 @@ def generated(model, prompt, count=12):
 def test_what_the_cache_holds_changes_no_bit(directory, policy, cache_rows):
     with opened(directory) as model:
         expected = generated(model, ids(20))
-    with opened(directory, cache_rows=cache_rows, cache_policy=policy) as model:
-        np.testing.assert_array_equal(generated(model, ids(20)), expected)
+    for guessed in (0, 2):
+        with opened(directory, cache_rows=cache_rows, cache_policy=policy, guessed=guessed) as model:
+            np.testing.assert_array_equal(generated(model, ids(20)), expected)
+            times = model.meter.take()
+        assert times.prefetched >= times.prefetch_used
+        assert (times.prefetch_used > 0) == (guessed > 0)
+        assert times.prefetched % SIZE == times.prefetch_used % SIZE == 0
 
 
 def without_shared_checksums(monkeypatch, source, target):

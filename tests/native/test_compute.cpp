@@ -11,6 +11,7 @@
 #include "kernels/kernels.h"
 #include "kernels/rows.h"
 #include "kernels/thread_pool.h"
+#include "planes/scale_planes.h"
 #include "random_rows.h"
 
 namespace {
@@ -173,6 +174,67 @@ std::vector<float> many_tokens(int threads, SimdLevel level, Dtype dtype, std::s
 
 }  // namespace
 
+// Columns of neurons whose scales lie in a plane, times values in codes: near the exact sums, the same bits
+// at every level that has such products, whatever the threads and blocks.
+void plane_columns(RowCodec codec, std::size_t group, bool minimums, bool factors, std::size_t tokens) {
+  constexpr std::size_t kWidth = 160, kAll = 608, kPadded = 32;
+  std::mt19937 random(5);
+  const std::size_t stride = vector_nbytes(codec, kWidth), scaled = factors ? kSharedFactors : group;
+  const auto bytes = [&](std::size_t n) {
+    std::vector<std::uint8_t> values(n);
+    for (std::uint8_t& value : values) value = static_cast<std::uint8_t>(random());
+    return values;
+  };
+  const std::vector<std::uint8_t> codes = bytes(kAll * stride), by = bytes(2 * kAll / group * kWidth);
+  std::vector<std::uint16_t> halves(2 * ((kAll + scaled - 1) / scaled) * kWidth);
+  for (std::uint16_t& half : halves) half = static_cast<std::uint16_t>(random() % 0x3C00);
+  std::vector<std::uint8_t> powers(kAll / group * kWidth);
+  for (std::uint8_t& power : powers) power = static_cast<std::uint8_t>(110 + random() % 20);
+  ScalePlane plane;
+  plane.group = group;
+  const auto* factor = reinterpret_cast<const std::int8_t*>(by.data());
+  if (codec == RowCodec::codes_fp4)
+    plane.powers = powers.data();
+  else
+    plane.scales = halves.data();
+  if (minimums) plane.minimums = halves.data() + halves.size() / 2;
+  if (factors) plane.factors = factor;
+  if (factors && minimums) plane.minimum_factors = factor + by.size() / 2;
+  const std::vector<float> values = random_floats(kAll * kPadded, random);
+  std::vector<float> first;
+  for (const SimdLevel level : simd_levels()) {
+    // From neuron 5 on in the last case, which no block of 32 begins with.
+    const std::vector<std::vector<std::size_t>> cuts = {{0, kAll}, {0, 32, 320, kAll}, {5, 301, kAll}};
+    for (const std::vector<std::size_t>& cut : cuts) {
+      std::vector<float> y(tokens * (kWidth + kColumnPad)), wide(kWidth);
+      ThreadPool pool(cut.size() == 2 ? 1 : 3);
+      std::vector<double> sum(tokens * kWidth), most(tokens * kWidth);
+      for (std::size_t i = 0; i + 1 < cut.size(); ++i) {
+        const PlaneRows rows(reinterpret_cast<const std::byte*>(codes.data()) + cut[i] * stride, stride,
+                             cut[i], kWidth, codec, plane, level);
+        if (!rows.can_add_codes()) return;
+        rows.add_codes(cut[i + 1] - cut[i], values.data() + cut[i] * kPadded, kPadded, tokens, y.data(),
+                       kWidth + kColumnPad, pool);
+        for (std::size_t n = cut[i]; n < cut[i + 1]; ++n) {
+          rows.widen(n - cut[i], 1, 0, kWidth, wide.data(), kWidth);
+          for (std::size_t m = 0; m < tokens; ++m)
+            for (std::size_t j = 0; j < kWidth; ++j) {
+              const double term = static_cast<double>(wide[j]) * values[n * kPadded + m];
+              sum[m * kWidth + j] += term;
+              most[m * kWidth + j] += std::fabs(wide[j]) * 4.0 / 32767.0 + 1e-6 * std::fabs(term);
+            }
+        }
+      }
+      for (std::size_t m = 0; m < tokens; ++m)
+        for (std::size_t j = 0; j < kWidth; ++j)
+          CHECK(std::fabs(y[m * (kWidth + kColumnPad) + j] - sum[m * kWidth + j]) <= most[m * kWidth + j]);
+      if (cut.front() != 0) continue;
+      if (first.empty()) first = y;
+      CHECK(same_bits(y, first));
+    }
+  }
+}
+
 void test_many_tokens(int scale) {
   for (const SimdLevel level : simd_levels()) {
     for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
@@ -280,5 +342,12 @@ void test_kernels(int scale) {
       for (const std::size_t columns : {1, 31, 33, 64, 130})
         for (const std::size_t rows : {1, 5, 33})
           grouped_products(static_cast<RowCodec>(kFirstCoded + codec), level, rows, columns);
+  }
+  for (const std::size_t tokens : {1, 5, 13}) {
+    for (const RowCodec codec : {RowCodec::codes4, RowCodec::codes5, RowCodec::codes6, RowCodec::codes8})
+      for (const bool factors : {false, true})
+        for (const bool minimums : {false, true}) plane_columns(codec, 32, minimums, factors, tokens);
+    plane_columns(RowCodec::codes6, 16, false, true, tokens);
+    plane_columns(RowCodec::codes_fp4, 32, false, false, tokens);
   }
 }

@@ -119,6 +119,15 @@ void check_weights(const ExpertsSpec& spec, const std::vector<float>& choice, st
         by_experts.rows_of(units) == active.size());
   for (const std::int32_t unit : units)
     CHECK(std::binary_search(active.begin(), active.end(), by_experts.first(unit)));
+  // And as a guess, the likeliest first.
+  std::vector<std::int32_t> probable;
+  RouterGuess(router).predict(x.data(), 0, pool, best_simd_level(), probable);
+  const auto weight = [&](std::int32_t unit) { return found[static_cast<std::size_t>(unit)]; };
+  CHECK(std::is_sorted(probable.begin(), probable.end(),
+                       [&](std::int32_t a, std::int32_t b) { return weight(a) > weight(b); }));
+  std::sort(probable.begin(), probable.end());
+  CHECK(probable.size() == spec.chosen &&
+        std::includes(units.begin(), units.end(), probable.begin(), probable.end()));
 }
 
 void check_many_tokens(const ExpertsSpec& spec, std::mt19937& random) {

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
 #include "ffn_fixture.h"
 #include "io/error.h"
@@ -157,6 +158,32 @@ void prefetching_changes_no_bit(const Flash& flash, int tokens, std::int32_t byp
   const FfnCounters& counters = prefetching.counters;
   CHECK(counters.prefetch_used > 0 && counters.prefetched >= counters.prefetch_used);
   prefetching.layer.prefetch(flash.x.data(), 0);  // the destructor waits for these
+}
+
+// The same of experts.
+void prefetching_experts_changes_no_bit(const Flash& flash, int tokens) {
+  constexpr std::int32_t kRows = 4, kUnits = kNeurons / kRows;
+  Layer whole(flash, flash.units(kRows, 2, kUnits, 0, "window"), 1, 1);
+  Layer prefetching(flash, flash.units(kRows, 2, 3, 2, "frequency"), 2, 3);
+  HugeBuffer memory(std::size_t{2} * kRows * kStride);
+  Prefetch buffer(memory.data(), 2, std::size_t{kRows} * kStride, kUnits, prefetching.reader, *flash.file);
+  std::vector<std::int32_t> told, active(kUnits);
+  prefetching.layer.set_prefetch(std::make_unique<Told>(told), buffer);
+  std::mt19937 random(6);
+  for (int token = 0; token < tokens; ++token) {
+    active.resize(kUnits);
+    std::iota(active.begin(), active.end(), 0);
+    std::shuffle(active.begin(), active.end(), random);
+    active.resize(1 + random() % 4);
+    told = active;
+    if (token % 5 == 0) told[0] = static_cast<std::int32_t>(random() % kUnits);
+    std::sort(active.begin(), active.end());
+    if (token % 3 != 0) prefetching.layer.prefetch(flash.x.data(), 0);
+    CHECK(same_bits(prefetching.forward(flash, active), whole.forward(flash, active)));
+  }
+  const FfnCounters& counters = prefetching.counters;
+  CHECK(counters.prefetch_used > 0 && counters.prefetch_used % kRows == 0);
+  CHECK(counters.prefetched >= counters.prefetch_used && counters.prefetched % kRows == 0);
 }
 
 // Pages of the cache's memory from row `from` on that hold anything.
@@ -399,6 +426,7 @@ void test_ffn_layer(const std::string& directory, int scale) {
   the_unlikely_leave_first(flash);
   a_trace_decides_what_fires(flash);
   units_are_runs_of_neurons(flash, 60 * scale);
+  prefetching_experts_changes_no_bit(flash, 80 * scale);
   for (const std::int32_t bypass : {0, 6}) {
     prefetching_changes_no_bit(flash, 80 * scale, bypass);
     capacity_changes_no_bit(flash, 60 * scale, bypass);

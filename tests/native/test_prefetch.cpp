@@ -7,11 +7,14 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <memory>
 #include <random>
+#include <thread>
 
 #include "check.h"
+#include "fault.h"
 #include "io/error.h"
 #include "io/memory.h"
 #include "io/xxh3.h"
@@ -80,7 +83,7 @@ void test_reads(const Rows& rows, int threads, int scale) {
     for (std::size_t g = 0; g < list.size(); ++g) {
       const bool wanted = std::binary_search(active.begin(), active.end(), list[g]);
       CHECK(prefetch.has(list[g]) == (wanted && chosen[g]));
-      if (wanted && chosen[g]) CHECK(std::memcmp(prefetch.row(list[g]), rows.row(list[g]), kStride) == 0);
+      if (wanted && chosen[g]) CHECK(std::memcmp(prefetch.rows(list[g]), rows.row(list[g]), kStride) == 0);
     }
     if (i % 3 == 0) prefetch.abandon();
     CHECK(prefetch.layer() == (i % 3 == 0 ? -1 : 5));
@@ -101,7 +104,54 @@ void test_neighbours(const Rows& rows) {
   CHECK(!prefetch.has(60));
   prefetch.keep({20, 40});
   prefetch.finish();
-  CHECK(std::memcmp(prefetch.row(40), rows.row(40), kStride) == 0);
+  CHECK(std::memcmp(prefetch.rows(40), rows.row(40), kStride) == 0);
+}
+
+// Experts are read one at a time, in the order of the list and only while nothing else is; what is wanted
+// goes on beside what is under way.
+void test_experts(const Rows& rows) {
+  constexpr std::int32_t kRows = 4;
+  constexpr std::size_t kExpert = std::size_t{kRows} * kStride;
+  const auto in_vain = [] { std::this_thread::sleep_for(std::chrono::milliseconds(30)); };
+  ReaderOptions options;
+  options.threads = 4;
+  for (const bool busy : {false, true}) {
+    Reader reader(options);
+    HugeBuffer memory(3 * kExpert), other(kStride);
+    RowSource source = rows.source();
+    source.units.size = kRows;
+    Prefetch prefetch(memory.data(), 3, kExpert, kNeurons / kRows, reader, *rows.file);
+    PrefetchDepth depth(3, 1);
+    auto plan = std::make_shared<FaultPlan>(Fault{Fault::Kind::hold, 0, 1, 0});
+    inject(*rows.file, plan);
+    ReadBatch demand;
+    source.units.size = 1;
+    source.add_rows(200, 1, other.data(), demand.jobs);
+    source.units.size = kRows;
+    if (busy) {
+      reader.submit(demand, *rows.file);
+      reader.start();
+      plan->wait_until_held();
+    }
+    prefetch.start(5, {40, 7, 21}, source, depth);
+    reader.start();
+    plan->wait_until_held();
+    in_vain();
+    CHECK(plan->calls() == 1);
+    prefetch.keep({7});
+    reader.start();
+    while (plan->calls() < 2) std::this_thread::yield();
+    in_vain();
+    CHECK(plan->calls() == 2);
+    plan->release();
+    if (busy) reader.wait(demand);
+    prefetch.finish();
+    CHECK(prefetch.has(7) && !prefetch.has(40) && !prefetch.has(21));
+    CHECK(std::memcmp(prefetch.rows(7), rows.row(7 * kRows), kExpert) == 0);
+    const ReadStats stats = prefetch.take_stats();
+    CHECK(stats.jobs == (busy ? 1 : 2) && stats.dropped == (busy ? 2 : 1));
+    inject(*rows.file, nullptr);
+  }
 }
 
 // An unreadable row ends a token that wants it, and no other.
@@ -114,7 +164,7 @@ void test_errors(Rows& rows) {
   prefetch.start(5, {5, 7, 9}, rows.source(), depth);
   prefetch.keep({5, 20});
   prefetch.finish();
-  CHECK(std::memcmp(prefetch.row(5), rows.row(5), kStride) == 0);
+  CHECK(std::memcmp(prefetch.rows(5), rows.row(5), kStride) == 0);
   prefetch.start(5, {5, 7, 9}, rows.source(), depth);
   prefetch.keep({7});
   bool thrown = false;
@@ -127,7 +177,7 @@ void test_errors(Rows& rows) {
   prefetch.start(5, {9}, rows.source(), depth);
   prefetch.keep({9});
   prefetch.finish();
-  CHECK(std::memcmp(prefetch.row(9), rows.row(9), kStride) == 0);
+  CHECK(std::memcmp(prefetch.rows(9), rows.row(9), kStride) == 0);
   rows.sums[7] ^= 1;
 }
 
@@ -161,6 +211,7 @@ void test_prefetch(const std::string& directory, int scale) {
   Rows rows(directory + "/prefetch");
   for (const int threads : {1, 4, 32}) test_reads(rows, threads, scale);
   test_neighbours(rows);
+  test_experts(rows);
   test_errors(rows);
   test_depth();
 }

@@ -19,7 +19,7 @@ from flashllm.profile.rates import RateCurve
 
 WORK = Workload(prompt_len=512, gen_len=32)
 COARSE = SearchSpace(gpu_batches=(1, 4, 16, 64), num_batches=(1, 4, 8))
-TINY = ModelShape(name="tiny", layers=2, hidden=64, ffn=256, heads=2, kv_heads=1, head_dim=32, vocab=100, gated=True)
+TINY = ModelShape(name="tiny", layers=2, hidden=64, ffn=256, heads=2, kv_heads=2, head_dim=32, vocab=100, gated=True)
 
 
 def test_30b_fills_the_t4_and_stays_inside():

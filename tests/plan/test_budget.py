@@ -256,16 +256,33 @@ def test_prompts_take_less_where_memory_is_short(model):
     assert (roomy.prompt_tokens, roomy.read_ahead) == (256, 6)
     assert (tight.prompt_tokens, tight.read_ahead) == (128, 3)
     assert tight.minimum_nbytes == roomy.minimum_nbytes
-    assert tight.fixed_nbytes + roomy.prompt_extra + roomy.bookkeeping - tight.bookkeeping == roomy.fixed_nbytes
+    assert tight.fixed_nbytes + roomy.work_extra + roomy.bookkeeping - tight.bookkeeping == roomy.fixed_nbytes
     assert tight.bookkeeping - tight.bookkeeping_extra == roomy.bookkeeping - roomy.bookkeeping_extra
-    assert roomy.prompt_extra > 3 * manifest.stream_block_rows * manifest.rows.stride
+    assert roomy.work_extra > 3 * manifest.stream_block_rows * manifest.rows.stride
 
     dense = plan_memory(manifest, block, limit=tight.limit_nbytes, dense=True, **options)
-    assert (dense.prompt_tokens, dense.read_ahead, dense.prompt_extra) == (256, 6, 0)
+    assert (dense.prompt_tokens, dense.read_ahead, dense.work_extra) == (256, 6, 0)
     experts = resized(manifest, experts=8, chosen_experts=2)
     least = plan_memory(experts, block, limit=None, **options).minimum_nbytes
     mixed = plan_memory(experts, block, limit=least, **options)
     assert (mixed.prompt_tokens, mixed.read_ahead) == (256, 3)
+
+
+def test_experts_are_guessed_where_some_do_not_fit_and_there_is_room(model):
+    manifest = resized(model.manifest, d_ff=12_800, experts=200, chosen_experts=2, activation="silu")
+    options = {"available": PLENTY, "process": PROCESS}
+    least = plan_memory(manifest, model.block, limit=None, **options).minimum_nbytes
+    stride = manifest.rows.stride
+    buffers, every = 2 * 2 * 64 * stride, sum(manifest.architecture.every_width) * stride
+    for more, guessed in ((0, False), (10 * buffers, False), (every // 2, True), (2 * every, False)):
+        plain, plan = (
+            plan_memory(manifest, model.block, limit=least + more, prefetch=prefetch, **options)
+            for prefetch in (False, True)
+        )
+        assert plan.minimum_nbytes == least
+        assert plan.prefetch_rows == (2 * 64 if guessed else 0)
+        assert plan.staging - plain.staging == (buffers if guessed else 0)
+        assert plan.total_nbytes <= plan.limit_nbytes
 
 
 @given(st.integers(1, 5000), st.integers(1, 300), st.data())

@@ -124,11 +124,23 @@ def test_the_report_holds_on_the_samples_judged(bare, data, capsys):
         assert shares == sorted(shares)
 
 
+def readmes_options():
+    """Options of the line that retrains the demo."""
+    readme = (SCRIPT.parent / "README.md").read_text(encoding="utf-8")
+    line = re.search(r"<!-- predictors line -->\n```sh\n(.*?)\n```", readme, re.DOTALL)[1]
+    interpreter, script, model, *options = line.split("#")[0].split()
+    assert (interpreter, script, model) == ("python", "predictors/train_predictor.py", "flashllm/demo")
+    return options
+
+
 def test_equal_seeds_give_equal_bits(bare, data):
-    files = []
+    """By the README's options, with fewer and shorter samples."""
+    files, options = [], readmes_options()
+    assert options[-2:] == ["--threads", "2"]
     for name, seed in (("a", "0"), ("b", "0"), ("c", "1")):
         model = bare(name)
-        assert train(model, data, "--seed", seed) == 0
+        small = ["--data-files", str(data), *QUICK, "--threads", "2", "--seed", seed]
+        assert train_predictor.main([str(model), *options, *small]) == 0
         files.append((model / PREDICTORS).read_bytes())
     assert files[0] == files[1]
     assert files[0] != files[2]
@@ -437,25 +449,16 @@ def test_prefetch_predictors_tell_the_next_layer_from_the_input_before(bare, dat
         engine.step([(sequence, ids)])
 
 
-def test_the_demo_is_retrained_by_the_readmes_line_with_equal_bits(tmp_path, capsys):
+def test_the_demo_is_retrained_by_the_readmes_line(tmp_path):
     """The line itself, on a copy and with few short samples; the options that decide what is trained stay."""
-    root = SCRIPT.parents[1]
-    readme = (root / "predictors" / "README.md").read_text(encoding="utf-8")
-    line = re.search(r"<!-- predictors line -->\n```sh\n(.*?)\n```", readme, re.DOTALL)[1]
-    interpreter, script, model, *options = line.split("#")[0].split()
-    assert (interpreter, script, model) == ("python", "predictors/train_predictor.py", "flashllm/demo")
-    text = tmp_path / "words.txt"
+    copy, text = tmp_path / "demo", tmp_path / "words.txt"
+    shutil.copytree(SCRIPT.parents[1] / "flashllm" / "demo", copy)
+    before = (copy / PREDICTORS).read_bytes()
     text.write_text(" ".join(random.Random(1).choices(" ".join(SENTENCES).split(), k=4000)))
-    files = []
-    for name in "ab":
-        copy = Path(shutil.copytree(root / model, tmp_path / name))
-        small = ["--data-files", str(text), "--samples", "12", "--tokens-per-sample", "64", "--ranks", "8"]
-        small += ["--epochs", "1"]
-        assert train_predictor.main([str(copy), *options, *small]) == 0
-        capsys.readouterr()
-        files.append((copy / PREDICTORS).read_bytes())
-        Model.open(copy, RunConfig(threads=1)).close()
-    assert files[0] == files[1]
+    small = ["--data-files", str(text), "--samples", "12", "--tokens-per-sample", "64", "--ranks", "8", "--epochs", "1"]
+    assert train_predictor.main([str(copy), *readmes_options(), *small]) == 0
+    assert (copy / PREDICTORS).read_bytes() != before
+    Model.open(copy, RunConfig(threads=1)).close()
 
 
 def test_the_umbrella_command_s_own_arguments_do_not_make_another_run(bare):

@@ -3,13 +3,12 @@
 import dataclasses
 import json
 import shutil
-import subprocess
 import sys
 from datetime import UTC, datetime
-from pathlib import Path
 
 import pytest
 from profiles import BATCHES, TINY, profile_of, reader
+from scripts import run_script
 
 from flashllm import _core
 from flashllm.base.machine import system_name
@@ -216,21 +215,17 @@ def test_a_path_that_is_not_there_is_wrong_use(tmp_path, capsys):
 def test_the_plan_is_compared_with_a_run(tmp_path, tiny):
     model, store = tiny().path("random"), tmp_path / "profiles.json"
     save_profile(store, device_of(model), profile_of(gemv_bps={"float32": 1e10}, sparse_bps={"float32": 1e10}))
-    script = Path(__file__).parents[2] / "bench" / "io" / "plan_accuracy.py"
     arguments = [str(model), "--memory", "2GB", "--context", "64", "--store", str(store), "--tokens", "14"]
-    done = subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, check=False)
+    done = run_script("bench/io/plan_accuracy.py", *arguments)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout.splitlines()[-1])
     predicted, measured = document["predicted"]["total_s"], document["measured"]["total_ms"] / 1e3
     assert document["predicted_over_measured"] == pytest.approx(predicted / measured)
 
 
-def test_the_peer_says_how_to_get_it(tmp_path):
-    script = Path(__file__).parents[2] / "bench" / "peer" / "peer_llama.py"
-    hide = "import sys, runpy; sys.modules['gguf'] = None; sys.path.insert(0, sys.argv[1]); sys.argv = sys.argv[2:];"
-    code = hide + "runpy.run_path(sys.argv[0], run_name='__main__')"
-    command = [sys.executable, "-c", code, str(script.parent), str(script), "make", str(tmp_path / "m.gguf")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def test_the_peer_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    done = run_script("bench/peer/peer_llama.py", "make", tmp_path / "m.gguf")
     assert done.returncode == 1
     assert "pip install llama-cpp-python" in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -1,10 +1,7 @@
-"""The tools and the window benchmark, run as a user runs them, with tiny arguments."""
+"""The tools and the window benchmark, with tiny arguments."""
 
 import gzip
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import bench_path  # noqa: F401
 import numpy as np
@@ -13,22 +10,17 @@ import tools_path  # noqa: F401
 import torch
 from install_popularity import measure_popularity
 from predictor_files import MARGIN
+from scripts import REPOSITORY, run_script
 from traced import TracedModel
 from traces import masks_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from flashllm.cli import main
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
 from flashllm.format.manifest import Manifest
 from flashllm.format.popularity import read_popularity
 from flashllm.format.trace import Stream, Trace
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(REPOSITORY / script), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture
@@ -47,7 +39,7 @@ def test_the_demo_script_trains_saves_resumes_and_refuses_a_checkpoint_of_anothe
     small = ["--vocab-size", 300, "--hidden-size", 32, "--ffn-dim", 64, "--num-layers", 2, "--num-heads", 2]
     small += ["--context", 64, "--window", 32, "--batch", 4, "--eval-tokens", 640]
     small += [part for name in shards for part in (f"--{name}", shards[name])]
-    first = run(
+    first = run_script(
         "tools/train_demo_model.py", *small, "--work", tmp_path / "w", "--out", tmp_path / "a", "--tokens", 2560
     )
     assert first.returncode == 0, first.stderr
@@ -61,26 +53,26 @@ def test_the_demo_script_trains_saves_resumes_and_refuses_a_checkpoint_of_anothe
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "a")
     assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
 
-    again = run(
+    again = run_script(
         "tools/train_demo_model.py", *small, "--work", tmp_path / "w", "--out", tmp_path / "b", "--tokens", 5120
     )
     assert again.returncode == 0, again.stderr
     assert "resumed at step 20" in again.stdout
 
-    other = run("tools/train_demo_model.py", *small, "--work", tmp_path / "w", "--out", tmp_path / "c", "--batch", 2)
+    other = run_script(
+        "tools/train_demo_model.py", *small, "--work", tmp_path / "w", "--out", tmp_path / "c", "--batch", 2
+    )
     assert other.returncode == 1
     assert "another recipe" in other.stderr
 
 
 def test_a_dummy_checkpoint_converts_and_fires_as_asked(tmp_path):
-    made = run(
+    made = run_script(
         "tools/make_dummy_checkpoint.py", tmp_path / "hf", "--shape", "opt-125m", "--layers", 1, "--tokenizer",
         REPOSITORY / "flashllm" / "demo",
     )  # fmt: skip
     assert made.returncode == 0, made.stderr
-    command = [sys.executable, "-m", "flashllm"]
-    converted = subprocess.run([*command, "convert", tmp_path / "hf", tmp_path / "m"], capture_output=True, check=False)
-    assert converted.returncode == 0, converted.stderr
+    assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "m")]) == 0
     active = []
     with Model.open(tmp_path / "m", RunConfig(mode="oracle", context=64)) as model, model.new_sequence() as sequence:
         for token in range(5, 14):
@@ -92,7 +84,7 @@ def test_a_dummy_checkpoint_converts_and_fires_as_asked(tmp_path):
 
 
 def test_the_window_benchmark_on_the_demo():
-    done = run("bench/cache/window.py", "--windows", 1, 5, "--tokens", 40)
+    done = run_script("bench/cache/window.py", "--windows", 1, 5, "--tokens", 40)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout.splitlines()[-1])["windows"]
     assert [row["window"] for row in rows] == [1, 5]
@@ -109,7 +101,7 @@ def test_a_trace_is_what_the_model_did(tiny, tmp_path):
         lines.writelines(json.dumps({"text": texts["b.jsonl.gz"]}) + "\n" for _ in range(2))
     out = tmp_path / "trace"
     arguments = [model.path("exact"), "--text", *(tmp_path / name for name in texts), "--tokens", 220, "--out", out]
-    recorded = run("tools/record_trace.py", *arguments)
+    recorded = run_script("tools/record_trace.py", *arguments)
     assert recorded.returncode == 0, recorded.stderr
     with Trace(out) as trace:
         info = trace.info
@@ -134,17 +126,17 @@ def test_a_trace_is_what_the_model_did(tiny, tmp_path):
         assert (fires.reshape(len(ids), -1).numpy() == firing[layer, : len(ids)]).mean() > 0.999
     named = model.reference.model.decoder.layers[2].fc1(inputs[1][0]).reshape(len(ids), -1) > -MARGIN
     assert (named.numpy() == prefetch[2, : len(ids)]).mean() > 0.999
-    refused = run("tools/record_trace.py", *arguments)
+    refused = run_script("tools/record_trace.py", *arguments)
     assert (refused.returncode, "exists" in refused.stderr) == (1, True)
     arguments[-1], arguments[arguments.index(220)] = tmp_path / "more", 10**6
-    assert "lower --tokens" in run("tools/record_trace.py", *arguments).stderr
+    assert "lower --tokens" in run_script("tools/record_trace.py", *arguments).stderr
 
 
 @pytest.fixture(scope="module")
 def synthetic(tmp_path_factory):
     out = tmp_path_factory.mktemp("synthetic") / "model"
     small = ["--shape", "opt-125m", "--layers", 2, "--hidden", 192, "--vocab", 8192, "--tokens", 20]
-    done = run("tools/make_synthetic_model.py", out, *small, "--dtype", "float32")
+    done = run_script("tools/make_synthetic_model.py", out, *small, "--dtype", "float32")
     assert done.returncode == 0, done.stderr
     return out
 
@@ -182,7 +174,7 @@ def test_a_synthetic_model_computes_what_its_trace_says(synthetic):
 
 def test_a_command_runs_on_a_synthetic_model_by_its_trace(synthetic):
     asked = ["generate", synthetic, "--prompt", "Once", "--max-new-tokens", 3, "--json"]
-    done = run("bench/engine/traced.py", *asked)
+    done = run_script("bench/engine/traced.py", *asked)
     assert done.returncode == 0, done.stderr
     assert "synthetic weights, synthetic trace" in done.stderr
     with Trace(synthetic / "trace.safetensors") as trace:
@@ -195,7 +187,9 @@ def test_synthetic_experts_are_those_of_their_trace(tmp_path):
     out, size, chosen = tmp_path / "model", 32, 8
     small = {"hidden_size": 64, "intermediate_size": size, "num_attention_heads": 4, "num_experts": 16}
     small |= {"vocab_size": 8192, "max_position_embeddings": 64}
-    done = run("tools/make_synthetic_experts.py", out, "--layers", 2, "--tokens", 20, "--config", json.dumps(small))
+    done = run_script(
+        "tools/make_synthetic_experts.py", out, "--layers", 2, "--tokens", 20, "--config", json.dumps(small)
+    )
     assert done.returncode == 0, done.stderr
     assert "8 of 16 experts" in done.stderr
     with Trace(out / "trace.safetensors") as trace:
@@ -216,7 +210,7 @@ def test_a_synthetic_gated_model_runs_by_its_trace(tmp_path, gate):
     out, small = tmp_path / "model", {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4}
     small |= {"vocab_size": 8192, "max_position_embeddings": 64}
     sizes = ["--layers", 2, "--tokens", 20, "--learn-tokens", 20, "--config", json.dumps(small)]
-    done = run("tools/make_synthetic_gated.py", out, "--gate", gate, *sizes)
+    done = run_script("tools/make_synthetic_gated.py", out, "--gate", gate, *sizes)
     assert done.returncode == 0, done.stderr
     with Trace(out / "trace.safetensors") as trace:
         active = [masks_of(trace, layer).sum(1) for layer in range(2)]
@@ -233,7 +227,7 @@ def test_a_synthetic_gated_model_runs_by_its_trace(tmp_path, gate):
 def test_a_synthetic_trace_has_the_statistics_it_promises(tmp_path):
     size = ["--layers", 3, "--neurons", 2048, "--tokens", 300, "--early-recall", 0.6, "--early-precision", 0.8]
     for part in ("learn", "judge"):
-        assert run("tools/synthetic_trace.py", tmp_path / part, *size, "--part", part).returncode == 0
+        assert run_script("tools/synthetic_trace.py", tmp_path / part, *size, "--part", part).returncode == 0
     with Trace(tmp_path / "learn") as learn, Trace(tmp_path / "judge") as judge:
         assert judge.info.synthetic
         first, middle = masks_of(judge, 0), masks_of(judge, 1)

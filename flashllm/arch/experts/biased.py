@@ -13,12 +13,22 @@ from flashllm.arch.experts.row import (
     row,
     shared_neurons,
 )
-from flashllm.arch.family import always, decoder_block, head_size, never, says, turning
+from flashllm.arch.family import (
+    always,
+    decoder_block,
+    fused,
+    head_size,
+    kv_heads,
+    linear_tensors,
+    never,
+    says,
+    turning,
+)
 from flashllm.arch.llama.names import AROUND, BARE, BIASED, projections
 from flashllm.arch.llama.windowed import EXAONE_DEFAULTS, exaone_block, slides, with_types
 from flashllm.arch.mixture import RouterSpec
 from flashllm.arch.rotary import rotary_by_type
-from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, check_number, check_size
+from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, LayerSpec, check_number, check_size
 from flashllm.arch.tensors import ResidentTensor
 from flashllm.errors import UnsupportedModelError
 
@@ -435,4 +445,144 @@ HUNYUAN3 = row(
     shared_matrices=in_layer(matrices("mlp.shared_mlp")),
 )
 
-BIASED_CHOICE = (ERNIE, GLM4, DOTS1, MINIMAX, SOLAR, EXAONE, AFMOE, LAGUNA, HUNYUAN3)
+# Ling and Ring 2.0 (Ling Team, 2025), by the vendor's code (inclusionAI/Ling-V2, modeling_bailing_moe_v2.py):
+# transformers lacks it. Ling 1 has the same model_type.
+
+
+def _ling(config: Config) -> BlockSpec:
+    usual: dict[str, Any] = {"score_function": "sigmoid", "moe_router_enable_expert_bias": True, "use_qk_norm": True}
+    for key, value in usual.items():
+        if config[key] != value:
+            raise UnsupportedModelError(
+                f"bailing_moe whose {key} is {str(config[key])[:80]} (Ling 1) is not supported; Ling 2.0 runs"
+            )
+    dims = config["rotary_dim"]
+    shared = shared_neurons(config, "num_shared_experts")
+    normalized = {**config, "norm_topk_prob": config["num_experts_per_tok"] != 1}
+    return decoder_block(
+        config,
+        rotary_share=1.0 if dims is None else check_size("rotary_dim", dims) / head_size(config),
+        query_key_norm="head",
+        experts=experts_of(config, "moe_intermediate_size", grouped_router(normalized), shared=shared),
+        dense_layers=dense_first(config),
+    )
+
+
+LING = row(
+    "bailing_moe",
+    defaults={
+        **_GROUPED,
+        "vocab_size": 157184,
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "num_hidden_layers": 20,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rotary_dim": None,
+        "use_bias": False,
+        "use_qkv_bias": False,
+        "use_qk_norm": None,
+        "moe_intermediate_size": 512,
+        "num_shared_experts": 1,
+        "first_k_dense_replace": 0,
+        "score_function": None,
+        "moe_router_enable_expert_bias": None,
+        "n_group": 8,
+        "topk_group": 4,
+    },
+    experts=256,
+    is_wide=True,
+    choice="mlp.gate.expert_bias",
+    newer_choice=_BIAS,
+    block=_ling,
+    attention=(
+        *(
+            tensor
+            for part, name in enumerate(("query", "key", "value"))
+            for tensor in linear_tensors(
+                f"layers.{{i}}.{name}",
+                "attention.query_key_value",
+                bias=says("use_qkv_bias"),
+                part=fused(part, kv_heads),
+            )
+        ),
+        *linear_tensors("layers.{i}.out", "attention.dense", bias=says("use_bias")),
+    ),
+    head_norms={"query_norm": "attention.query_layernorm", "key_norm": "attention.key_layernorm"},
+    names={"embedding": "word_embeddings"},
+    shared_matrices=SHARED,
+    ignored=("model.layers.*.attention.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"),
+)
+
+
+# MiMo-V2-Flash (Xiaomi, 2025): values narrower than keys, and scaled; of layers with a window twice the key-value
+# heads, and a sink of each head.
+
+
+def _mimo(config: Config) -> BlockSpec:
+    count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
+    types = config["layer_types"]
+    if types is None:
+        types = ["full_attention" if i == 0 or (i + 1) % 6 == 0 else "sliding_attention" for i in range(count)]
+    window = config["sliding_window_size"]
+    window = config["sliding_window"] if window is None else check_size("sliding_window_size", window) + 1
+    kinds = config["mlp_layer_types"] or ["dense", *["sparse"] * (count - 1)]
+    scale = config["attention_value_scale"]
+    block = decoder_block(
+        {**config, "layer_types": types, "sliding_window": window},
+        rotary_of=rotary_by_type(config, head_size(config), theta=5e6, share=0.334, sliding={"rope_theta": 1e4}),
+        value_dim=check_size("v_head_dim", config["v_head_dim"]),
+        value_scale=1.0 if scale is None else check_number("attention_value_scale", scale),
+        experts=experts_of(config, "moe_intermediate_size", grouped_router(config)),
+        dense_layers=dense_first({**config, "mlp_layer_types": kinds}),
+    )
+
+    def layer(spec: LayerSpec, kind: str) -> LayerSpec:
+        mixer = spec.attention
+        return replace(spec, mixer=replace(mixer, kv_heads=2 * mixer.kv_heads)) if kind[0] == "s" else spec
+
+    return replace(block, layers=tuple(layer(spec, kind) for spec, kind in zip(block.layers, types, strict=True)))
+
+
+MIMO = row(
+    "mimo_v2_flash",
+    defaults={
+        **_GROUPED,
+        "vocab_size": 152576,
+        "hidden_size": 4096,
+        "intermediate_size": 16384,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "head_dim": 192,
+        "v_head_dim": 128,
+        "attention_value_scale": 0.707,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 129,
+        "sliding_window_size": None,
+        "layer_types": None,
+        "moe_intermediate_size": 2048,
+        "mlp_layer_types": None,
+    },
+    experts=256,
+    is_wide=True,
+    choice=_BIAS,
+    renamed={"model.layers.{i}.self_attn.sinks": "model.layers.{i}.self_attn.attention_sink_bias"},
+    block=_mimo,
+    attention=(
+        *projections(says("attention_bias"), never),
+        ResidentTensor(
+            name="layers.{i}.sinks",
+            source="self_attn.attention_sink_bias",
+            layers=lambda layer: layer.attention.window is not None,
+        ),
+    ),
+)
+
+BIASED_CHOICE = (
+    *(LING, MIMO),
+    *(ERNIE, GLM4, DOTS1, MINIMAX, SOLAR, EXAONE, AFMOE, LAGUNA, HUNYUAN3),
+)

@@ -8,7 +8,7 @@ from typing import Any
 
 from flashllm.arch.experts.plain import dense_layers
 from flashllm.arch.experts.row import GATED_SHARED, experts_of, row
-from flashllm.arch.family import decoder, decoder_block, head_size, kv_heads, linear_tensors, says
+from flashllm.arch.family import When, always, decoder, decoder_block, head_size, kv_heads, linear_tensors, says
 from flashllm.arch.llama.names import BEFORE, GATED
 from flashllm.arch.mixture import ExpertsSpec, RouterSpec
 from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, DeltaRule, LayerSpec, check_size
@@ -26,6 +26,7 @@ def _rule(config: Config) -> DeltaRule:
         key_dim=size("key_head_dim"),
         value_dim=size("value_head_dim"),
         kernel=size("conv_kernel_dim"),
+        tiled=bool(config.get("linear_value_heads_tiled")),
     )
 
 
@@ -56,21 +57,32 @@ def _attention() -> tuple[ResidentTensor, ...]:
     return tuple(replace(tensor, layers=attentions) for tensor in tensors)
 
 
-def _delta(sources: Mapping[str, tuple[str, Callable[[Config], Part]]]) -> tuple[ResidentTensor, ...]:
-    """Tensors of the other layers. `sources`: the tensor, within the layer, and its rows that each projection of the
-    input is."""
-    tensors = (
-        *(
-            ResidentTensor(name=f"layers.{{i}}.{name}.weight", source=f"linear_attn.{source}.weight", part=part)
-            for name, (source, part) in sources.items()
-        ),
-        ResidentTensor(name="layers.{i}.conv.weight", source="linear_attn.conv1d.weight"),
-        ResidentTensor(name="layers.{i}.decay_log", source="linear_attn.A_log"),
-        ResidentTensor(name="layers.{i}.decay_bias", source="linear_attn.dt_bias"),
-        ResidentTensor(name="layers.{i}.mixed_norm.weight", source="linear_attn.norm.weight"),
-        ResidentTensor(name="layers.{i}.out.weight", source="linear_attn.out_proj.weight"),
+def _projections(
+    sources: Mapping[str, tuple[str, Callable[[Config], Part]]], when: When = always
+) -> tuple[ResidentTensor, ...]:
+    """Projections of the other layers' input: each is some rows of a tensor within the layer."""
+    return tuple(
+        ResidentTensor(
+            name=f"layers.{{i}}.{name}.weight",
+            source=f"linear_attn.{source}.weight",
+            when=when,
+            layers=delta_rules,
+            part=part,
+        )
+        for name, (source, part) in sources.items()
     )
-    return tuple(replace(tensor, layers=delta_rules) for tensor in tensors)
+
+
+_DELTA = tuple(
+    ResidentTensor(name=f"layers.{{i}}.{name}", source=f"linear_attn.{source}", layers=delta_rules)
+    for name, source in (
+        ("conv.weight", "conv1d.weight"),
+        ("decay_log", "A_log"),
+        ("decay_bias", "dt_bias"),
+        ("mixed_norm.weight", "norm.weight"),
+        ("out.weight", "out_proj.weight"),
+    )
+)
 
 
 def _by_key_head(config: Config, names: tuple[str, ...], name: str) -> Part:
@@ -165,6 +177,14 @@ _NEXT: dict[str, Any] = {
     "mlp_only_layers": None,
 }
 
+_FLAT = {**_together("in_proj_qkv", ("query", "key", "value"), _flat), "out_gate": ("in_proj_z", _whole)}
+
+
+def _is_flat(config: Config) -> bool:
+    """Qwen3-Next as GGUF files have it: all queries, then all keys, then all values; and gates apart."""
+    return bool(config.get("linear_projections_flat"))
+
+
 QWEN3_NEXT = row(
     "qwen3_next",
     defaults=_NEXT,
@@ -172,24 +192,21 @@ QWEN3_NEXT = row(
     block=_qwen3_next,
     attention=(
         *_attention(),
-        *_delta(
-            {
-                **_together("in_proj_qkvz", ("query", "key", "value", "out_gate"), _by_key_head),
-                **_together("in_proj_ba", ("beta", "decay"), _by_key_head),
-            }
+        *_projections(
+            _together("in_proj_qkvz", ("query", "key", "value", "out_gate"), _by_key_head),
+            lambda config: not _is_flat(config),
         ),
+        *_projections(_FLAT, _is_flat),
+        *_projections(_together("in_proj_ba", ("beta", "decay"), _by_key_head)),
+        *_DELTA,
     ),
     **GATED_SHARED,
 )
 
-_FLAT = (
+_APART = (
     *_attention(),
-    *_delta(
-        {
-            **_together("in_proj_qkv", ("query", "key", "value"), _flat),
-            **{name: (f"in_proj_{of}", _whole) for name, of in (("out_gate", "z"), ("beta", "b"), ("decay", "a"))},
-        }
-    ),
+    *_projections({**_FLAT, **{name: (f"in_proj_{of}", _whole) for name, of in (("beta", "b"), ("decay", "a"))}}),
+    *_DELTA,
 )
 QWEN3_5 = decoder(
     "qwen3_5_text",
@@ -202,7 +219,7 @@ QWEN3_5 = decoder(
         "num_key_value_heads": 4,
     },
     block=_block,
-    attention=_FLAT,
+    attention=_APART,
     matrices=GATED,
     norms=BEFORE,
     ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",),
@@ -221,7 +238,7 @@ QWEN3_5_MOE = row(
     },
     experts=256,
     block=lambda config: _block(config, experts=_experts(config, normalized=True)),
-    attention=_FLAT,
+    attention=_APART,
     **GATED_SHARED,
 )
 

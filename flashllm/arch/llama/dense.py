@@ -1,11 +1,9 @@
 """Models under Llama's names whose neurons are never zero, unless their config names an activation of the ReLU kind."""
 
-import math
 from dataclasses import replace
 from typing import Any
 
 from flashllm.arch.family import (
-    alternating,
     always,
     decoder_block,
     fused,
@@ -17,7 +15,6 @@ from flashllm.arch.family import (
     turning,
 )
 from flashllm.arch.llama.names import (
-    AROUND,
     BEFORE,
     BEHIND,
     BIASED,
@@ -28,7 +25,6 @@ from flashllm.arch.llama.names import (
     projections,
     row,
 )
-from flashllm.arch.rotary import rotary_by_type
 from flashllm.arch.spec import BlockSpec, Config, check_number, check_size
 from flashllm.errors import UnsupportedModelError
 
@@ -88,100 +84,6 @@ PHI3 = row(
         ),
         *linear_tensors("layers.{i}.out", "self_attn.o_proj"),
     ),
-)
-
-
-# Gemma 1 to 3 (Gemma Team, 2024, 2025): norms keep weight - 1, the embedding is scaled by the root of its width.
-
-
-def _gemma(config: Config, **traits: Any) -> BlockSpec:
-    if config.get("use_bidirectional_attention"):
-        raise UnsupportedModelError("attention to later tokens makes an encoder; it cannot generate")
-    scale = math.sqrt(check_size("hidden_size", config["hidden_size"]))
-    return decoder_block(config, norm_shift=1.0, embedding_scale=scale, **traits)
-
-
-def _optional(config: Config, key: str) -> float | None:
-    return None if config.get(key) is None else check_number(key, config[key])
-
-
-def gemma2_block(config: Config, **traits: Any) -> BlockSpec:
-    """The block of Gemma 2 and later."""
-    if config.get("layer_types") is None:
-        count = check_size("num_hidden_layers", config["num_hidden_layers"], 4096)
-        config = {**config, "layer_types": alternating(count, config.get("sliding_window_pattern", 2))}
-    scalar = check_number("query_pre_attn_scalar", config["query_pre_attn_scalar"])
-    if scalar <= 0:
-        raise ValueError(f"query_pre_attn_scalar must be above 0, not {scalar}")
-    return _gemma(
-        config,
-        activation="hidden_activation",
-        query_scale=scalar**-0.5,
-        logit_softcap=_optional(config, "final_logit_softcapping"),
-        softcap=_optional(config, "attn_logit_softcapping"),
-        **{"norms": "both", **traits},
-    )
-
-
-def _gemma3(config: Config) -> BlockSpec:
-    """Layers that slide turn by one embedding, those that see everything by another."""
-    if config.get("layer_types") is None:
-        count = check_size("num_hidden_layers", config["num_hidden_layers"], 4096)
-        config = {**config, "layer_types": alternating(count, config.get("sliding_window_pattern", 6))}
-    theta = {"rope_theta": config.get("rope_local_base_freq", 10_000.0)}
-    return gemma2_block(
-        {**config, "attn_logit_softcapping": None},
-        query_key_norm="head",
-        rotary_of=rotary_by_type(config, head_size(config), theta=1_000_000.0, sliding=theta),
-    )
-
-
-_GEMMA: dict[str, Any] = {
-    "vocab_size": 256000,
-    "rms_norm_eps": 1e-6,
-    "head_dim": 256,
-    "max_position_embeddings": 8192,
-    "attention_bias": False,
-    "tie_word_embeddings": True,
-}
-_GEMMA2: dict[str, Any] = {
-    **_GEMMA,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-}
-GEMMA = row(
-    "gemma",
-    defaults={
-        **_GEMMA,
-        "hidden_size": 3072,
-        "intermediate_size": 24576,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "hidden_act": "gelu_pytorch_tanh",
-    },
-    block=_gemma,
-    attention=BIASED,
-)
-GEMMA2 = row(
-    "gemma2",
-    defaults={**_GEMMA2, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
-    block=gemma2_block,
-    attention=BIASED,
-    norms=AROUND,
-)
-GEMMA3 = row(
-    "gemma3_text",
-    defaults={**_GEMMA2, "vocab_size": 262208, "max_position_embeddings": 131072},
-    block=_gemma3,
-    attention=BIASED,
-    norms=AROUND,
 )
 
 
@@ -516,6 +418,6 @@ HUNYUAN = row(
 )
 
 DENSE = (
-    *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, GRANITE, OLMO2, SMOLLM3, STABLELM, STARCODER2),
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GRANITE, OLMO2, SMOLLM3, STABLELM, STARCODER2),
     *(COHERE, GLM, GLM4_0414, ERNIE_DENSE, SEED_OSS, OLMO, HELIUM, HYPERCLOVAX, HUNYUAN),
 )

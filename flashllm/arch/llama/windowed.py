@@ -4,7 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from flashllm.arch.family import alternating, always, decoder_block, head_size, says, turning
-from flashllm.arch.llama.dense import MULTIPLIERS, cohere_block, gemma2_block, granite_block
+from flashllm.arch.llama.dense import MULTIPLIERS, cohere_block, granite_block
+from flashllm.arch.llama.gemma import gemma2_block
 from flashllm.arch.llama.names import (
     BARE,
     BEFORE,

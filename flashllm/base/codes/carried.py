@@ -5,8 +5,8 @@ minimums, the factors of both, where it has them, and then its codes in units of
 scale is shared by 256 weights, and a group's own is that times its int8 factor; minimums likewise. A weight is
 `code * scale`, or `code * scale + minimum`: exact in fp32 but for the last sum.
 
-MXFP4 (Open Compute Project, Microscaling Formats 1.0) has a byte for 32 weights, which stands for 2^(byte - 127), and
-codes that are numbers themselves (`FP4`).
+Codes may be numbers of a table (`TABLES`). MXFP4 (Open Compute Project, Microscaling Formats 1.0) has a byte for 32
+weights, which stands for 2^(byte - 127), and codes in FP4; ggml's IQ4_NL and IQ4_XS have sixteen integers of their own.
 
 A down column's scales may lie apart, as a checkpoint's groups are along the neurons: a row then holds the column's
 codes alone (`PlaneCode`), and `Plane` the scales of a layer, [groups of neurons, d_model].
@@ -16,6 +16,7 @@ Knows numpy arrays, no files and no models.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,10 +26,14 @@ Bytes = NDArray[np.uint8]
 Codes = NDArray[np.int8]
 
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # by code
+IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)  # likewise
+TABLES = {"fp4": FP4, "iq4": IQ4}
 _POWER_BIAS = 127  # of the byte of a scale that is a power of two
 UNIT = 32  # codes that lie together
 SHARED = 256  # weights that share a scale which groups have factors of
-CODE_BITS = (4, 5, 6, 8)
+CODE_BITS = (4, 5, 6, 8)  # of down columns
+# Bits of codes that lie apart, behind halves of bytes: the first of them, and how many.
+_APART = {2: ((0, 2),), 3: ((0, 2), (2, 1)), 4: (), 5: ((4, 1),), 6: ((4, 2),)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +44,13 @@ class ScaleForm:
     group: int = 32
     has_minimum: bool = False
     has_factors: bool = False
-    is_power: bool = False  # a byte: the scale is 2^(byte - 127), and codes are those of `FP4`
+    is_power: bool = False  # a byte: the scale is 2^(byte - 127)
+    table: str = ""  # the name of what codes are numbers of; "": they are integers
 
     @property
     def unsigned(self) -> bool:
         """True where codes begin at 0."""
-        return self.has_minimum or self.is_power
+        return self.has_minimum or bool(self.table)
 
     def parts(self) -> Mapping[str, tuple[int, np.dtype[np.generic]]]:
         """Name -> (weights an item is for, its type) of each array, in the order of a vector's bytes."""
@@ -68,7 +74,10 @@ SCALE_FORMS = {
         ScaleForm(name="half_32_min", has_minimum=True),
         ScaleForm(name="shared_32_min", has_minimum=True, has_factors=True),
         ScaleForm(name="shared_16", group=16, has_factors=True),
-        ScaleForm(name="power_32", is_power=True),
+        ScaleForm(name="shared_16_min", group=16, has_minimum=True, has_factors=True),
+        ScaleForm(name="power_32", is_power=True, table="fp4"),
+        ScaleForm(name="half_32_iq4", table="iq4"),
+        ScaleForm(name="shared_32_iq4", has_factors=True, table="iq4"),
     )
 }
 
@@ -91,9 +100,15 @@ def weights(form: ScaleForm, codes: Codes, scales: Mapping[str, NDArray[np.gener
     if form.is_power:
         powers = np.repeat(scales["scales"], form.group, axis=1)[:, : codes.shape[1]]
         return _fp4(codes, powers)
-    found = codes.astype(np.float32) * _spread(form, scales, "scales", "factors", codes.shape[1])
+    found = _numbers(form, codes) * _spread(form, scales, "scales", "factors", codes.shape[1])
     if form.has_minimum:
         found += _spread(form, scales, "minimums", "minimum_factors", codes.shape[1])
+    return found
+
+
+def _numbers(form: ScaleForm, codes: Codes) -> Floats:
+    """What codes stand for, before their scales."""
+    found: Floats = TABLES[form.table][codes] if form.table else codes.astype(np.float32)
     return found
 
 
@@ -120,15 +135,15 @@ def pack_codes(codes: Codes, bits: int, *, unsigned: bool) -> Bytes:
     if bits == 8:
         return padded.view(np.uint8)
     whole = (padded + np.int8(0 if unsigned else 1 << (bits - 1))).view(np.uint8).reshape(n, -1, UNIT)
-    lower, upper = whole & 15, whole >> 4
-    packed = lower[..., : UNIT // 2] | lower[..., UNIT // 2 :] << 4
-    if bits > 4:
-        each = bits - 4  # upper bits a code
-        spread = upper.reshape(n, whole.shape[1], 8 // each, -1)  # [.., place in a byte, byte]
+    parts = []
+    if bits >= 4:
+        lower = whole & 15
+        parts.append(lower[..., : UNIT // 2] | lower[..., UNIT // 2 :] << 4)
+    for first, each in _APART[bits]:
+        spread = (whole >> first & ((1 << each) - 1)).reshape(n, whole.shape[1], 8 // each, -1)  # [.., place, byte]
         shifts = (np.arange(8 // each, dtype=np.uint8) * each)[:, None]
-        high = np.bitwise_or.reduce(spread << shifts, axis=2)
-        packed = np.concatenate([packed, high], axis=2)
-    return np.ascontiguousarray(packed.reshape(n, -1).astype(np.uint8))
+        parts.append(np.bitwise_or.reduce(spread << shifts, axis=2))
+    return np.ascontiguousarray(np.concatenate(parts, axis=2).reshape(n, -1).astype(np.uint8))
 
 
 def unpack_codes(packed: Bytes, bits: int, length: int, *, unsigned: bool) -> Codes:
@@ -137,13 +152,15 @@ def unpack_codes(packed: Bytes, bits: int, length: int, *, unsigned: bool) -> Co
     if bits == 8:
         return np.ascontiguousarray(packed).view(np.int8)[:, :length]
     units = packed.reshape(n, -1, 4 * bits)
-    low = units[..., : UNIT // 2]
-    codes = np.concatenate([low & 15, low >> 4], axis=2)
-    if bits > 4:
-        each = bits - 4
+    codes: NDArray[np.integer[Any]] = np.zeros((*units.shape[:2], UNIT), np.uint8)
+    at = 0
+    if bits >= 4:
+        low, at = units[..., : UNIT // 2], UNIT // 2
+        codes = np.concatenate([low & 15, low >> 4], axis=2)
+    for first, each in _APART[bits]:
         shifts = (np.arange(8 // each, dtype=np.uint8) * each)[:, None]
-        upper = units[:, :, None, UNIT // 2 :] >> shifts & ((1 << each) - 1)
-        codes = codes | upper.reshape(codes.shape) << 4
+        apart = units[:, :, None, at : at + 4 * each] >> shifts & ((1 << each) - 1)
+        codes, at = codes | apart.reshape(codes.shape) << first, at + 4 * each
     whole = codes.reshape(n, -1)[:, :length].astype(np.int8)
     return whole if unsigned else whole - np.int8(1 << (bits - 1))
 
@@ -194,7 +211,7 @@ class PlaneCode:
 
     name: str
     bits: int
-    is_fp4: bool = False  # of scales that are powers of two; other codes are integers
+    table: str = ""  # as a form's
 
     def vector_nbytes(self, length: int) -> int:
         """Bytes of a column of `length` weights."""
@@ -218,7 +235,7 @@ class Plane:
         scale: Floats = rows["scales"].astype(np.float32)
         if self.form.has_factors:
             scale = scale * rows["factors"].astype(np.float32)
-        found: Floats = codes.astype(np.float32) * scale
+        found: Floats = _numbers(self.form, codes) * scale
         if self.form.has_minimum:
             minimum: Floats = rows["minimums"].astype(np.float32)
             if self.form.has_factors:
@@ -247,6 +264,10 @@ CARRIED_CODES = {
         CarriedCode(name="q5_k", bits=5, form=SCALE_FORMS["shared_32_min"]),
         CarriedCode(name="q6_k", bits=6, form=SCALE_FORMS["shared_16"]),
         CarriedCode(name="mxfp4", bits=4, form=SCALE_FORMS["power_32"]),
+        CarriedCode(name="q2_k", bits=2, form=SCALE_FORMS["shared_16_min"]),
+        CarriedCode(name="q3_k", bits=3, form=SCALE_FORMS["shared_16"]),
+        CarriedCode(name="iq4_nl", bits=4, form=SCALE_FORMS["half_32_iq4"]),
+        CarriedCode(name="iq4_xs", bits=4, form=SCALE_FORMS["shared_32_iq4"]),
     )
 }
 # Group codes have the same bytes (flashllm/base/group_codes.py): these pack them without rounding.
@@ -262,7 +283,7 @@ PLANE_CODES = {
     code.name: code
     for code in (
         *(PlaneCode(name=f"codes{bits}", bits=bits) for bits in CODE_BITS),
-        PlaneCode(name="codes_fp4", bits=4, is_fp4=True),
+        *(PlaneCode(name=f"codes_{table}", bits=4, table=table) for table in TABLES),
     )
 }
 
@@ -270,5 +291,5 @@ PLANE_CODES = {
 def plane_code_of(codes: Sequence[tuple[int, ScaleForm]]) -> PlaneCode | None:
     """The narrowest that holds the codes of all of these (bits, form); None where none does."""
     bits = max(bits for bits, _ in codes)
-    kinds = {form.is_power for _, form in codes}
-    return next((code for code in PLANE_CODES.values() if code.bits >= bits and {code.is_fp4} == kinds), None)
+    tables = {form.table for _, form in codes}
+    return next((code for code in PLANE_CODES.values() if code.bits >= bits and {code.table} == tables), None)

@@ -11,7 +11,7 @@ from flashllm.arch.registry import resolve
 from flashllm.convert.checkpoint.folder import open_folder
 from flashllm.convert.checkpoint.gguf.config import model_config
 from flashllm.convert.checkpoint.gguf.file import SUFFIX, GgufContent, open_gguf
-from flashllm.convert.checkpoint.gguf.models import assumed_line, model_of, named_tensors
+from flashllm.convert.checkpoint.gguf.tensors import assumed_line, model_of, named_tensors
 from flashllm.convert.checkpoint.gguf.tokenizer import read_vocabulary, special_ids, tokenizer_files
 from flashllm.convert.checkpoint.mixtures.gpt_oss import GPT_OSS, apart
 from flashllm.convert.checkpoint.mixtures.stacked import unstacked

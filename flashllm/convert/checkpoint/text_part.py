@@ -11,17 +11,27 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from flashllm.arch.spec import MAX_LAYERS
 from flashllm.convert.checkpoint.source import Checkpoint
 from flashllm.errors import FormatError
 from flashllm.format.model_files import CONFIG
 
-_TEXT_OF = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}  # by the model_type of the whole
+_TEXT_OF = {  # by the model_type of the whole
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "gemma4": "gemma4_text",
+}
 _PREFIX = "model.language_model."
 _OTHERS = {
     "model.visual.": "the picture encoder",
     "mtp.": "layers that draft tokens",
+    "model.vision_tower.": "the picture encoder",
+    "model.embed_vision.": "what brings pictures to the model's width",
+    "model.audio_tower.": "the sound encoder",
+    "model.embed_audio.": "what brings sound to the model's width",
 }
-_DRAFTING = ("qwen3_next", *_TEXT_OF.values())  # models published with layers that draft
+_DRAFTING = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # models published with layers that draft
+_SHARING = ("gemma4_text",)  # and those whose last layers attend to the keys and values of others
 _BEHIND = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")  # and those whose such layers are numbered on behind their own
 _MOST_BEHIND = 16
 _OF_WHOLE = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
@@ -42,20 +52,22 @@ def text_part(checkpoint: Checkpoint) -> Checkpoint:
         config = {**text, **of_whole, "model_type": _TEXT_OF[whole]}
         made[CONFIG] = json.dumps(config, indent=2).encode()
         companions = tuple(path for path in companions if path.name != CONFIG)
-    elif whole not in (*_DRAFTING, *_BEHIND):
+    elif whole not in (*_DRAFTING, *_BEHIND, *_SHARING):
         return checkpoint
     others = _OTHERS | (_behind(config) if whole in _BEHIND else {})
-    tensors, files, left_out = {}, {}, Counter[str]()
+    others |= _shared(config) if config["model_type"] in _SHARING else {}
+    tensors, files, left_out, first = {}, {}, Counter[str](), dict[str, str]()
     for name, info in checkpoint.tensors.items():
-        other = next((prefix for prefix in others if name.startswith(prefix)), None)
-        if other is not None:
-            left_out[other] += 1
-            continue
         mine = "model." + name.removeprefix(_PREFIX) if name.startswith(_PREFIX) else name
+        other = next((prefix for prefix in others if mine.startswith(prefix)), None)
+        if other is not None:
+            left_out[others[other]] += 1
+            first.setdefault(others[other], other)
+            continue
         if mine in tensors:
             raise FormatError(f"{checkpoint.where(name)}: the checkpoint has both {name} and {mine}")
         tensors[mine], files[mine] = info, checkpoint._files[name]
-    said = [f"{others[prefix]} ({prefix}\u2026, {count} tensors)" for prefix, count in left_out.items()]
+    said = [f"{what} ({first[what]}\u2026, {count} tensors)" for what, count in left_out.items()]
     return dataclasses.replace(
         checkpoint,
         config=MappingProxyType(config),
@@ -65,6 +77,18 @@ def text_part(checkpoint: Checkpoint) -> Checkpoint:
         assumed=f"left out: {' and '.join(said)}" if said else checkpoint.assumed,
         _files=MappingProxyType(files),
     )
+
+
+def _shared(config: Mapping[str, Any]) -> dict[str, str]:
+    """Prefixes of what layers that use another's keys and values have in vain: the last, as many as the config says."""
+    count, sharing = config.get("num_hidden_layers"), config.get("num_kv_shared_layers", 0)
+    if type(count) is not int or type(sharing) is not int or not 0 <= sharing <= count <= MAX_LAYERS:
+        return {}
+    return {
+        f"model.layers.{layer}.self_attn.{part}": "keys and values of layers that use another's"
+        for layer in range(count - sharing, count)
+        for part in ("k_proj.", "v_proj.", "k_norm.")
+    }
 
 
 def _behind(config: Mapping[str, Any]) -> dict[str, str]:

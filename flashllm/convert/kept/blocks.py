@@ -1,7 +1,7 @@
 """Blocks of GGUF files taken apart: codes and scales of whole rows. Knows bytes and numpy, no files and no models.
 
-The layouts are ggml's (ggml-common.h, block_q4_0 to block_q6_K, block_mxfp4): 32 weights to an fp16 scale, or to a
-power of two, or 256 to an fp16 scale (and minimum) with factors of 6 or 8 bits for their groups.
+The layouts are ggml's (ggml-common.h, block_q4_0 to block_q6_K, block_mxfp4, block_iq4_nl, block_iq4_xs): 32 weights to
+an fp16 scale, or to a power of two, or 256 to an fp16 scale (and minimum) with factors of 4 to 8 bits for their groups.
 """
 
 from collections.abc import Callable, Mapping
@@ -119,6 +119,45 @@ def _q6_k(blocks: Bytes) -> Parts:
     return codes.reshape(len(blocks), -1), scales
 
 
+def _two_bits(packed: Bytes) -> Bytes:
+    """Codes [n, 256] of two bits: 128 to 32 bytes, of whose places each has 32."""
+    shifts = (2 * np.arange(4, dtype=np.uint8))[:, None]
+    return np.asarray(packed.reshape(-1, 2, 1, 32) >> shifts & 3, np.uint8).reshape(-1, 256)
+
+
+def _q2_k(blocks: Bytes) -> Parts:
+    both = blocks[:, :16]
+    scales = {
+        "scales": _halves(blocks, 80),
+        "minimums": -_halves(blocks, 82).astype(np.float16),
+        "factors": (both & 15).view(np.int8),
+        "minimum_factors": (both >> 4).view(np.int8),
+    }
+    return _two_bits(blocks[:, 16:80]), scales
+
+
+def _q3_k(blocks: Bytes) -> Parts:
+    third = np.asarray(blocks[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1, np.uint8)
+    codes = np.asarray(_two_bits(blocks[:, 32:96]) | third.reshape(len(blocks), -1) << 2, np.uint8)
+    lower = _nibbles(blocks[:, 96:104])  # of sixteen factors
+    upper = np.asarray(blocks[:, None, 104:108] >> (2 * np.arange(4, dtype=np.uint8))[:, None] & 3, np.uint8)
+    factors = (lower | upper.reshape(len(blocks), -1) << 4).view(np.int8) - np.int8(32)
+    return codes, {"scales": _halves(blocks, 108), "factors": factors}
+
+
+def _iq4_nl(blocks: Bytes) -> Parts:
+    return _nibbles(blocks[:, 2:]), {"scales": _halves(blocks, 0)}
+
+
+def _iq4_xs(blocks: Bytes) -> Parts:
+    groups = np.arange(8, dtype=np.uint8)
+    lower = blocks[:, 4:8].repeat(2, axis=1) >> 4 * (groups % 2) & 15
+    upper = blocks[:, 2:4].repeat(4, axis=1) >> 2 * (groups % 4) & 3
+    factors = np.asarray(lower | upper << 4, np.uint8).view(np.int8) - np.int8(32)
+    codes = _nibbles(blocks[:, 8:].reshape(-1, 8, 16))
+    return codes.reshape(len(blocks), -1), {"scales": _halves(blocks, 0), "factors": factors}
+
+
 def _mxfp4(blocks: Bytes) -> Parts:
     codes, scales = _nibbles(blocks[:, 1:]), blocks[:, :1].copy()
     scales[~(codes & 7).any(axis=1)] = _ONE  # all zero: the scale does not matter
@@ -136,5 +175,9 @@ KINDS: Mapping[str, Kind] = {
     "Q4_K": Kind(bits=4, form=SCALE_FORMS["shared_32_min"], weights=256, nbytes=144, take=_q4_k),
     "Q5_K": Kind(bits=5, form=SCALE_FORMS["shared_32_min"], weights=256, nbytes=176, take=_q5_k),
     "MXFP4": Kind(bits=4, form=SCALE_FORMS["power_32"], weights=32, nbytes=17, take=_mxfp4),
+    "Q2_K": Kind(bits=2, form=SCALE_FORMS["shared_16_min"], weights=256, nbytes=84, take=_q2_k),
+    "Q3_K": Kind(bits=3, form=SCALE_FORMS["shared_16"], weights=256, nbytes=110, take=_q3_k),
+    "IQ4_NL": Kind(bits=4, form=SCALE_FORMS["half_32_iq4"], weights=32, nbytes=18, take=_iq4_nl),
+    "IQ4_XS": Kind(bits=4, form=SCALE_FORMS["shared_32_iq4"], weights=256, nbytes=136, take=_iq4_xs),
     "Q6_K": Kind(bits=6, form=SCALE_FORMS["shared_16"], weights=256, nbytes=210, take=_q6_k),
 }

@@ -29,11 +29,16 @@ constexpr Named<RowCodec> kCodecs[] = {{"float32", RowCodec::f32},
                                        {"q5_k", RowCodec::q5_k},
                                        {"q6_k", RowCodec::q6_k},
                                        {"mxfp4", RowCodec::mxfp4},
+                                       {"q2_k", RowCodec::q2_k},
+                                       {"q3_k", RowCodec::q3_k},
+                                       {"iq4_nl", RowCodec::iq4_nl},
+                                       {"iq4_xs", RowCodec::iq4_xs},
                                        {"codes4", RowCodec::codes4},
                                        {"codes5", RowCodec::codes5},
                                        {"codes6", RowCodec::codes6},
                                        {"codes8", RowCodec::codes8},
-                                       {"codes_fp4", RowCodec::codes_fp4}};
+                                       {"codes_fp4", RowCodec::codes_fp4},
+                                       {"codes_iq4", RowCodec::codes_iq4}};
 
 constexpr Named<InputForm> kInputs[] = {
     {"float32", InputForm::f32}, {"int8", InputForm::int8}, {"int16", InputForm::int16}};

@@ -107,6 +107,12 @@ void PyFfnLayer::set_predictor(const nb::dict& tensors, const std::string& prefi
   predictors_.push_back(tensors);
 }
 
+void PyFfnLayer::guess_by_router(std::shared_ptr<Prefetch> prefetch) {
+  require(layer_->router() != nullptr && layer_->units().size > 1, "no router names the units of this layer");
+  layer_->set_prefetch(std::make_unique<RouterGuess>(*layer_->router()), *prefetch);
+  prefetch_ = std::move(prefetch);
+}
+
 void init_ffn(nb::module_& m) {
   // (above, low, high): the activation is not zero above `above`, and between `low` and `high` where low <
   // high.
@@ -123,14 +129,14 @@ void init_ffn(nb::module_& m) {
   nb::class_<Prefetch>(m, "Prefetch")
       .def(
           "__init__",
-          [](Prefetch* self, const ByteArray& rows, std::uint32_t stride, std::int32_t num_neurons,
+          [](Prefetch* self, const ByteArray& rows, std::size_t unit_nbytes, std::int32_t num_units,
              Reader& reader, const DirectFile& file) {
-            require(num_neurons > 0, "a prefetch buffer needs neurons");
-            const std::int32_t capacity = units_in(rows, stride, num_neurons, "a prefetch buffer");
-            require(capacity > 0, "a prefetch buffer needs room for at least one row");
-            new (self) Prefetch(bytes_of(rows), capacity, stride, num_neurons, reader, file);
+            require(num_units > 0, "a prefetch buffer needs units");
+            const std::int32_t capacity = units_in(rows, unit_nbytes, num_units, "a prefetch buffer");
+            require(capacity > 0, "a prefetch buffer needs room for at least one unit");
+            new (self) Prefetch(bytes_of(rows), capacity, unit_nbytes, num_units, reader, file);
           },
-          nb::kw_only(), nb::arg("rows"), nb::arg("stride"), nb::arg("num_neurons"), nb::arg("reader"),
+          nb::kw_only(), nb::arg("rows"), nb::arg("unit_nbytes"), nb::arg("num_units"), nb::arg("reader"),
           nb::arg("file"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>());
 
   nb::class_<CacheReplay>(m, "CacheReplay")
@@ -225,6 +231,7 @@ void init_ffn(nb::module_& m) {
       .def("set_predictor", &PyFfnLayer::set_predictor, nb::arg("tensors"), nb::arg("prefix") = "",
            nb::arg("encodings") = std::map<std::string, std::string>(),
            nb::arg("prefetch").none() = nb::none())
+      .def("guess_by_router", &PyFfnLayer::guess_by_router, nb::arg("prefetch"))
       .def(
           "set_capacity", [](PyFfnLayer& self, std::int32_t rows) { self.layer().set_capacity(rows); },
           nb::arg("rows"))

@@ -46,6 +46,8 @@ class PyFfnLayer {
   // neurons from the input of the layer before, and `prefetch` holds what is read on its word.
   void set_predictor(const nb::dict& tensors, const std::string& prefix,
                      const std::map<std::string, std::string>& encodings, std::shared_ptr<Prefetch> prefetch);
+  // The layer's router on the input of the layer before says what `prefetch` is read into.
+  void guess_by_router(std::shared_ptr<Prefetch> prefetch);
 
  private:
   std::shared_ptr<NamedTensors> tensors_;

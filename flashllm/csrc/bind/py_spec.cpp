@@ -112,9 +112,14 @@ void read_attention(const Attributes& from, LayerSpec& layer, ModelSpec& model) 
   from("window", to.window);
   from("softcap", to.softcap);
   from("alibi", to.alibi, &read);
+  from("value_dim", to.value_dim);
+  from("value_scale", to.value_scale);
   from("latent", to.latent, &read);
   from("gate", to.gate, kGates);
   from("out_scale", to.out_scale);
+  from("value_norm", to.value_norm);
+  from("key_is_value", to.key_is_value);
+  from("shared", to.shared);
 }
 
 void read_state(const Attributes& from, StateSpec& to) {
@@ -165,6 +170,8 @@ void read(const Attributes& from, LayerSpec& to, ModelSpec& model) {
   from("ffn_scale", to.ffn_scale);
 }
 
+void read_per_layer(const Attributes& from, std::size_t& width) { from("dim", width); }
+
 void read(const Attributes& from, Architecture& to) {
   ModelSpec& model = to.model;
   from("d_model", model.block.d_model);
@@ -191,6 +198,8 @@ void read(const Attributes& from, Architecture& to) {
     to.layers.emplace_back().activation = activation;
     read(Attributes(layer), to.layers.back(), model);
   }
+  from("per_layer", model.block.per_layer, &read_per_layer);
+  model.block.layers = to.layers.size();
 }
 
 }  // namespace

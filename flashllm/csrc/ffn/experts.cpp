@@ -250,4 +250,16 @@ void RouterPredictor::add_biases(std::size_t token, float* y) const {
   }
 }
 
+void RouterGuess::predict(const float* x, std::size_t /*token*/, ThreadPool& pool, SimdLevel /*level*/,
+                          std::vector<std::int32_t>& probable) {
+  router_.route(x, pool, weights_);
+  const ExpertsSpec& spec = router_.spec();
+  probable.clear();
+  for (std::size_t expert = 0; expert < spec.count; ++expert)
+    if (weights_[expert] != 0.0F) probable.push_back(static_cast<std::int32_t>(expert));
+  std::sort(probable.begin(), probable.end(), [this](std::int32_t a, std::int32_t b) {
+    return weights_[static_cast<std::size_t>(a)] > weights_[static_cast<std::size_t>(b)];
+  });
+}
+
 }  // namespace flashllm

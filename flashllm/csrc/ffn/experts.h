@@ -142,4 +142,18 @@ class RouterPredictor final : public Predictor {
   std::vector<std::vector<float>> weights_;  // of each token of the pass, by run
 };
 
+// The experts that a layer probably goes to, by its router on the input of the layer before (Eliseev and
+// Mazur, 2023): the likeliest first. Units are experts.
+class RouterGuess final : public Predictor {
+ public:
+  explicit RouterGuess(Router& router) : router_(router) {}
+
+  void predict(const float* x, std::size_t token, ThreadPool& pool, SimdLevel level,
+               std::vector<std::int32_t>& probable) override;
+
+ private:
+  Router& router_;
+  std::vector<float> weights_;
+};
+
 }  // namespace flashllm

@@ -10,7 +10,7 @@ namespace flashllm {
 
 namespace {
 
-constexpr std::size_t kCopyGrain = 4;  // rows a thread copies at a time
+constexpr std::size_t kCopyGrain = 4;  // units a thread copies at a time
 
 RowSource source_of(const FfnLayerOptions& options) {
   const RowUnits units = options.units();
@@ -67,12 +67,12 @@ FfnLayer::~FfnLayer() {
 }
 
 void FfnLayer::set_prefetch(std::unique_ptr<Predictor> predictor, Prefetch& buffer) {
-  if (options_.unit_rows != 1)
-    throw CoreError(ErrorKind::usage, "experts are not prefetched: their own layer's router names them");
-  require(buffer.stride() == layout().stride, "prefetched rows have another stride than the layer's");
+  require(buffer.unit_nbytes() == layout().stride * static_cast<std::size_t>(options_.unit_rows),
+          "prefetched units have another size than the layer's");
   prefetch_predictor_ = std::move(predictor);
   prefetch_ = &buffer;
-  depth_.emplace(static_cast<std::size_t>(buffer.capacity()));
+  depth_.emplace(static_cast<std::size_t>(buffer.capacity()),
+                 options_.unit_rows == 1 ? PrefetchDepth::kPlaces : 1);
 }
 
 void FfnLayer::set_predictor(std::unique_ptr<Predictor> predictor) {
@@ -114,9 +114,10 @@ void FfnLayer::prefetch(const float* x, std::size_t token) {
   prefetch_predictor_->predict(x, token, pool_, options_.simd, listed_);
   watch.charge(counters_.compute_ns);
   listed_.erase(std::remove_if(listed_.begin(), listed_.end(),
-                               [this](std::int32_t neuron) { return cache_.contains(neuron); }),
+                               [this](std::int32_t unit) { return cache_.contains(unit); }),
                 listed_.end());
-  cache_.policy().sort_by_likelihood(listed_);
+  // A router tells the likeliest itself.
+  if (options_.unit_rows == 1) cache_.policy().sort_by_likelihood(listed_);
   prefetch_->start(options_.layer, listed_, source_, *depth_);
   watch.charge(counters_.memory_ns);
 }
@@ -342,7 +343,7 @@ void FfnLayer::copy_newcomers() {
   pool_.parallel_for(newcomers.size(), kCopyGrain, [&](std::size_t begin, std::size_t end) {
     for (std::size_t i = begin; i < end; ++i)
       if (prefetch_->has(newcomers[i]))
-        std::memcpy(cache_.rows(newcomers[i]), prefetch_->row(newcomers[i]), options_.format.stride);
+        std::memcpy(cache_.rows(newcomers[i]), prefetch_->rows(newcomers[i]), prefetch_->unit_nbytes());
   });
 }
 
@@ -350,7 +351,7 @@ void FfnLayer::end_prefetch() {
   prefetch_->abandon();
   const ReadStats stats = prefetch_->take_stats();
   tally(stats);
-  counters_.prefetched += stats.jobs;
+  counters_.prefetched += stats.jobs * static_cast<std::size_t>(options_.unit_rows) / source_.jobs_a_unit();
 }
 
 void FfnLayer::tally(const ReadStats& stats) {

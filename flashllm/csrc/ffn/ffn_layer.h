@@ -56,8 +56,9 @@ class FfnLayer {
   // where units are neurons. Throws CoreError where it does not fit the layer.
   void set_router(std::unique_ptr<Router> router);
   Router* router() const { return router_.get(); }  // nullptr: there are no experts
-  // `predictor` tells this layer's active neurons from the input of the layer before; `buffer`, which layers
-  // may share where two that follow each other do not, holds what is read on its word. Units are neurons.
+  // `predictor` tells this layer's active units from the input of the layer before, experts the likeliest
+  // first; `buffer`, which layers may share where two that follow each other do not, holds what is read on
+  // its word.
   void set_prefetch(std::unique_ptr<Predictor> predictor, Prefetch& buffer);
   bool can_prefetch() const { return prefetch_ != nullptr; }
   // What names the active neurons, and those to prefetch, for measurements to put something before them.
@@ -68,7 +69,7 @@ class FfnLayer {
   // `token`; ascending, valid until the next call. Throws CoreError where there is no predictor.
   const std::vector<std::int32_t>& predict(const float* x, std::size_t token);
 
-  // Begins to read the neurons that are probably active, those not cached, the likeliest first. x is the
+  // Begins to read the units that are probably active, those not cached, the likeliest first. x is the
   // input of the layer before, which has begun. Wants can_prefetch(). Rows of a token that never comes are
   // forgotten.
   void prefetch(const float* x, std::size_t token);
@@ -144,7 +145,7 @@ class FfnLayer {
   void end_prefetch();
   void tally(const ReadStats& stats);
   const std::byte* rows(std::int32_t unit) const {
-    return prefetched(unit) ? prefetch_->row(unit) : cache_.rows(unit);
+    return prefetched(unit) ? prefetch_->rows(unit) : cache_.rows(unit);
   }
   // The values of the unit at position p of the part.
   float* values(const FfnMember& member, std::ptrdiff_t p) const {

@@ -26,14 +26,17 @@ void ReadQueue::push(ReadBatch& batch, ReadPriority priority) {
   queue_of(batch).push_back(&batch);
 }
 
-void ReadQueue::keep(ReadBatch& batch, const std::function<bool(const ReadJob&)>& wanted) {
+std::size_t ReadQueue::keep(ReadBatch& batch, const std::function<bool(const ReadJob&)>& wanted) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (batch.next_request_ == batch.requests_.size()) return;  // all started
+  if (batch.next_request_ == batch.requests_.size()) return 0;  // all started
   drop_rest(batch, wanted);
-  if (batch.priority_ == ReadPriority::demand || batch.next_request_ == batch.requests_.size()) return;
-  prefetch_.erase(std::find(prefetch_.begin(), prefetch_.end(), &batch));
+  const std::size_t left = batch.requests_.size() - batch.next_request_;
+  if (batch.priority_ == ReadPriority::demand || left == 0) return 0;
+  std::deque<ReadBatch*>& queue = queue_of(batch);
+  queue.erase(std::find(queue.begin(), queue.end(), &batch));
   batch.priority_ = ReadPriority::demand;
   demand_.push_back(&batch);
+  return left;
 }
 
 bool ReadQueue::poll(ReadBatch& batch) {
@@ -95,7 +98,7 @@ std::uint64_t ReadQueue::take_busy_ns() {
 
 bool ReadQueue::take(Work& work) {
   std::unique_lock<std::mutex> lock(mutex_);
-  work_.wait(lock, [this] { return closed_ || !demand_.empty() || !prefetch_.empty(); });
+  work_.wait(lock, [this] { return closed_ || next_queue() != nullptr; });
   return !closed_ && pop(work);
 }
 
@@ -117,6 +120,7 @@ void ReadQueue::finish(const Work& work, const RequestOutcome& outcome, std::exc
     batch.error_ = std::move(error);
     drop_rest(batch, [](const ReadJob&) { return false; });
   }
+  --under_way_;
   retire(batch, 1);
 }
 
@@ -143,19 +147,28 @@ void ReadQueue::close() {
 }
 
 std::deque<ReadBatch*>& ReadQueue::queue_of(const ReadBatch& batch) {
-  return batch.priority_ == ReadPriority::demand ? demand_ : prefetch_;
+  if (batch.priority_ == ReadPriority::demand) return demand_;
+  return batch.priority_ == ReadPriority::prefetch ? prefetch_ : idle_;
+}
+
+// Where work may be taken from now, or nullptr. Who finishes the last request under way asks again.
+std::deque<ReadBatch*>* ReadQueue::next_queue() {
+  if (!demand_.empty()) return &demand_;
+  if (!prefetch_.empty()) return &prefetch_;
+  return idle_.empty() || under_way_ != 0 ? nullptr : &idle_;
 }
 
 bool ReadQueue::pop(Work& work) {
-  std::deque<ReadBatch*>& queue = demand_.empty() ? prefetch_ : demand_;
-  if (queue.empty()) return false;
+  std::deque<ReadBatch*>* queue = next_queue();
+  if (queue == nullptr) return false;
   moved_at_ns_ = now_ns();
-  ReadBatch& batch = *queue.front();
+  ReadBatch& batch = *queue->front();
   const ReadRequest& request = batch.requests_[batch.next_request_++];
   const ReadJob* jobs = batch.jobs.data() + request.first_job;
   work = {&batch, &request, jobs, jobs->file != nullptr ? jobs->file : batch.file_, true};
   ++held_;
-  if (batch.next_request_ == batch.requests_.size()) queue.pop_front();
+  ++under_way_;
+  if (batch.next_request_ == batch.requests_.size()) queue->pop_front();
   return true;
 }
 

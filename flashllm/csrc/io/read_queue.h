@@ -18,7 +18,8 @@ namespace flashllm {
 
 class ReadBatch;
 
-enum class ReadPriority { demand, prefetch };
+// Idle ones are read while nothing else is, one request at a time.
+enum class ReadPriority { demand, prefetch, idle };
 
 class ReadQueue {
  public:
@@ -32,14 +33,15 @@ class ReadQueue {
 
   // For callers.
   void push(ReadBatch& batch, ReadPriority priority);
-  void keep(ReadBatch& batch, const std::function<bool(const ReadJob&)>& wanted);
+  // How many requests became demand reads.
+  std::size_t keep(ReadBatch& batch, const std::function<bool(const ReadJob&)>& wanted);
   bool poll(ReadBatch& batch);  // marks the jobs that have landed; true when nothing is under way
   // As poll, once every request is finished, or `at_most` is over, or the queue is lost.
   bool wait(ReadBatch& batch, std::chrono::milliseconds at_most);
   std::uint64_t take_busy_ns();  // time since the last call in which any batch was unfinished
 
-  // For backends. Work is handed out in the order of submission, demand before prefetch; all of it must be
-  // finished.
+  // For backends. Work is handed out in the order of submission, demand before prefetch, and idle work to
+  // whoever asks when nothing is under way; all of it must be finished.
   bool take(Work& work);      // waits for work; false when the queue was closed
   bool try_take(Work& work);  // false when there is none
   void finish(const Work& work, const RequestOutcome& outcome, std::exception_ptr error);
@@ -62,6 +64,7 @@ class ReadQueue {
   static constexpr std::uint64_t kStoppedNs = 1'000'000'000;  // between two questions of `lose`
 
   std::deque<ReadBatch*>& queue_of(const ReadBatch& batch);
+  std::deque<ReadBatch*>* next_queue();
   bool pop(Work& work);
   void retire(ReadBatch& batch, std::size_t requests);
   void drop_rest(ReadBatch& batch, const std::function<bool(const ReadJob&)>& wanted);
@@ -70,7 +73,8 @@ class ReadQueue {
   std::mutex mutex_;
   std::condition_variable work_;
   std::condition_variable done_;
-  std::deque<ReadBatch*> demand_, prefetch_;  // batches with requests not yet taken
+  std::deque<ReadBatch*> demand_, prefetch_, idle_;  // batches with requests not yet taken
+  std::size_t under_way_ = 0;                        // requests taken and not finished
   std::size_t unfinished_batches_ = 0;
   std::uint64_t busy_since_ns_ = 0, busy_ns_ = 0;  // since: while a batch is unfinished
   std::uint64_t moved_at_ns_ = 0;                  // when a request last came, began or ended

@@ -94,7 +94,8 @@ void Reader::submit(ReadBatch& batch, const DirectFile& file, ReadPriority prior
 
 void Reader::keep(ReadBatch& batch, const std::function<bool(const ReadJob&)>& wanted) {
   require_in_flight(batch, "kept or cancelled");
-  queue_->keep(batch, wanted);
+  const std::size_t kept = queue_->keep(batch, wanted);
+  if (kept != 0) backend_->work_arrived(kept);
 }
 
 void Reader::cancel(ReadBatch& batch) {

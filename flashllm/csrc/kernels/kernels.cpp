@@ -102,6 +102,7 @@ MultiplyCodes multiply_codes_kernel(SimdLevel level) { return level_kernels(leve
 StateStep state_step_kernel(SimdLevel level, bool by_delta_rule) {
   return by_delta_rule ? level_kernels(level).delta_step : level_kernels(level).space_step;
 }
+AddCodes add_codes_kernel(SimdLevel level) { return level_kernels(level).add_codes; }
 
 Softmax softmax_kernel(SimdLevel level) { return level_kernels(level).softmax; }
 const AttentionKernels& attention_kernels(SimdLevel level) { return *level_kernels(level).attention; }

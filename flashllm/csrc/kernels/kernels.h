@@ -123,6 +123,28 @@ using MultiplyCodes = void (*)(const CodeRows& a, std::size_t rows, const CodeCo
                                std::size_t terms, float* c, std::size_t c_row);
 MultiplyCodes multiply_codes_kernel(SimdLevel level);  // nullptr where the level has none
 
+// The same of weights that lie by their inputs, kCodeColumns outputs of them, where 32 terms of a token share
+// a scale: c[m][n] += b.offsets[w][n] * a.sums[m][w], if there are offsets, then a.scales[m][w] *
+// (b.scales[u][n]
+// * the unit's sum), rounded there too, of the units of w; for each w of 32 terms in its turn.
+constexpr std::size_t kCodeColumns = 32;
+struct CodeTokens {
+  const std::int16_t* codes;   // [tokens, kCodeTerms]
+  const float *scales, *sums;  // [tokens, kCodeTerms / 32]; sums of the codes, times their scale
+};
+struct CodeWeights {
+  static constexpr std::size_t kWindows = kCodeTerms / 32;
+  alignas(
+      64) std::uint32_t pairs[kCodeTerms / 2 * kCodeColumns];  // two terms to a word, as CodeColumns has them
+  alignas(64) float scales[2 * kWindows * kCodeColumns];
+  alignas(64) float offsets[kWindows * kCodeColumns];
+  std::size_t unit;
+  bool has_offsets;
+};
+using AddCodes = void (*)(const CodeTokens& a, std::size_t tokens, const CodeWeights& b, std::size_t terms,
+                          float* c, std::size_t c_row);
+AddCodes add_codes_kernel(SimdLevel level);  // nullptr where the level has none
+
 // A token at a head of a recurrence: from the state S [keys, values] before it to the one behind it, which
 // may lie in the same place. Of a state-space model, and of the gated delta rule, which also takes away what
 // was there under the key:

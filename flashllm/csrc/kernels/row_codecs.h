@@ -16,7 +16,11 @@
 // rounded again. Of 5 bits: as above, a unit of 20 bytes. Of q4_k, q5_k and q6_k a group's scale is an fp16
 // that 256 weights share times the group's factor: first the shared scales, the shared minimums (q4_k, q5_k),
 // then int8 factors of groups (32 weights; q6_k 16), those of minimums, and the codes. planes/scale_planes.h
-// says how codes of 5 and 6 bits lie in their units, and what the codecs without scales are.
+// says how codes of 5 and 6 bits lie in their units, and what the codecs without scales are. q3_k is as q6_k
+// and q2_k as that with minimums: of 2 and 3 bits a unit has 8 bytes, bits 2 q and 2 q + 1 of byte i those of
+// code 8 q + i, and behind them 4 bytes with the third bits, which lie as the fifth ones of 5 bits do.
+// iq4_nl and iq4_xs are as int4_32 and, with factors, as q4_k without minimums, but that a code is a number
+// of ggml's own (kIq4).
 //
 // mxfp4 is MXFP4 (Open Compute Project, Microscaling Formats 1.0, 2023): 32 weights share a byte e, which
 // stands for 2^(e - 127), 2 <= e <= 252; a code is a number of one sign, two exponent bits and one of
@@ -30,9 +34,9 @@
 // are offset by (a minimum, -8 scales, of 5 bits -16) is multiplied by the units' sums, unit u in lane u
 // modulo 8. Codes of mxfp4 are kFp4FromZero there, offset by -12 scales, which are half of what they stand
 // for. Codes of 6 bits are less 32, without an offset, and of a unit's two scales the first multiplies the
-// first four of its sums and the second the others, before the inputs' scale does. The four of lane i are 4i
-// to 4i + 3 of int8 inputs; of int16 ones 2i, 2i + 1, 2i + 16 and 2i + 17, and their sum fits 24 bits: 4 *
-// 128 * 32767.
+// first four of its sums and the second the others, before the inputs' scale does; so of 3 bits, less 4, and
+// of 2 bits, whose minimums multiply the same sums of the inputs alone. The four of lane i are 4i to 4i + 3
+// of int8 inputs; of int16 ones 2i, 2i + 1, 2i + 16 and 2i + 17, and their sum fits 24 bits: 4 * 128 * 32767.
 #pragma once
 
 #include <cstddef>
@@ -62,15 +66,20 @@ enum class RowCodec {
   q5_k,
   q6_k,
   mxfp4,
+  q2_k,
+  q3_k,
+  iq4_nl,
+  iq4_xs,
   // Down columns whose scales are in a plane (planes/scale_planes.h).
   codes4,
   codes5,
   codes6,
   codes8,
   codes_fp4,
+  codes_iq4,
 };
-constexpr std::size_t kFirstCoded = static_cast<std::size_t>(RowCodec::int8_32), kCodedCodecs = 13;
-constexpr std::size_t kFirstPlane = static_cast<std::size_t>(RowCodec::codes4), kPlaneCodecs = 5,
+constexpr std::size_t kFirstCoded = static_cast<std::size_t>(RowCodec::int8_32), kCodedCodecs = 17;
+constexpr std::size_t kFirstPlane = static_cast<std::size_t>(RowCodec::codes4), kPlaneCodecs = 6,
                       kPlaneForms = 4;
 constexpr std::size_t kSharedFactors =
     256;  // weights, or neurons of a plane, whose groups have factors of one scale
@@ -94,6 +103,9 @@ alignas(16) constexpr std::int8_t kFp4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2
 constexpr std::int8_t kFp4Zero = 12;
 alignas(16) constexpr std::int8_t kFp4FromZero[16] = {12, 13, 14, 15, 16, 18, 20, 24,
                                                       12, 11, 10, 9,  8,  6,  4,  0};
+// What a code of iq4_nl and iq4_xs stands for.
+alignas(16) constexpr std::int8_t kIq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                              1,    13,   25,  38,  53,  69,  89,  113};
 // Half of what a scale of mxfp4 stands for, as the bits of a float.
 constexpr std::uint32_t bits_of_half_power(std::uint8_t e) { return (std::uint32_t{e} - 1) << 23; }
 
@@ -123,7 +135,9 @@ using UnpackCodes = void (*)(const void* vector, std::size_t k, std::size_t firs
                              std::int16_t* codes, float* scales, float* offsets);
 // nullptr: weights of the codec are widened for products of many tokens at this level.
 UnpackCodes unpack_kernel(SimdLevel level, RowCodec codec);
-constexpr std::size_t code_unit(RowCodec codec) { return codec == RowCodec::q6_k ? 16 : kCodeUnit; }
+constexpr std::size_t code_unit(RowCodec codec) {
+  return codec == RowCodec::q6_k || codec == RowCodec::q3_k ? 16 : kCodeUnit;
+}
 constexpr bool has_minimums(RowCodec codec) {
   return codec == RowCodec::int4_32_min || codec == RowCodec::int4_64_min || codec == RowCodec::int5_32_min ||
          codec == RowCodec::q4_k || codec == RowCodec::q5_k;

@@ -37,8 +37,17 @@ std::size_t carried_nbytes(RowCodec codec, std::size_t length) {
       return shared * (2 + 16) + units * 24;
     case RowCodec::mxfp4:
       return units * (1 + 16);
+    case RowCodec::q2_k:
+      return shared * (4 + 32) + units * 8;
+    case RowCodec::q3_k:
+      return shared * (2 + 16) + units * 12;
+    case RowCodec::iq4_nl:
+      return units * (2 + 16);
+    case RowCodec::iq4_xs:
+      return shared * (2 + 8) + units * 16;
     case RowCodec::codes4:
     case RowCodec::codes_fp4:
+    case RowCodec::codes_iq4:
       return units * 16;
     case RowCodec::codes5:
       return units * 20;

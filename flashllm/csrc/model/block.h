@@ -66,7 +66,12 @@ struct AttentionSpec {
   float softcap = 0.0F;      // scores are cap * tanh(score / cap); 0: as they are
   Alibi alibi;
   Gate gate = Gate::none;
+  std::size_t value_dim = 0;  // of a head's value as it is projected, less than head_dim; 0: head_dim
+  float value_scale = 1.0F;   // of the values
   LatentSpec latent;
+  bool value_norm = false;    // of each head's value, without a weight
+  bool key_is_value = false;  // the key's projection is the value, too, before its norm and rotation
+  int shared = -1;            // the earlier layer whose keys and values it attends to; -1: its own
 
   bool is_latent() const { return latent.rank != 0; }
   // Of queries and outputs where they meet keys and values.
@@ -79,7 +84,8 @@ struct AttentionSpec {
   std::size_t query_inputs(std::size_t d_model) const {
     return latent.query_rank == 0 ? d_model : latent.query_rank;
   }
-  std::size_t mixed_dim() const { return heads * (is_latent() ? latent.value_dim : head_dim); }
+  std::size_t value_width() const { return value_dim == 0 ? head_dim : value_dim; }
+  std::size_t mixed_dim() const { return heads * (is_latent() ? latent.value_dim : value_width()); }
   std::size_t gates() const {
     return gate == Gate::none ? 0 : gate == Gate::head_softplus ? heads : mixed_dim();
   }
@@ -126,6 +132,10 @@ struct BlockSpec {
   std::size_t d_model = 0;
   float residual_scale = 1.0F;  // of what is added to h
   bool rounded_inputs = false;  // of a layer's products: to 8 bits (round_to_8_bits); NormPlace::input alone
+  // Per-layer embeddings (Gemma 3n): what each of the layers takes of a token's row; 0: there are none.
+  std::size_t per_layer = 0, layers = 0;
+
+  std::size_t row_width() const { return layers * per_layer; }
 };
 
 // Of a layer's state.
@@ -150,13 +160,17 @@ struct BlockWeights {
   // Of one head, or of the projection; of latent attention of the query between its two projections, and of a
   // key's first elements.
   Norm query_norm, key_norm;
+  Norm value_norm;         // of each head; width 0: none
   Norm mixed_norm;         // of all heads' outputs, before `out`; width 0: none
   NeuronNorm neuron_norm;  // before the down columns
   RowMatrix query, key, value, out;
   RowMatrix query_down,
-      key_up;          // of latent attention, whose heads have rows of their own in key_up and value
+      key_up;  // of latent attention, whose heads have rows of their own in key_up and value
+  RowMatrix per_layer_gate, per_layer_out;  // of per-layer embeddings, with
+  Norm per_layer_norm;
   RowMatrix out_gate;  // where the mixer has a gate
   StateWeights state;
+  float scale = 1.0F;                // of the states that leave the layer
   const float* sinks = nullptr;      // [heads] or nullptr: see AttentionShape
   const float* up_bias = nullptr;    // [neurons] or nullptr
   const float* gate_bias = nullptr;  // [neurons] or nullptr

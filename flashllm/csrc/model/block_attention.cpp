@@ -32,7 +32,8 @@ void BlockAttention::attend(const BlockWeights& weights, const Part& part, float
     arithmetic_.project(weights.out_gate, count, gate_.data());
   }
   spec.is_latent() ? project_latent(weights, part) : project_heads(weights, part);
-  memory_.attend(shape(weights), part, query_.data(), keys_.data(),
+  const bool own = spec.shared < 0;
+  memory_.attend(shape(weights), part, query_.data(), own ? keys_.data() : nullptr,
                  spec.is_latent() ? keys_.data() : values_.data(), mixed_.data());
   arithmetic_.round(mixed_.data(), count * attended);
   float* outputs = mixed_.data();
@@ -41,6 +42,9 @@ void BlockAttention::attend(const BlockWeights& weights, const Part& part, float
     arithmetic_.project_heads(weights.value, spec.heads, mixed_.data(), spec.head_dim, count,
                               part.is_prompt(), outputs, spec.latent.value_dim);
     arithmetic_.round(outputs, count * mixed);
+  } else if (spec.value_width() != spec.head_dim) {
+    for (std::size_t h = 1; h < count * spec.heads; ++h)  // forward, and never over what is still to come
+      std::copy_n(outputs + h * spec.head_dim, spec.value_width(), outputs + h * spec.value_width());
   }
   if (gates != 0) {
     const std::size_t width = mixed / gates;  // that a number of the gate is for
@@ -64,37 +68,64 @@ void BlockAttention::attend(const BlockWeights& weights, const Part& part, float
 }
 
 void BlockAttention::project_heads(const BlockWeights& weights, const Part& part) {
+  const AttentionSpec& spec = weights.spec.attention;
   arithmetic_.project(weights.query, part.count, query_.data());
-  arithmetic_.project(weights.key, part.count, keys_.data());
-  arithmetic_.project(weights.value, part.count, values_.data());
+  if (spec.shared < 0) {
+    arithmetic_.project(weights.key, part.count, keys_.data());
+    if (spec.key_is_value)
+      values_ = keys_;
+    else
+      arithmetic_.project(weights.value, part.count, values_.data());
+    widen_values(spec, part.count);
+  }
   prepare_heads(weights, part);
 }
 
-// query_ and keys_: their norms, their rotation, the scale of the queries, which comes with the last of both.
+// values_, as they are projected: their scale, and zeros behind each head, where the cache keeps more of it.
+void BlockAttention::widen_values(const AttentionSpec& spec, std::size_t count) {
+  const std::size_t width = spec.value_width(), heads = count * spec.kv_heads;
+  if (spec.value_scale != 1.0F) {
+    for (std::size_t i = 0; i < heads * width; ++i) values_[i] *= spec.value_scale;
+    arithmetic_.round(values_.data(), heads * width);
+  }
+  if (width == spec.head_dim) return;
+  for (std::size_t h = heads; h-- > 0;) {  // backward, and never over what is still to come
+    float* head = values_.data() + h * spec.head_dim;
+    if (h != 0)
+      std::copy_backward(values_.data() + h * width, values_.data() + (h + 1) * width, head + width);
+    std::fill(head + width, head + spec.head_dim, 0.0F);
+  }
+}
+
+// query_, keys_ and values_: their norms, the rotation of the first two, the scale of the queries, which
+// comes with the last of both.
 void BlockAttention::prepare_heads(const BlockWeights& weights, const Part& part) {
   const AttentionSpec& spec = weights.spec.attention;
   const std::size_t count = part.count, attended = spec.query_dim(), cached = spec.kv_dim();
-  const bool turns_first = spec.head_norm == HeadNorm::turned_head;
+  const bool turns_first = spec.head_norm == HeadNorm::turned_head, has_keys = spec.shared < 0;
   const RotaryTable* rotary = rotary_of(spec);
   const auto step = [&](bool normalizes, bool turns, bool scales) {
     if (!normalizes && !turns && !scales) return;
     const bool together = spec.head_norm == HeadNorm::projection, own = spec.head_norm == HeadNorm::heads;
     arithmetic_.pool().parallel_for(count, Arithmetic::kTokenGrain, [&](std::size_t begin, std::size_t end) {
       for (std::size_t t = begin; t < end; ++t) {
-        float *query = query_.data() + t * attended, *key = keys_.data() + t * cached;
+        float *query = query_.data() + t * attended, *key = has_keys ? keys_.data() + t * cached : nullptr;
         if (normalizes) {
           normalize_heads(weights.query_norm, together ? 1 : spec.heads, own, query);
-          normalize_heads(weights.key_norm, together ? 1 : spec.kv_heads, own, key);
+          if (has_keys) normalize_heads(weights.key_norm, together ? 1 : spec.kv_heads, own, key);
+          if (has_keys && spec.value_norm)
+            normalize_heads(weights.value_norm, spec.kv_heads, false, values_.data() + t * cached);
         }
         if (turns) {
           rotary->apply(part.first + t, query, spec.heads, spec.head_dim);
-          rotary->apply(part.first + t, key, spec.kv_heads, spec.head_dim);
+          if (has_keys) rotary->apply(part.first + t, key, spec.kv_heads, spec.head_dim);
         }
         if (scales)
           for (std::size_t i = 0; i < attended; ++i) query[i] *= spec.query_scale;
       }
     });
-    if (normalizes || turns) arithmetic_.round(keys_.data(), count * cached);
+    if (has_keys && (normalizes || turns)) arithmetic_.round(keys_.data(), count * cached);
+    if (has_keys && normalizes && spec.value_norm) arithmetic_.round(values_.data(), count * cached);
     arithmetic_.round(query_.data(), count * attended);
   };
   const bool normalizes = spec.head_norm != HeadNorm::none, turns = rotary != nullptr;
@@ -161,10 +192,12 @@ AttentionShape BlockAttention::shape(const BlockWeights& weights) const {
 void SequenceMemory::attend(const AttentionShape& shape, const Part& part, const float* queries,
                             const float* keys, const float* values, float* out) {
   const std::size_t attended = shape.heads * shape.head_dim, cached = shape.kv_heads * shape.head_dim;
-  for (std::size_t t = 0; t < part.count; ++t)
-    part.tokens[t].sequence->append(part.kv_layer, part.tokens[t].position, keys + t * cached,
-                                    values + t * cached);
-  seal_pages(part);
+  if (keys != nullptr) {
+    for (std::size_t t = 0; t < part.count; ++t)
+      part.tokens[t].sequence->append(part.kv_layer, part.tokens[t].position, keys + t * cached,
+                                      values + t * cached);
+    seal_pages(part);
+  }
   if (!part.is_prompt()) {
     std::vector<AttendingToken> attending;
     for (std::size_t t = 0; t < part.count; ++t)

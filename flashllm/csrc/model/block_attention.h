@@ -15,7 +15,8 @@ class AttentionMemory {
  public:
   virtual ~AttentionMemory() = default;
   // Keeps keys and values [tokens, kv_heads * head_dim] of a part's tokens; each token's queries attend to
-  // what is kept up to it: queries and out [tokens, heads * head_dim].
+  // what is kept up to it: queries and out [tokens, heads * head_dim]. keys nullptr: they are kept already,
+  // an earlier layer's.
   virtual void attend(const AttentionShape& shape, const Part& part, const float* queries, const float* keys,
                       const float* values, float* out) = 0;
 };
@@ -50,6 +51,7 @@ class BlockAttention {
 
  private:
   void project_heads(const BlockWeights& weights, const Part& part);
+  void widen_values(const AttentionSpec& spec, std::size_t count);
   void prepare_heads(const BlockWeights& weights, const Part& part);
   void project_latent(const BlockWeights& weights, const Part& part);
   const RotaryTable* rotary_of(const AttentionSpec& spec) const;

@@ -49,6 +49,30 @@ void Ends::embed_rows(float* rows, const Token* tokens, std::size_t count, float
   arithmetic_.round(states, count * width);
 }
 
+// x, rounded, times a number of the dtype.
+void Ends::scale(float by, float* x, std::size_t n) {
+  for (std::size_t i = 0; i < n; ++i) x[i] *= by;
+  arithmetic_.round(x, n);
+}
+
+void Ends::project_rows(const float* states, std::size_t count, bool many, float* rows) {
+  const BlockSpec& block = spec_.block;
+  arithmetic_.take_inputs(states, count, block.d_model, many);
+  arithmetic_.project(weights_.per_layer_projection, count, rows);
+  scale(1.0F / std::sqrt(static_cast<float>(block.d_model)), rows, count * block.row_width());
+  arithmetic_.normalize(weights_.per_layer_norm, count * block.layers, rows, rows);
+}
+
+void Ends::add_row(float* row, float* to) {
+  const std::size_t n = spec_.block.row_width();
+  float root = std::sqrt(static_cast<float>(spec_.block.per_layer));
+  arithmetic_.round(&root, 1);
+  scale(root, row, n);
+  for (std::size_t i = 0; i < n; ++i) to[i] += row[i];
+  arithmetic_.round(to, n);
+  scale(std::sqrt(0.5F), to, n);
+}
+
 void Ends::head(float* states, std::size_t count, bool many, float* logits) {
   const std::size_t width = spec_.block.d_model;
   if (weights_.final_norm.width != 0) arithmetic_.normalize(weights_.final_norm, count, states, states);

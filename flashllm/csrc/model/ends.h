@@ -20,11 +20,17 @@ class Ends {
   // The same of tokens whose rows of the embedding [count, embed_dim] are given; they are changed, and may be
   // the states.
   void embed_rows(float* rows, const Token* tokens, std::size_t count, float* states);
+  // Of per-layer embeddings what comes of the states that enter the first layer: rows [count, layers,
+  // per_layer], to each of which its token's row, which is changed, is then added. `many` as below.
+  void project_rows(const float* states, std::size_t count, bool many, float* rows);
+  void add_row(float* row, float* to);
   // logits [count, vocab] after `count` tokens' states, which are changed. `many`: see
   // Arithmetic::take_inputs.
   void head(float* states, std::size_t count, bool many, float* logits);
 
  private:
+  void scale(float by, float* x, std::size_t n);
+
   const ModelSpec& spec_;
   const ModelWeights& weights_;
   Arithmetic& arithmetic_;

@@ -90,7 +90,34 @@ void Layer::add_ffn(std::size_t layer, const BlockWeights& weights, const Part& 
   }
   add_projected(count, states);
   if (weights.spec.norms == NormPlace::sum) arithmetic_.normalize(weights.ffn_norm, count, states, states);
+  if (spec_.per_layer != 0) add_per_layer(layer, weights, part, states);
+  if (weights.scale != 1.0F) {
+    for (std::size_t i = 0; i < n; ++i) states[i] *= weights.scale;
+    arithmetic_.round(states, n);
+  }
   check_finite(layer, states, count);
+}
+
+// What the layer takes of each token's row, through a gate that its states make.
+void Layer::add_per_layer(std::size_t layer, const BlockWeights& weights, const Part& part, float* states) {
+  require(part.per_layer != nullptr, "per-layer embeddings belong to a pass through all layers");
+  const std::size_t count = part.count, width = spec_.per_layer;
+  gate_.resize(count * width);
+  arithmetic_.take_inputs(states, count, spec_.d_model, part.is_prompt());
+  arithmetic_.project(weights.per_layer_gate, count, gate_.data());
+  arithmetic_.pool().parallel_for(count, Arithmetic::kTokenGrain, [&](std::size_t begin, std::size_t end) {
+    activate(weights.spec.activation, 0.0F, gate_.data() + begin * width, (end - begin) * width);
+  });
+  arithmetic_.round(gate_.data(), count * width);
+  for (std::size_t t = 0; t < count; ++t) {
+    const float* row = part.per_layer + t * spec_.row_width() + layer * width;
+    for (std::size_t i = 0; i < width; ++i) gate_[t * width + i] *= row[i];
+  }
+  arithmetic_.round(gate_.data(), count * width);
+  arithmetic_.take_inputs(gate_.data(), count, width, part.is_prompt());
+  arithmetic_.project(weights.per_layer_out, count, projected_.data());
+  arithmetic_.normalize(weights.per_layer_norm, count, projected_.data(), projected_.data());
+  add_projected(count, states);
 }
 
 // states += projected_

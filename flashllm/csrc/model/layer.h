@@ -59,6 +59,7 @@ class Layer {
  private:
   void mix(const BlockWeights& weights, const Part& part, float* states, float* attended);
   void add_projected(std::size_t count, float* states);
+  void add_per_layer(std::size_t layer, const BlockWeights& weights, const Part& part, float* states);
   void check_finite(std::size_t layer, const float* values, std::size_t count) const;
 
   const BlockSpec& spec_;
@@ -67,6 +68,7 @@ class Layer {
   StateMixer state_;
   FfnPart& ffn_;
   std::vector<float> normed_, projected_, attended_, beside_;  // scratch of a part, [tokens, d_model]
+  std::vector<float> gate_;                           // the same, [tokens, per_layer]
 };
 
 }  // namespace flashllm

@@ -14,9 +14,11 @@ constexpr std::size_t kShortPass = 16;  // tokens of a sparse pass that nobody n
 }  // namespace
 
 Model::Model(const ModelSpec& spec, const ModelWeights& weights, const RowFormat& rows, RowStream& stream,
-             ThreadPool& pool, FfnCounters& counters, SimdLevel level, std::function<void()> check)
+             TokenTable* table, ThreadPool& pool, FfnCounters& counters, SimdLevel level,
+             std::function<void()> check)
     : spec_(spec),
       weights_(weights),
+      table_(table),
       counters_(counters),
       check_(std::move(check)),
       arithmetic_(spec.block.dtype, pool, level),
@@ -25,6 +27,8 @@ Model::Model(const ModelSpec& spec, const ModelWeights& weights, const RowFormat
       ffn_(spec_, weights_.blocks, rows, stream, counters, watch_, arithmetic_),
       layer_(spec_.block, spec_.rotary, arithmetic_, memory_, ffn_) {
   check_fits(spec_, weights_, rows);
+  require((table != nullptr ? table->columns() : 0) == spec_.block.row_width(),
+          "the table of per-layer embeddings does not fit the model");
 }
 
 void Model::step(const std::vector<Token>& tokens, Pass pass, const std::vector<std::size_t>& wanted,
@@ -38,7 +42,7 @@ void Model::run_block(std::size_t layer, std::size_t kv_layer, const std::vector
   const LayerSpec& spec = weights_.blocks[layer].spec;
   for (const Token& token : tokens) {
     const LayerKv& kept = token.sequence->shape().layer(kv_layer);
-    require(spec.attention.heads != 0 && spec.state.value_heads == 0 &&
+    require(spec.attention.heads != 0 && spec.state.value_heads == 0 && spec.attention.shared < 0 &&
                 kept.kv_heads == spec.attention.kv_heads && kept.head_dim == spec.attention.head_dim &&
                 kept.keys_alone == spec.attention.is_latent(),
             "a sequence must have room for this layer's keys and values");
@@ -163,11 +167,29 @@ void RunningPass::start_stretch() {
   for_each_sequence(whole.tokens, whole.count, [](const Token& first, const Token& last) {
     first.sequence->reserve(last.position + 1, first.position);
   });
+  if (model_.table_ != nullptr) model_.table_->request(whole.tokens, whole.count);
   hidden_.resize(whole.count * model_.spec_.block.d_model);
   for (const Part& part : stretch_) model_.ends_.embed(part.tokens, part.count, of_part(hidden_, part));
+  if (model_.table_ != nullptr) take_rows();
   model_.layer_.set_positions(whole);
   layer_ = 0;
   phase_ = ffn_ ? Phase::attend : Phase::layer;
+}
+
+// Of per-layer embeddings: what the states give, while the tokens' rows are read, and these.
+void RunningPass::take_rows() {
+  const std::size_t width = model_.table_->columns();
+  rows_.resize(stretch_tokens() * width);
+  for (Part& part : stretch_) {
+    float* to = rows_.data() + part.first * width;
+    model_.ends_.project_rows(of_part(hidden_, part), part.count, part.is_prompt(), to);
+    part.per_layer = to;
+  }
+  model_.watch_.charge(model_.counters_.compute_ns);
+  model_.table_->take(
+      [&](std::size_t token, float* row) { model_.ends_.add_row(row, rows_.data() + token * width); },
+      model_.counters_);
+  model_.watch_.charge(model_.counters_.io_ns);
 }
 
 float* RunningPass::of_part(std::vector<float>& values, const Part& part) const {

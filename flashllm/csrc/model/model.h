@@ -27,15 +27,18 @@
 #include "model/layer.h"
 #include "model/pass.h"
 #include "model/spec.h"
+#include "model/token_table.h"
 
 namespace flashllm {
 
 class Model {
  public:
   // Keeps references to all of them. `check` is called between layers, parts and blocks of rows of a pass of
-  // more than a few tokens, and may throw, to end it. Throws CoreError where the weights do not fit the spec.
+  // more than a few tokens, and may throw, to end it. `table`: of per-layer embeddings, or nullptr. Throws
+  // CoreError where the weights do not fit the spec.
   Model(const ModelSpec& spec, const ModelWeights& weights, const RowFormat& rows, RowStream& stream,
-        ThreadPool& pool, FfnCounters& counters, SimdLevel level, std::function<void()> check);
+        TokenTable* table, ThreadPool& pool, FfnCounters& counters, SimdLevel level,
+        std::function<void()> check);
 
   const ModelSpec& spec() const { return spec_; }
   std::size_t num_layers() const { return weights_.blocks.size(); }
@@ -53,7 +56,10 @@ class Model {
                  Tap* tap);
 
   // After a pass that did not finish: no read stays under way, and no row counts that did not come.
-  void interrupt() noexcept { ffn_.give_up(); }
+  void interrupt() noexcept {
+    if (table_ != nullptr) table_->give_up();
+    ffn_.give_up();
+  }
 
  private:
   friend class RunningPass;
@@ -61,6 +67,7 @@ class Model {
 
   const ModelSpec spec_;
   const ModelWeights weights_;
+  TokenTable* const table_;
   FfnCounters& counters_;
   const std::function<void()> check_;
   Stopwatch watch_;
@@ -116,6 +123,7 @@ class RunningPass {
   void end();
   bool step();  // whether there are more
   void start_stretch();
+  void take_rows();
   void run_layer();
   void attend_part();
   void add_part();
@@ -140,6 +148,7 @@ class RunningPass {
   bool is_over_ = false;
   // Of a stretch, [tokens, d_model]: states; what the attention of a parallel block adds to them.
   std::vector<float> hidden_, attended_;
+  std::vector<float> rows_;             // the same of per-layer embeddings, [tokens, layers, per_layer]
   std::optional<FfnStretch> ffn_;       // of a prompt
   std::vector<RotaryTable> positions_;  // while it waits
   Progress progress_;

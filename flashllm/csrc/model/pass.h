@@ -56,6 +56,7 @@ struct Part {
   std::size_t kv_layer;               // of its keys and values
   std::size_t drafted;                // of its last tokens
   std::size_t number = 0, first = 0;  // in its stretch: which part, and which token its first one is
+  const float* per_layer = nullptr;   // [tokens, layers, per_layer], where the model has such embeddings
 
   bool is_prompt() const { return pass == Pass::prompt; }
 };

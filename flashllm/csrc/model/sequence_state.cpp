@@ -42,6 +42,12 @@ StateShape::StateShape(const std::vector<LayerKv>& layers, std::size_t context, 
   for (const LayerKv& layer : layers) {
     require(layer.state_floats <= kMost / sizeof(float) / layers.size(),
             "a state of this size exceeds the address space");
+    if (layer.shared >= 0) {
+      require(static_cast<std::size_t>(layer.shared) < layers_.size(),
+              "a layer shares what an earlier one has");
+      layers_.push_back(layers_[static_cast<std::size_t>(layer.shared)]);
+      continue;
+    }
     layers_.push_back({kNone, 0, layer.state_floats == 0 ? kNone : floats});
     floats += layer.state_floats;
     if (layer.kv_heads == 0) continue;

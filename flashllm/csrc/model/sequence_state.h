@@ -40,6 +40,7 @@ struct LayerKv {
   std::size_t window = 0;   // positions that a query sees, its own included; 0: all before it
   bool keys_alone = false;  // whose first elements are the values
   std::size_t state_floats = 0;
+  int shared = -1;  // the earlier layer whose keys and values are this one's, too; -1: it has its own
 
   bool operator==(const LayerKv& other) const {
     return kv_heads == other.kv_heads && head_dim == other.head_dim && window == other.window &&

@@ -52,17 +52,20 @@ void check_attention(const ModelSpec& model, const BlockWeights& weights) {
   const bool together = attention.head_norm == HeadNorm::projection;
   require(attention.is_latent() || attention.head_norm == HeadNorm::none ||
               (weights.query_norm.width == (together ? attended : attention.head_dim) &&
-               weights.key_norm.width == (together ? cached : attention.head_dim)),
+               (attention.shared >= 0 || weights.key_norm.width == (together ? cached : attention.head_dim))),
           "a block's norms of queries and keys do not fit the model");
   const bool is_latent = attention.is_latent();
   const std::size_t mixed = attention.mixed_dim();
-  require(fits(weights.query, spec, attention.heads * attention.projected_dim(),
-               attention.query_inputs(spec.d_model)) &&
-              fits(weights.key, spec, cached, spec.d_model) &&
-              (is_latent || fits(weights.value, spec, cached, spec.d_model)) &&
-              fits(weights.out, spec, spec.d_model, mixed) &&
-              (attention.gate == Gate::none || fits(weights.out_gate, spec, attention.gates(), spec.d_model)),
-          "a block's projections do not fit the model");
+  const bool own = attention.shared < 0;
+  const std::size_t values = attention.kv_heads * attention.value_width();
+  require(
+      fits(weights.query, spec, attention.heads * attention.projected_dim(),
+           attention.query_inputs(spec.d_model)) &&
+          (!own || fits(weights.key, spec, cached, spec.d_model)) && values <= cached &&
+          (is_latent || !own || attention.key_is_value || fits(weights.value, spec, values, spec.d_model)) &&
+          fits(weights.out, spec, spec.d_model, mixed) &&
+          (attention.gate == Gate::none || fits(weights.out_gate, spec, attention.gates(), spec.d_model)),
+      "a block's projections do not fit the model");
   if (is_latent) check_latent(spec, weights);
   require(weights.mixed_norm.width == 0 || weights.mixed_norm.width == mixed,
           "the norm before a block's output projection does not fit the model");
@@ -70,6 +73,10 @@ void check_attention(const ModelSpec& model, const BlockWeights& weights) {
               (attention.rotary < static_cast<int>(model.rotary.size()) &&
                model.rotary[static_cast<std::size_t>(attention.rotary)].dims() <= attention.head_dim),
           "a block's rotary embedding is beyond those there are, or wider than its heads");
+  require(!is_latent || (own && !attention.key_is_value && !attention.value_norm),
+          "latent attention has keys of its own, whose first elements are values");
+  require(!attention.value_norm || weights.value_norm.width != 0,
+          "values are normalized where queries and keys are");
   require(attention.alibi.slopes.empty() || attention.alibi.slopes.size() == attention.heads,
           "every head needs a slope");
 }
@@ -96,6 +103,10 @@ void check_block(const ModelSpec& model, const BlockWeights& weights) {
           "inputs are rounded where a block's norms are, before attention and FFN");
   require((mixes && computes) || (layer.norms == NormPlace::input && !layer.parallel && !spec.rounded_inputs),
           "a block without a mixer, or without an FFN, has its norm before what it has");
+  require(spec.per_layer == 0 || (fits(weights.per_layer_gate, spec, spec.per_layer, spec.d_model) &&
+                                  fits(weights.per_layer_out, spec, spec.d_model, spec.per_layer) &&
+                                  weights.per_layer_norm.width == spec.d_model),
+          "a block's per-layer embedding does not fit the model");
   require(!weights.neuron_norm || weights.neuron_norm.neurons == layer.neurons,
           "the norm before a block's down columns does not fit the model");
 }
@@ -116,6 +127,10 @@ void check_fits(const ModelSpec& spec, const ModelWeights& weights, const RowFor
   for (const Norm* each : {&weights.embedding_norm, &weights.final_norm})
     require(each->width == 0 || each->width == block.d_model,
             "the norm of the embedding, or the final norm, does not fit the model");
+  require(block.per_layer == 0 ||
+              (fits(weights.per_layer_projection, block, block.row_width(), block.d_model) &&
+               weights.per_layer_norm.width == block.per_layer && weights.blocks.size() == block.layers),
+          "the per-layer embeddings do not fit the model");
   require(rows.d_model == block.d_model, "the rows do not fit the model");
   for (const BlockWeights& each : weights.blocks) check_block(spec, each);
 }

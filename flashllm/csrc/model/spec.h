@@ -34,6 +34,8 @@ struct ModelWeights {
   Norm embedding_norm;                // of width 0: there is none
   Norm final_norm;                    // the same
   RowMatrix head;                     // [vocab, embed_dim]
+  RowMatrix per_layer_projection;     // of per-layer embeddings, with
+  Norm per_layer_norm;                // of each layer's part
   std::vector<BlockWeights> blocks;
 };
 

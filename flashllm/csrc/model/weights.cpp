@@ -22,6 +22,10 @@ ModelWeights read_ends(NamedTensors& tensors, const Architecture& of, bool in_pa
     weights.project_in = linear("project_in", d_model, spec.embed_dim);
     weights.project_out = linear("project_out", spec.embed_dim, d_model);
   }
+  if (spec.block.per_layer != 0) {
+    weights.per_layer_projection = linear("per_layer_projection", spec.block.row_width(), d_model);
+    weights.per_layer_norm = tensors.norm("per_layer_projection_norm", of.norms, spec.block.per_layer);
+  }
   if (of.embedding_norm) weights.embedding_norm = tensors.norm("embedding_norm", of.norms, d_model);
   if (of.final_norm) weights.final_norm = tensors.norm("final_norm", of.norms, d_model);
   weights.head = of.tied_head ? weights.embedding : linear("head", spec.vocab, spec.embed_dim);
@@ -90,7 +94,14 @@ BlockWeights read_block(NamedTensors& tensors, const std::string& layer, const A
                           together || own ? all : attention.head_dim);
     };
     weights.query_norm = norm("query_norm", attended);
-    weights.key_norm = norm("key_norm", cached);
+    if (attention.shared < 0) weights.key_norm = norm("key_norm", cached);
+    if (attention.value_norm) weights.value_norm = {style.kind, attention.head_dim, style.epsilon};
+  }
+  if (const float* scale = tensors.floats(layer + "scale", 1)) weights.scale = *scale;
+  if (model.per_layer != 0) {
+    weights.per_layer_gate = tensors.linear(layer + "per_layer_gate", model.per_layer, d_model);
+    weights.per_layer_out = tensors.linear(layer + "per_layer_out", d_model, model.per_layer);
+    weights.per_layer_norm = tensors.norm(layer + "per_layer_norm", style, d_model);
   }
   if (of.sub_norms) {
     weights.mixed_norm = tensors.norm(layer + "attention_sub_norm", style, attended);
@@ -117,10 +128,11 @@ BlockWeights read_block(NamedTensors& tensors, const std::string& layer, const A
                                  attention.query_inputs(d_model));
   if (attention.gate != Gate::none)
     weights.out_gate = tensors.linear(layer + "out_gate", attention.gates(), d_model);
-  weights.key = tensors.linear(layer + "key", cached, d_model);
-  weights.value = attention.is_latent()
-                      ? tensors.linear(layer + "value", attention.mixed_dim(), attention.latent.rank)
-                      : tensors.linear(layer + "value", cached, d_model);
+  if (attention.shared < 0) weights.key = tensors.linear(layer + "key", cached, d_model);
+  if (attention.is_latent())
+    weights.value = tensors.linear(layer + "value", attention.mixed_dim(), attention.latent.rank);
+  else if (attention.shared < 0 && !attention.key_is_value)
+    weights.value = tensors.linear(layer + "value", attention.kv_heads * attention.value_width(), d_model);
   weights.out = tensors.linear(layer + "out", d_model, attention.mixed_dim());
   weights.sinks = tensors.floats(layer + "sinks", attention.heads);
   return weights;

@@ -15,7 +15,7 @@ using Codes = std::uint8_t[kMost];
 struct BlockScales {
   std::uint16_t scale = 0, minimum = 0;
   std::uint8_t power = 0;
-  std::uint8_t factors[16] = {}, minimum_factors[8] = {};
+  std::uint8_t factors[16] = {}, minimum_factors[16] = {};
 };
 
 std::uint16_t half_at(const std::uint8_t* p) {
@@ -116,6 +116,42 @@ void q6_k(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
   }
 }
 
+// 256 codes' lowest two bits: 128 to 32 bytes.
+void pairs_of_bits(const std::uint8_t* packed, Codes& codes) {
+  for (std::size_t i = 0; i < kMost; ++i) codes[i] = packed[i / 128 * 32 + i % 32] >> 2 * (i / 32 % 4) & 3;
+}
+
+void q2_k(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
+  scales.scale = half_at(block + 80);
+  scales.minimum = half_at(block + 82) ^ 0x8000;
+  for (std::size_t i = 0; i < 16; ++i) {
+    scales.factors[i] = block[i] & 15;
+    scales.minimum_factors[i] = block[i] >> 4;
+  }
+  pairs_of_bits(block + 16, codes);
+}
+
+void q3_k(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
+  scales.scale = half_at(block + 108);
+  for (std::size_t i = 0; i < 16; ++i) {
+    const int lower = i < 8 ? block[96 + i] & 15 : block[88 + i] >> 4,
+              upper = block[104 + i % 4] >> 2 * (i / 4) & 3;
+    scales.factors[i] = static_cast<std::uint8_t>((lower | upper << 4) - 32);
+  }
+  pairs_of_bits(block + 32, codes);
+  for (std::size_t i = 0; i < kMost; ++i)
+    codes[i] = static_cast<std::uint8_t>(codes[i] | (block[i % 32] >> i / 32 & 1) << 2);
+}
+
+void iq4_xs(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
+  scales.scale = half_at(block);
+  for (std::size_t i = 0; i < 8; ++i) {
+    const int lower = block[4 + i / 2] >> 4 * (i % 2) & 15, upper = block[2 + i / 4] >> 2 * (i % 4) & 3;
+    scales.factors[i] = static_cast<std::uint8_t>((lower | upper << 4) - 32);
+    nibbles<16>(block + 8 + 16 * i, codes + 32 * i);
+  }
+}
+
 void mxfp4(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
   scales.power = block[0];
   nibbles<16>(block + 1, codes);
@@ -129,23 +165,31 @@ struct BlockKind {
   std::size_t bits, weights, nbytes;
   std::size_t factor_weights;  // that share a factor of the block's scale; 0: there are none
   bool has_minimum, is_power;
+  RowCodec table;  // what down columns' codes are, where they are no integers; else f32
   void (*decode)(const std::uint8_t* block, Codes& codes, BlockScales& scales);
 
-  bool is_unsigned() const { return has_minimum || is_power; }
+  bool of_table() const { return table != RowCodec::f32; }
+  bool is_unsigned() const { return has_minimum || of_table(); }
 };
 
 namespace {
 
+constexpr RowCodec kIntegers = RowCodec::f32;
+
 constexpr BlockKind kKinds[] = {
-    {"Q4_0", RowCodec::int4_32, 4, 32, 18, 0, false, false, q4_0},
-    {"Q4_1", RowCodec::int4_32_min, 4, 32, 20, 0, true, false, q4_1},
-    {"Q5_0", RowCodec::int5_32, 5, 32, 22, 0, false, false, q5_0},
-    {"Q5_1", RowCodec::int5_32_min, 5, 32, 24, 0, true, false, q5_1},
-    {"Q8_0", RowCodec::int8_32, 8, 32, 34, 0, false, false, q8_0},
-    {"Q4_K", RowCodec::q4_k, 4, 256, 144, 32, true, false, q4_k},
-    {"Q5_K", RowCodec::q5_k, 5, 256, 176, 32, true, false, q5_k},
-    {"Q6_K", RowCodec::q6_k, 6, 256, 210, 16, false, false, q6_k},
-    {"MXFP4", RowCodec::mxfp4, 4, 32, 17, 0, false, true, mxfp4},
+    {"Q4_0", RowCodec::int4_32, 4, 32, 18, 0, false, false, kIntegers, q4_0},
+    {"Q4_1", RowCodec::int4_32_min, 4, 32, 20, 0, true, false, kIntegers, q4_1},
+    {"Q5_0", RowCodec::int5_32, 5, 32, 22, 0, false, false, kIntegers, q5_0},
+    {"Q5_1", RowCodec::int5_32_min, 5, 32, 24, 0, true, false, kIntegers, q5_1},
+    {"Q8_0", RowCodec::int8_32, 8, 32, 34, 0, false, false, kIntegers, q8_0},
+    {"Q2_K", RowCodec::q2_k, 2, 256, 84, 16, true, false, kIntegers, q2_k},
+    {"Q3_K", RowCodec::q3_k, 3, 256, 110, 16, false, false, kIntegers, q3_k},
+    {"Q4_K", RowCodec::q4_k, 4, 256, 144, 32, true, false, kIntegers, q4_k},
+    {"Q5_K", RowCodec::q5_k, 5, 256, 176, 32, true, false, kIntegers, q5_k},
+    {"Q6_K", RowCodec::q6_k, 6, 256, 210, 16, false, false, kIntegers, q6_k},
+    {"IQ4_NL", RowCodec::iq4_nl, 4, 32, 18, 0, false, false, RowCodec::codes_iq4, q4_0},
+    {"IQ4_XS", RowCodec::iq4_xs, 4, 256, 136, 32, false, false, RowCodec::codes_iq4, iq4_xs},
+    {"MXFP4", RowCodec::mxfp4, 4, 32, 17, 0, false, true, RowCodec::codes_fp4, mxfp4},
 };
 
 const BlockKind& kind_of(const std::string& name) {
@@ -158,6 +202,7 @@ std::size_t plane_bits(RowCodec codec) {
   switch (codec) {
     case RowCodec::codes4:
     case RowCodec::codes_fp4:
+    case RowCodec::codes_iq4:
       return 4;
     case RowCodec::codes5:
       return 5;
@@ -170,6 +215,8 @@ std::size_t plane_bits(RowCodec codec) {
   }
 }
 
+bool is_table(RowCodec codec) { return codec == RowCodec::codes_fp4 || codec == RowCodec::codes_iq4; }
+
 // What signed codes of so many bits begin at, as they are stored.
 std::size_t zero_of(std::size_t bits) { return bits == 8 ? 0 : std::size_t{1} << (bits - 1); }
 
@@ -181,20 +228,35 @@ void pack_unit(const std::uint8_t* codes, std::uint8_t* to) {
     std::memcpy(to, codes, kCodeUnit);
     return;
   }
+  const auto apart = [codes](std::size_t shift, std::uint64_t mask) {
+    std::uint64_t all = 0;
+    for (std::size_t i = 0; i < 4; ++i) all |= (eight(codes + 8 * i) >> shift & in_each(mask)) << 2 * i;
+    return all;
+  };
+  const auto single = [&apart](std::size_t shift) {
+    const std::uint64_t all = apart(shift, 1);
+    return (all | all >> 31) & 0xFFFFFFFF;  // codes 4 to 7 of each eight, a place up
+  };
+  if constexpr (bits < 4) {
+    const std::uint64_t pairs = apart(0, 3), third = single(2);
+    std::memcpy(to, &pairs, 8);
+    if constexpr (bits == 3) std::memcpy(to + 8, &third, 4);
+    return;
+  }
   for (std::size_t i = 0; i < half; ++i)
     to[i] = static_cast<std::uint8_t>((codes[i] & 15) | codes[i + half] << 4);
-  std::uint64_t upper = 0;
   if constexpr (bits == 5) {
-    for (std::size_t i = 0; i < 4; ++i) upper |= (eight(codes + 8 * i) >> 4 & in_each(1)) << 2 * i;
-    upper = (upper | upper >> 31) & 0xFFFFFFFF;  // codes 4 to 7 of each eight, a place up
+    const std::uint64_t upper = single(4);
     std::memcpy(to + half, &upper, 4);
   } else if constexpr (bits == 6) {
-    for (std::size_t i = 0; i < 4; ++i) upper |= (eight(codes + 8 * i) >> 4 & in_each(3)) << 2 * i;
+    const std::uint64_t upper = apart(4, 3);
     std::memcpy(to + half, &upper, 8);
   }
 }
 
 void pack_unit(std::size_t bits, const std::uint8_t* codes, std::uint8_t* to) {
+  if (bits == 2) return pack_unit<2>(codes, to);
+  if (bits == 3) return pack_unit<3>(codes, to);
   if (bits == 4) return pack_unit<4>(codes, to);
   if (bits == 5) return pack_unit<5>(codes, to);
   if (bits == 6) return pack_unit<6>(codes, to);
@@ -253,7 +315,8 @@ BlockRows::BlockRows(const std::string& kind, std::size_t length, const RowForma
   if (is_down_) {
     bits_ = plane_bits(format.down_codec);
     at_ = format.down;
-    fits = fits && bits_ >= kind_.bits && kind_.is_power == (format.down_codec == RowCodec::codes_fp4);
+    fits = fits && bits_ >= kind_.bits &&
+           (kind_.of_table() ? format.down_codec == kind_.table : !is_table(format.down_codec));
     if (!kind_.is_unsigned()) shift_ = static_cast<std::uint8_t>(zero_of(bits_) - zero_of(kind_.bits));
   } else {
     bits_ = kind_.bits;

@@ -9,7 +9,8 @@
 // 2 q + 1 of byte i are those of code 8 q + i. Of 8 bits: int8. A column is whole units of 32 codes.
 //
 // A weight is (code - zero) * scale, or code * scale + minimum; zero is half the number of codes, of int8 it
-// is 0. Of codes_fp4 it is what mxfp4 has (kernels/row_codecs.h), whose scales are bytes. Every product is
+// is 0. Of codes_fp4 it is what mxfp4 has (kernels/row_codecs.h), whose scales are bytes; of codes_iq4 what
+// iq4_nl and iq4_xs have, which have no minimums. Every product is
 // exact in fp32, so that all levels have the same weights, those of the checkpoint.
 #pragma once
 
@@ -47,6 +48,10 @@ struct PlaneKernels {
   void (*widen)(const void* rows, std::size_t stride, std::size_t id, std::size_t count,
                 const ScalePlane& plane, std::size_t k, std::size_t first, std::size_t n, float* to,
                 std::size_t to_stride);
+  // Codes [first, first + kCodeColumns) of the same, in windows of 32 ids from a multiple of 32 on, at most
+  // kCodeTerms; or nullptr where the level has no AddCodes. Values of ids beyond these neurons must be zeros.
+  void (*pair)(const void* rows, std::size_t stride, std::size_t id, std::size_t count,
+               const ScalePlane& plane, std::size_t k, std::size_t first, CodeWeights& to);
 };
 // Throws CoreError for a codec without a plane, one of other scales, and where the processor lacks the level.
 const PlaneKernels& plane_kernels(SimdLevel level, RowCodec codec, const ScalePlane& plane);
@@ -67,7 +72,7 @@ void sum_block(const PlaneColumns& columns, const float* values, std::size_t beg
 void sum_scattered(const PlaneColumns& columns, const float* values, float* y, ThreadPool& pool,
                    SimdLevel level);
 
-// The columns of neurons `first` on, `stride` bytes apart, for add_rows of many tokens.
+// The columns of neurons `first` on, `stride` bytes apart, for products of many tokens.
 class PlaneRows : public WideRows {
  public:
   PlaneRows(const std::byte* data, std::size_t stride, std::size_t first, std::size_t k, RowCodec codec,
@@ -77,17 +82,26 @@ class PlaneRows : public WideRows {
         first_(first),
         k_(k),
         plane_(plane),
+        level_(level),
         kernels_(plane_kernels(level, codec, plane)) {}
   void widen(std::size_t begin, std::size_t count, std::size_t first, std::size_t width, float* to,
              std::size_t stride) const override {
     kernels_.widen(data_ + begin * stride_, stride_, first_ + begin, count, plane_, k_, first, width, to,
                    stride);
   }
+  bool can_add_codes() const {
+    return kernels_.pair != nullptr && (plane_.group == 16 || plane_.group % 32 == 0);
+  }
+  // add_rows of `count` columns and fp32 values [count, padded], which become codes of 16 bits: 32 neurons
+  // from a multiple of 32 on share a scale for each token. Wants can_add_codes().
+  void add_codes(std::size_t count, const float* values, std::size_t padded, std::size_t tokens, float* y,
+                 std::size_t y_stride, ThreadPool& pool) const;
 
  private:
   const std::byte* data_;
   const std::size_t stride_, first_, k_;
   const ScalePlane& plane_;
+  const SimdLevel level_;
   const PlaneKernels& kernels_;
 };
 

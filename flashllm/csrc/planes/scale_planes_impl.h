@@ -10,10 +10,13 @@ struct UnitScales {
 
 }  // namespace
 
-// Codes of integers. Where the scales of a neuron's group begin in the planes: one object for each.
-template <std::size_t kCodeBits, bool kMinimum, bool kFactors>
+// Codes of integers, or of kIq4. Where the scales of a neuron's group begin in the planes: one object for
+// each.
+template <std::size_t kCodeBits, bool kMinimum, bool kFactors, bool kOfTable = false>
 struct PlaneScales {
   static constexpr std::size_t kBits = kCodeBits;
+  static constexpr bool kMinimums = kMinimum;
+  static constexpr const std::int8_t* kTable = kOfTable ? kIq4 : nullptr;
   std::size_t group_row = 0, shared_row = 0;
   PlaneScales() = default;
   PlaneScales(const ScalePlane& plane, std::size_t id, std::size_t k)
@@ -33,7 +36,10 @@ struct PlaneScales {
     }
   }
   static void decode(const std::uint8_t* unit, const UnitScales& scales, Vec* to) {
-    load_codes<kBits>(unit, kMinimum ? 0.0F : zero_code<kBits>(), to);
+    if constexpr (kTable != nullptr)
+      Vec::look_up_nibbles<kUnitVectors / 2>(unit, kTable, Vec::set(1.0F), to);
+    else
+      load_codes<kBits>(unit, kMinimum ? 0.0F : zero_code<kBits>(), to);
     for (std::size_t v = 0; v < kUnitVectors; ++v) {
       if constexpr (kMinimum) {
         to[v] = fma(to[v], scales.scale[v], scales.minimum[v]);
@@ -47,6 +53,8 @@ struct PlaneScales {
 // Of FP4, whose scales are powers of two.
 struct Fp4Scales {
   static constexpr std::size_t kBits = 4;
+  static constexpr bool kMinimums = false;
+  static constexpr const std::int8_t* kTable = kFp4;
   std::size_t group_row = 0;
   Fp4Scales() = default;
   Fp4Scales(const ScalePlane& plane, std::size_t id, std::size_t k) : group_row(id / plane.group * k) {}
@@ -133,10 +141,48 @@ void widen_plane_rows(const void* rows, std::size_t stride, std::size_t id, std:
   }
 }
 
+#if defined(__AVX2__)
+// As PlaneKernels says. What lies beyond the neurons is multiplied by zeros: the nearest one's codes do.
+template <typename Scales>
+void pair_plane_rows(const void* rows, std::size_t stride, std::size_t id, std::size_t count,
+                     const ScalePlane& plane, std::size_t k, std::size_t first, CodeWeights& to) {
+  const std::size_t lead = id % 32, slots = (lead + count + 31) / 32 * 32;
+  const auto neuron = [=](std::size_t slot) {
+    return slot < lead ? 0 : slot - lead < count ? slot - lead : count - 1;
+  };
+  to.unit = plane.group < 32 ? 16 : 32;
+  to.has_offsets = Scales::kMinimums;
+  for (std::size_t slot = 0; slot < slots; slot += to.unit) {
+    UnitScales scales;
+    Scales(plane, id + neuron(slot), k).load(plane, first, scales);
+    for (std::size_t v = 0; v < kUnitVectors; ++v) {
+      scales.scale[v].store(to.scales + slot / to.unit * kCodeColumns + v * Vec::kWidth);
+      if constexpr (Scales::kMinimums)
+        scales.minimum[v].store(to.offsets + slot / 32 * kCodeColumns + v * Vec::kWidth);
+    }
+  }
+  const auto* codes = static_cast<const std::uint8_t*>(rows) + first / 8 * Scales::kBits;
+  auto* words = reinterpret_cast<__m256i*>(to.pairs);
+  const auto codes_at = [&](std::size_t slot) { return signed_codes<Scales>(codes + neuron(slot) * stride); };
+  for (std::size_t slot = 0; slot < slots; slot += 2, words += kCodeColumns / 8) {
+    const __m256i low = codes_at(slot), high = codes_at(slot + 1);
+    const __m256i even = _mm256_unpacklo_epi8(low, high), odd = _mm256_unpackhi_epi8(low, high);
+    _mm256_store_si256(words, _mm256_cvtepi8_epi16(_mm256_castsi256_si128(even)));
+    _mm256_store_si256(words + 1, _mm256_cvtepi8_epi16(_mm256_castsi256_si128(odd)));
+    _mm256_store_si256(words + 2, _mm256_cvtepi8_epi16(_mm256_extracti128_si256(even, 1)));
+    _mm256_store_si256(words + 3, _mm256_cvtepi8_epi16(_mm256_extracti128_si256(odd, 1)));
+  }
+}
+#define FLASHLLM_PAIR_ROWS pair_plane_rows<Scales>
+#else
+#define FLASHLLM_PAIR_ROWS nullptr
+#endif
+
 template <typename Scales>
 constexpr PlaneKernels plane_kernels_of() {
-  return {add_plane_rows<Scales>, widen_plane_rows<Scales>};
+  return {add_plane_rows<Scales>, widen_plane_rows<Scales>, FLASHLLM_PAIR_ROWS};
 }
+#undef FLASHLLM_PAIR_ROWS
 
 const PlaneKernels kPlanes[kPlaneCodecs][kPlaneForms] = {
 // in the order of RowCodec; scales, with minimums, with factors, with both
@@ -149,4 +195,8 @@ const PlaneKernels kPlanes[kPlaneCodecs][kPlaneForms] = {
     FLASHLLM_PLANES(8),
 #undef FLASHLLM_PLANES
     {plane_kernels_of<Fp4Scales>(), {}, {}, {}},
+    {plane_kernels_of<PlaneScales<4, false, false, true>>(),
+     {},
+     plane_kernels_of<PlaneScales<4, false, true, true>>(),
+     {}},
 };

@@ -32,6 +32,8 @@ def inspect(path: Path) -> dict[str, Any]:
     ffn = architecture.neurons * layout.row_nbytes
     ffn_values = architecture.neurons * len(layout.matrices) * layout.d_model
     resident_values = sum(math.prod(shape) for shape in resident_shapes(model.config).values())
+    table = model.table
+    table_values = 0 if table is None else table.rows * table.columns
     predictors = _predictors(path, manifest)
     predictors_nbytes = 0 if predictors is None else predictors["nbytes"]
     needs = {
@@ -50,7 +52,7 @@ def inspect(path: Path) -> dict[str, Any]:
         "other_encodings": dict(manifest.other_encodings),
         "activations": manifest.activations or "float32",
         "source": manifest.to_json()["source"],
-        "parameters": ffn_values + resident_values,
+        "parameters": ffn_values + resident_values + table_values,
         "files": {name: entry.nbytes for name, entry in manifest.files.items()},
         "neurons": architecture.neurons,
         "total_nbytes": sum(entry.nbytes for entry in manifest.files.values()),

@@ -1,4 +1,5 @@
-"""The config.json that a GGUF file's metadata and tensors describe. The table of architectures is in models.py."""
+"""The config.json that a GGUF file's metadata and tensors describe. The tables of architectures are in models.py and
+experts.py."""
 
 import math
 from pathlib import Path
@@ -9,7 +10,8 @@ import numpy as np
 from flashllm.arch.spec import MAX_CONTEXT
 from flashllm.convert.checkpoint.gguf.file import GgufContent, StoredTensor
 from flashllm.convert.checkpoint.gguf.metadata import Metadata
-from flashllm.convert.checkpoint.gguf.models import ARCHITECTURE, LONGROPE, NEXT, ROPE_FACTORS, model_of
+from flashllm.convert.checkpoint.gguf.row import ARCHITECTURE, LONGROPE, NEXT, ROPE_FACTORS
+from flashllm.convert.checkpoint.gguf.tensors import model_of
 from flashllm.errors import FormatError, UnsupportedModelError
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

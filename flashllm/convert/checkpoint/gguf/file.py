@@ -82,19 +82,19 @@ class StoredTensor:
 class GgufTensor:
     """Reads one tensor as transformers has it: a `TensorFile`.
 
-    `order[i]` is the stored row of row i, where rows lie in another order; `shift` is taken from every value. The file
-    has a `transposed` tensor's columns as rows.
+    `order[i]` is the stored row of row i, where rows lie in another order; `change` makes the values of those that the
+    file has. The file has a `transposed` tensor's columns as rows.
     """
 
     def __init__(
         self,
         stored: StoredTensor,
         order: NDArray[np.int64] | None = None,
-        shift: float = 0.0,
+        change: Callable[[NDArray[np.float32]], NDArray[np.float32]] | None = None,
         *,
         transposed: bool = False,
     ) -> None:
-        self._stored, self._order, self._shift, self.transposed = stored, order, shift, transposed
+        self._stored, self._order, self._change, self.transposed = stored, order, change, transposed
         self._whole: NDArray[Any] | None = None  # of a transposed tensor, while it is read
         self.path = stored.path
         self.shape = stored.shape[::-1] if transposed else stored.shape
@@ -107,7 +107,7 @@ class GgufTensor:
     @property
     def is_quantised(self) -> bool:
         """True where the file has codes, whose values are the tensor's."""
-        return self._stored.is_quantised and not self._shift
+        return self._stored.is_quantised and self._change is None
 
     def place(self) -> tuple[Path, int] | None:
         return (self.path, self._stored.offset) if self._order is None and not self.transposed else None
@@ -121,7 +121,7 @@ class GgufTensor:
     def info(self, name: str) -> TensorInfo:
         """The tensor's description, under this name."""
         stored = self._stored
-        code, itemsize = ("F32", 4) if self._shift else (stored.code, stored.itemsize)
+        code, itemsize = ("F32", 4) if self._change else (stored.code, stored.itemsize)
         nbytes = math.prod(stored.shape) * itemsize
         return TensorInfo(name=name, dtype=code, shape=self.shape, offset=stored.offset, nbytes=nbytes)
 
@@ -139,11 +139,11 @@ class GgufTensor:
             done += len(part)
 
     def extent(self, info: TensorInfo) -> int | None:
-        plain = self._stored.kind in PLAIN and self._order is None and not self._shift and not self.transposed
+        plain = self._stored.kind in PLAIN and self._order is None and self._change is None and not self.transposed
         return info.offset if plain else None
 
     def _rows(self, first: int, count: int) -> NDArray[Any]:
-        read = self._stored.numbers if self._shift else self._stored.rows
+        read = self._stored.numbers if self._change else self._stored.rows
         if self.transposed:
             if self._whole is None:
                 self._whole = read(0, self._stored.shape[0])
@@ -156,7 +156,7 @@ class GgufTensor:
             rows = read(0, 1).reshape(-1)[self._order[first : first + count]]
         else:
             rows = self._gathered(self._order[first : first + count], read)
-        return rows - np.float32(self._shift) if self._shift else rows
+        return self._change(rows) if self._change else rows
 
     def _gathered(self, wanted: NDArray[np.int64], read: Callable[[int, int], NDArray[Any]]) -> NDArray[Any]:
         """These stored rows, in this order; `read` gives neighbours together."""

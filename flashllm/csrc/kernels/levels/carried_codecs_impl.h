@@ -5,25 +5,42 @@ typedef std::uint8_t Bytes16 __attribute__((vector_size(16)));
 typedef std::uint32_t Words4 __attribute__((vector_size(16)));
 typedef std::uint64_t Words2 __attribute__((vector_size(16)));
 
-// A unit's codes of 5 or 6 bits, a byte each: the lower four bits, and above them those that lie apart.
+// A bit of each of 32 codes, of four bytes: four codes have one of each. Two bits, of eight bytes.
+inline void spread_bits(const std::uint8_t* from, Bytes16* to) {
+  std::uint32_t bits;
+  __builtin_memcpy(&bits, from, sizeof bits);
+  const Words4 all = {bits, bits, bits, bits};
+  to[0] = reinterpret_cast<Bytes16>(all >> Words4{0, 1, 2, 3}) & 1;
+  to[1] = reinterpret_cast<Bytes16>(all >> Words4{4, 5, 6, 7}) & 1;
+}
+inline void spread_pairs(const std::uint8_t* from, Bytes16* to) {
+  std::uint64_t bits;
+  __builtin_memcpy(&bits, from, sizeof bits);
+  to[0] = reinterpret_cast<Bytes16>(Words2{bits, bits >> 2}) & 3;
+  to[1] = reinterpret_cast<Bytes16>(Words2{bits >> 4, bits >> 6}) & 3;
+}
+
+// A unit's codes of bits that lie apart, a byte each.
 template <std::size_t kBits>
 inline void spread_codes(const std::uint8_t* unit, std::int8_t* to) {
-  static_assert(kBits == 5 || kBits == 6, "other codes are not split");
-  Bytes16 lower, upper[2];
-  __builtin_memcpy(&lower, unit, sizeof lower);
-  if constexpr (kBits == 5) {  // four codes a bit of four bytes
-    std::uint32_t bits;
-    __builtin_memcpy(&bits, unit + sizeof lower, sizeof bits);
-    const Words4 all = {bits, bits, bits, bits};
-    upper[0] = reinterpret_cast<Bytes16>(all >> Words4{0, 1, 2, 3}) & 1;
-    upper[1] = reinterpret_cast<Bytes16>(all >> Words4{4, 5, 6, 7}) & 1;
-  } else {  // eight codes two bits of eight bytes
-    std::uint64_t bits;
-    __builtin_memcpy(&bits, unit + sizeof lower, sizeof bits);
-    upper[0] = reinterpret_cast<Bytes16>(Words2{bits, bits >> 2}) & 3;
-    upper[1] = reinterpret_cast<Bytes16>(Words2{bits >> 4, bits >> 6}) & 3;
+  static_assert(kBits == 2 || kBits == 3 || kBits == 5 || kBits == 6, "other codes are not split");
+  Bytes16 codes[2], upper[2];
+  if constexpr (kBits < 4) {
+    spread_pairs(unit, codes);
+    if constexpr (kBits == 3) {
+      spread_bits(unit + 8, upper);
+      for (std::size_t i = 0; i < 2; ++i) codes[i] |= upper[i] << 2;
+    }
+  } else {
+    Bytes16 lower;
+    __builtin_memcpy(&lower, unit, sizeof lower);
+    if constexpr (kBits == 5)
+      spread_bits(unit + sizeof lower, upper);
+    else
+      spread_pairs(unit + sizeof lower, upper);
+    codes[0] = (lower & 15) | upper[0] << 4;
+    codes[1] = lower >> 4 | upper[1] << 4;
   }
-  const Bytes16 codes[2] = {(lower & 15) | upper[0] << 4, lower >> 4 | upper[1] << 4};
   __builtin_memcpy(to, codes, sizeof codes);
 }
 
@@ -50,13 +67,12 @@ inline void load_codes(const std::uint8_t* unit, float zero, Vec* to) {
 }
 
 // Groups of 5 bits with a scale each, and those of a checkpoint whose scales are products: kGroup weights to
-// a factor, kSharedFactors weights to what it multiplies.
-template <std::size_t kBits, std::size_t kGroup, bool kMinimum, bool kFactors>
+// a factor, kSharedFactors weights to what it multiplies. kTable: codes are those of kIq4.
+template <std::size_t kBits, std::size_t kGroup, bool kMinimum, bool kFactors, bool kTable = false>
 struct Carried {
   static constexpr bool kReorders = false;
   static constexpr std::size_t kShared = kFactors ? kSharedFactors : kGroup;
   static_assert(kCodeUnit % kGroup == 0 && kGroup % Vec::kWidth == 0, "a vector is of one group");
-  static_assert(!kMinimum || kGroup == kCodeUnit, "minimums are of units");
 
   struct Row {
     const std::uint16_t *scales, *minimums;
@@ -76,6 +92,10 @@ struct Carried {
 
   static void decode(const Row& row, std::size_t j, Vec* to) {
     const float shared = Vec::half(row.scales[j / kShared]);
+    if constexpr (kTable) {
+      const float scale = kFactors ? shared * static_cast<float>(row.factors[j / kGroup]) : shared;
+      return Vec::look_up_nibbles<kUnitVectors / 2>(row.codes + j / 2, kIq4, Vec::set(scale), to);
+    }
     if constexpr (kBits == 4 && kMinimum) {  // a group is the unit: its sixteen weights are looked up
       const float minimum = Vec::half(row.minimums[j / kShared]);
       const std::size_t group = j / kGroup;

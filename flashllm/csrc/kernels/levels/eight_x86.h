@@ -50,17 +50,13 @@ struct Eight {
   template <std::size_t kBits>
   static __m256i codes_of(const std::uint8_t* p) {
     if constexpr (kBits == 8) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    if constexpr (kBits == 2) return masked<3>(pairs_of(p));
+    if constexpr (kBits == 3)
+      return _mm256_or_si256(masked<3>(pairs_of(p)), _mm256_slli_epi16(masked<1>(bits_of(p + 8)), 2));
     const __m256i low = nibbles(p);
     if constexpr (kBits == 4) return low;
-    if constexpr (kBits == 5) {  // four codes a bit of four bytes
-      const __m256i all = _mm256_set1_epi32(load<std::int32_t>(p + 16));
-      const __m256i bits = _mm256_srlv_epi32(all, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-      return _mm256_or_si256(low, above_nibbles<1>(bits));
-    }
-    // Eight codes two bits of eight bytes.
-    const __m256i all = _mm256_set1_epi64x(load<std::int64_t>(p + 16));
-    const __m256i bits = _mm256_srlv_epi64(all, _mm256_setr_epi64x(0, 2, 4, 6));
-    return _mm256_or_si256(low, above_nibbles<3>(bits));
+    const __m256i upper = kBits == 5 ? masked<1>(bits_of(p + 16)) : masked<3>(pairs_of(p + 16));
+    return _mm256_or_si256(low, _mm256_slli_epi16(upper, 4));
   }
   // What codes of 4 bits have in a table of sixteen.
   static __m256i looked_up(const std::int8_t* table, const std::uint8_t* codes) {
@@ -74,12 +70,20 @@ struct Eight {
   static Eight dot_unit(const std::uint8_t* p, const std::int8_t* x) {
     const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)), codes = codes_of<kBits>(p);
     if constexpr (kBits == 8) return dot_signed(codes, bytes);
-    if constexpr (kBits == 6) return dot_signed(_mm256_sub_epi8(codes, _mm256_set1_epi8(32)), bytes);
+    if constexpr (kBits == 3 || kBits == 6)
+      return dot_signed(_mm256_sub_epi8(codes, _mm256_set1_epi8(1 << (kBits - 1))), bytes);
     return {_mm256_cvtepi32_ps(sum_by_fours(codes, bytes))};
   }
   static Eight dot_fp4_unit(const std::uint8_t* codes, const std::int8_t* x) {
     return {_mm256_cvtepi32_ps(sum_by_fours(looked_up(kFp4FromZero, codes),
                                             _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))))};
+  }
+  static Eight dot_iq4_unit(const std::uint8_t* codes, const std::int8_t* x) {
+    return dot_signed(looked_up(kIq4, codes), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
+  }
+  static Eight unit_sums(const std::int8_t* x) {
+    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+    return {_mm256_cvtepi32_ps(sum_by_fours(_mm256_set1_epi8(1), bytes))};
   }
   // The same with 32 words.
   template <std::size_t kBits>
@@ -112,10 +116,18 @@ struct Eight {
     const __m256i both = _mm256_srlv_epi32(twice, _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4));
     return _mm256_and_si256(both, _mm256_set1_epi8(15));
   }
-  // The lowest bits of each byte, where the upper half's lowest are.
+  // Bits that lie apart, below others: four codes one of four bytes, eight codes two of eight bytes.
+  static __m256i bits_of(const std::uint8_t* p) {
+    const __m256i all = _mm256_set1_epi32(load<std::int32_t>(p));
+    return _mm256_srlv_epi32(all, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  }
+  static __m256i pairs_of(const std::uint8_t* p) {
+    const __m256i all = _mm256_set1_epi64x(load<std::int64_t>(p));
+    return _mm256_srlv_epi64(all, _mm256_setr_epi64x(0, 2, 4, 6));
+  }
   template <int kMask>
-  static __m256i above_nibbles(__m256i bits) {
-    return _mm256_slli_epi16(_mm256_and_si256(bits, _mm256_set1_epi8(kMask)), 4);
+  static __m256i masked(__m256i bits) {
+    return _mm256_and_si256(bits, _mm256_set1_epi8(kMask));
   }
   static Eight dot_signed(__m256i weights, __m256i bytes) {
     return {_mm256_cvtepi32_ps(sum_by_fours(_mm256_abs_epi8(weights), _mm256_sign_epi8(bytes, weights)))};

@@ -111,10 +111,7 @@ struct Pairs {
     __builtin_memcpy(&word, pair, sizeof word);
     return {_mm256_set1_epi32(word)};
   }
-  void store(std::int32_t* p) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v); }
-  static Vec floats(const std::int32_t* p) {
-    return {_mm256_cvtepi32_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
-  }
+  Vec floats() const { return {_mm256_cvtepi32_ps(v)}; }
 };
 inline Pairs add_products(Pairs a, Pairs b, Pairs sum) {
   return {_mm256_add_epi32(sum.v, _mm256_madd_epi16(a.v, b.v))};

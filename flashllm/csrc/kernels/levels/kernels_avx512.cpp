@@ -165,8 +165,7 @@ struct Pairs {
     __builtin_memcpy(&word, pair, sizeof word);
     return {_mm512_set1_epi32(word)};
   }
-  void store(std::int32_t* p) const { _mm512_storeu_si512(p, v); }
-  static Vec floats(const std::int32_t* p) { return {_mm512_cvtepi32_ps(_mm512_loadu_si512(p))}; }
+  Vec floats() const { return {_mm512_cvtepi32_ps(v)}; }
 };
 inline Pairs add_products(Pairs a, Pairs b, Pairs sum) { return {_mm512_dpwssd_epi32(sum.v, a.v, b.v)}; }
 

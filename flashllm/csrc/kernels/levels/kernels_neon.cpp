@@ -154,40 +154,38 @@ struct Eight : Vec {
   // The products of 32 codes with 32 bytes, summed by fours.
   template <std::size_t kBits>
   static Eight dot_unit(const std::uint8_t* codes, const std::int8_t* x) {
+    if constexpr (kBits < 4) {
+      uint8x16x2_t pairs = pairs_of(codes);
+      if constexpr (kBits == 3) {
+        const uint8x16x2_t third = bits_of(codes + 8);
+        for (std::size_t i = 0; i < 2; ++i)
+          pairs.val[i] = vsubq_u8(vorrq_u8(pairs.val[i], vshlq_n_u8(third.val[i], 2)), vdupq_n_u8(4));
+      }
+      return dot_halves(vreinterpretq_s8_u8(pairs.val[0]), vreinterpretq_s8_u8(pairs.val[1]), x);
+    }
     const uint8x16_t bytes = vld1q_u8(codes);
     if constexpr (kBits == 8)
       return dot_halves(vreinterpretq_s8_u8(bytes), vreinterpretq_s8_u8(vld1q_u8(codes + 16)), x);
     uint8x16_t low = vandq_u8(bytes, vdupq_n_u8(15)), high = vshrq_n_u8(bytes, 4);
-    if constexpr (kBits == 5) {  // four codes a bit of four bytes
-      static constexpr std::int32_t kShifts[] = {0, -1, -2, -3, -4, -5, -6, -7};
-      std::uint32_t bits;
-      __builtin_memcpy(&bits, codes + 16, sizeof bits);
-      const auto above = [&](const std::int32_t* shifts) {
-        const uint32x4_t shifted = vshlq_u32(vdupq_n_u32(bits), vld1q_s32(shifts));
-        return vshlq_n_u8(vandq_u8(vreinterpretq_u8_u32(shifted), vdupq_n_u8(1)), 4);
-      };
-      low = vorrq_u8(low, above(kShifts));
-      high = vorrq_u8(high, above(kShifts + 4));
+    if constexpr (kBits == 5) {
+      const uint8x16x2_t fifth = bits_of(codes + 16);
+      low = vorrq_u8(low, vshlq_n_u8(fifth.val[0], 4));
+      high = vorrq_u8(high, vshlq_n_u8(fifth.val[1], 4));
     }
-    if constexpr (kBits == 6) {  // eight codes two bits of eight bytes
-      static constexpr std::int64_t kShifts[] = {0, -2, -4, -6};
-      std::uint64_t bits;
-      __builtin_memcpy(&bits, codes + 16, sizeof bits);
-      const auto above = [&](const std::int64_t* shifts) {
-        const uint64x2_t shifted = vshlq_u64(vdupq_n_u64(bits), vld1q_s64(shifts));
-        return vshlq_n_u8(vandq_u8(vreinterpretq_u8_u64(shifted), vdupq_n_u8(3)), 4);
-      };
-      low = vsubq_u8(vorrq_u8(low, above(kShifts)), vdupq_n_u8(32));
-      high = vsubq_u8(vorrq_u8(high, above(kShifts + 2)), vdupq_n_u8(32));
+    if constexpr (kBits == 6) {
+      const uint8x16x2_t upper = pairs_of(codes + 16);
+      low = vsubq_u8(vorrq_u8(low, vshlq_n_u8(upper.val[0], 4)), vdupq_n_u8(32));
+      high = vsubq_u8(vorrq_u8(high, vshlq_n_u8(upper.val[1], 4)), vdupq_n_u8(32));
     }
     return dot_halves(vreinterpretq_s8_u8(low), vreinterpretq_s8_u8(high), x);
   }
   static Eight dot_fp4_unit(const std::uint8_t* codes, const std::int8_t* x) {
-    const int8x16_t values = vld1q_s8(kFp4FromZero);
-    const uint8x16_t bytes = vld1q_u8(codes);
-    return dot_halves(vqtbl1q_s8(values, vandq_u8(bytes, vdupq_n_u8(15))),
-                      vqtbl1q_s8(values, vshrq_n_u8(bytes, 4)), x);
+    return dot_looked_up(kFp4FromZero, codes, x);
   }
+  static Eight dot_iq4_unit(const std::uint8_t* codes, const std::int8_t* x) {
+    return dot_looked_up(kIq4, codes, x);
+  }
+  static Eight unit_sums(const std::int8_t* x) { return dot_halves(vdupq_n_s8(1), vdupq_n_s8(1), x); }
   // The same with 32 words.
   template <std::size_t kBits>
   static Eight dot_unit(const std::uint8_t* codes, const std::int16_t* x) {
@@ -205,6 +203,33 @@ struct Eight : Vec {
   }
 
  private:
+  // Bits that lie apart: four codes one of four bytes, eight codes two of eight bytes.
+  static uint8x16x2_t bits_of(const std::uint8_t* codes) {
+    static constexpr std::int32_t kShifts[] = {0, -1, -2, -3, -4, -5, -6, -7};
+    std::uint32_t bits;
+    __builtin_memcpy(&bits, codes, sizeof bits);
+    const auto some = [&](const std::int32_t* shifts) {
+      const uint32x4_t shifted = vshlq_u32(vdupq_n_u32(bits), vld1q_s32(shifts));
+      return vandq_u8(vreinterpretq_u8_u32(shifted), vdupq_n_u8(1));
+    };
+    return {{some(kShifts), some(kShifts + 4)}};
+  }
+  static uint8x16x2_t pairs_of(const std::uint8_t* codes) {
+    static constexpr std::int64_t kShifts[] = {0, -2, -4, -6};
+    std::uint64_t bits;
+    __builtin_memcpy(&bits, codes, sizeof bits);
+    const auto some = [&](const std::int64_t* shifts) {
+      const uint64x2_t shifted = vshlq_u64(vdupq_n_u64(bits), vld1q_s64(shifts));
+      return vandq_u8(vreinterpretq_u8_u64(shifted), vdupq_n_u8(3));
+    };
+    return {{some(kShifts), some(kShifts + 2)}};
+  }
+  static Eight dot_looked_up(const std::int8_t* table, const std::uint8_t* codes, const std::int8_t* x) {
+    const int8x16_t values = vld1q_s8(table);
+    const uint8x16_t bytes = vld1q_u8(codes);
+    return dot_halves(vqtbl1q_s8(values, vandq_u8(bytes, vdupq_n_u8(15))),
+                      vqtbl1q_s8(values, vshrq_n_u8(bytes, 4)), x);
+  }
   static Eight dot_halves(int8x16_t first, int8x16_t second, const std::int8_t* x) {
     return {Vec{by_fours(first, vld1q_s8(x)), by_fours(second, vld1q_s8(x + 16))}};
   }

@@ -119,6 +119,10 @@ Vec max(const Vec& a, const Vec& b) {  // b where either is NaN, as the processo
 template <std::size_t kBits>
 int code_of_unit(const std::uint8_t* codes, std::size_t i) {
   if constexpr (kBits == 8) return static_cast<std::int8_t>(codes[i]);
+  if constexpr (kBits < 4) {
+    const int pair = codes[i % 8] >> 2 * (i / 8) & 3;
+    return kBits == 2 ? pair : (pair | (codes[8 + i % 4] >> i / 4 & 1) << 2) - 4;
+  }
   const int nibble = i < 16 ? codes[i % 16] & 15 : codes[i % 16] >> 4;
   if constexpr (kBits == 4) return nibble;
   if constexpr (kBits == 5) return nibble | (codes[16 + i % 4] >> i / 4 & 1) << 4;
@@ -161,6 +165,12 @@ struct Eight : Vec {
   }
   static Eight dot_fp4_unit(const std::uint8_t* codes, const std::int8_t* x) {
     return sums_by_fours([&](std::size_t i) { return kFp4FromZero[code_of_unit<4>(codes, i)] * x[i]; });
+  }
+  static Eight dot_iq4_unit(const std::uint8_t* codes, const std::int8_t* x) {
+    return sums_by_fours([&](std::size_t i) { return kIq4[code_of_unit<4>(codes, i)] * x[i]; });
+  }
+  static Eight unit_sums(const std::int8_t* x) {
+    return sums_by_fours([&](std::size_t i) { return x[i]; });
   }
   // The same with 32 words.
   template <std::size_t kBits>

@@ -3,17 +3,19 @@
 #include "kernels/levels/kernels_impl.h"
 #include "kernels/levels/row_codecs_impl.h"
 #include "kernels/levels/row_codecs_inputs_impl.h"
-#include "planes/scale_planes_impl.h"
 
 #if defined(__AVX2__)
 #include "kernels/levels/code_products_impl.h"
 #include "kernels/levels/unpack_codes_impl.h"
 #else
 constexpr MultiplyCodes multiply_codes = nullptr;
+constexpr AddCodes add_codes = nullptr;
 constexpr const UnpackCodes* kUnpack = nullptr;
 #endif
 
+#include "planes/scale_planes_impl.h"
+
 extern const LevelKernels kLevel;
-const LevelKernels kLevel = {
-    kTables,          nullptr,           &kAttention, sum_floats, softmax, multiply_add, multiply_codes,
-    state_step<true>, state_step<false>, kCodecs,     kInt8,      kInt16,  kUnpack,      kPlanes};
+const LevelKernels kLevel = {kTables,      nullptr,        &kAttention, sum_floats,       softmax,
+                             multiply_add, multiply_codes, add_codes,   state_step<true>, state_step<false>,
+                             kCodecs,      kInt8,          kInt16,      kUnpack,          kPlanes};

@@ -14,7 +14,8 @@ struct LevelKernels {
   SumFloats sum_floats;
   Softmax softmax;
   MultiplyAdd multiply_add;
-  MultiplyCodes multiply_codes;  // nullptr, like `unpack`, where the level has none
+  MultiplyCodes multiply_codes;  // nullptr, like `add_codes` and `unpack`, where the level has none
+  AddCodes add_codes;
   StateStep delta_step, space_step;
   const CodecKernels* codecs;                 // [kCodedCodecs]
   const CodedInputKernels* int8;              // [kCodedCodecs]

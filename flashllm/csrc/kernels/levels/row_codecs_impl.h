@@ -418,4 +418,8 @@ const CodecKernels kCodecs[kCodedCodecs] = {
     kernels_of<Carried<5, 32, true, true>>(),
     kernels_of<Carried<6, 16, false, true>>(),
     kernels_of<Mxfp4>(),
+    kernels_of<Carried<2, 16, true, true>>(),
+    kernels_of<Carried<3, 16, false, true>>(),
+    kernels_of<Carried<4, 32, false, false, true>>(),
+    kernels_of<Carried<4, 32, false, true, true>>(),
 };

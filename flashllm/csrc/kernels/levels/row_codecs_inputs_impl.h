@@ -2,7 +2,8 @@
 // row_codecs_impl.h. Of `Eight` (eight floats) it wants zero, set, load, store, load_halves, load_i8,
 // half_powers, set_halves (two floats, four lanes each), first, *, +, fma (which rounds once), sum, and
 // dot_unit<bits>: the sums of a unit's products by fours, of int8 inputs and, where the weights have 8 bits,
-// of int16 ones. Codes of 4 and 5 bits begin at 0, those of 6 at -32. dot_fp4_unit: the same of kFp4FromZero.
+// of int16 ones. Codes of 2, 4 and 5 bits begin at 0, those of 3 and 6 at -4 and -32. dot_fp4_unit and
+// dot_iq4_unit: the same of kFp4FromZero and kIq4. unit_sums: of int8 inputs by fours.
 
 constexpr std::size_t kScaled = 8;  // units whose scales are multiplied together
 template <std::size_t T>
@@ -10,7 +11,8 @@ constexpr std::size_t kRowsOf = T == 1   ? kRows
                                 : T == 2 ? 2
                                          : 1;  // rows that T tokens take together
 
-// What is peculiar to a codec: bits a code, scales a unit, what its codes are offset by, products of a unit.
+// What is peculiar to a codec: bits a code, scales a unit, what its codes are offset by, products of a unit,
+// and what codes that are no integers stand for.
 // scales(row, u): those of kScaled units from unit u, a multiple of kScaled, on; behind a row's last ones lie
 // codes, at least 16 bytes of them.
 template <std::size_t kCodeBits, std::size_t kGroup, bool kMinimum>
@@ -18,6 +20,7 @@ struct GroupedUnits : Grouped<kCodeBits, kGroup, kMinimum> {
   using Row = typename Grouped<kCodeBits, kGroup, kMinimum>::Row;
   static constexpr std::size_t kBits = kCodeBits, kScales = 1;
   static constexpr bool kMinimums = kMinimum, kOffset = kBits == 4;
+  static constexpr const std::int8_t* kTable = nullptr;
 
   static Eight scales(const Row& row, std::size_t u) { return of_units(row.scales, u); }
   static Eight offsets(const Row& row, std::size_t u, const Eight& scale) {
@@ -35,11 +38,12 @@ struct GroupedUnits : Grouped<kCodeBits, kGroup, kMinimum> {
   }
 };
 
-template <std::size_t kCodeBits, std::size_t kGroup, bool kMinimum, bool kFactors>
-struct CarriedUnits : Carried<kCodeBits, kGroup, kMinimum, kFactors> {
-  using Row = typename Carried<kCodeBits, kGroup, kMinimum, kFactors>::Row;
+template <std::size_t kCodeBits, std::size_t kGroup, bool kMinimum, bool kFactors, bool kOfTable = false>
+struct CarriedUnits : Carried<kCodeBits, kGroup, kMinimum, kFactors, kOfTable> {
+  using Row = typename Carried<kCodeBits, kGroup, kMinimum, kFactors, kOfTable>::Row;
   static constexpr std::size_t kBits = kCodeBits, kScales = kCodeUnit / kGroup;
-  static constexpr bool kMinimums = kMinimum, kOffset = kBits < 6;
+  static constexpr bool kMinimums = kMinimum, kOffset = kScales == 1 && !kOfTable;
+  static constexpr const std::int8_t* kTable = kOfTable ? kIq4 : nullptr;
   static_assert(kSharedFactors == kScaled * kCodeUnit, "a shared scale is that of the units taken together");
 
   static Eight scales(const Row& row, std::size_t u) { return of_units(row.scales, row.factors, u); }
@@ -47,11 +51,19 @@ struct CarriedUnits : Carried<kCodeBits, kGroup, kMinimum, kFactors> {
   static Eight later_scales(const Row& row, std::size_t u) {
     return of_units(row.scales, row.factors + kScaled, u);
   }
+  // The same of minimums.
+  static Eight minimums(const Row& row, std::size_t u) {
+    return of_units(row.minimums, row.minimum_factors, u);
+  }
+  static Eight later_minimums(const Row& row, std::size_t u) {
+    return of_units(row.minimums, row.minimum_factors + kScaled, u);
+  }
   static Eight offsets(const Row& row, std::size_t u, const Eight& scale) {
     return kMinimum ? of_units(row.minimums, row.minimum_factors, u)
                     : scale * Eight::set(-zero_code<kBits>());
   }
   static Eight products(const std::uint8_t* codes, const std::int8_t* x) {
+    if constexpr (kOfTable) return Eight::dot_iq4_unit(codes, x);
     return Eight::template dot_unit<kBits>(codes, x);
   }
 
@@ -65,6 +77,7 @@ struct CarriedUnits : Carried<kCodeBits, kGroup, kMinimum, kFactors> {
 struct Mxfp4Units : Mxfp4 {
   static constexpr std::size_t kBits = 4, kScales = 1;
   static constexpr bool kMinimums = false, kOffset = true;
+  static constexpr const std::int8_t* kTable = kFp4;
 
   static Eight scales(const Row& row, std::size_t u) { return Eight::half_powers(row.powers + u); }
   static Eight offsets(const Row&, std::size_t, const Eight& scale) {
@@ -80,8 +93,9 @@ struct CodedDot {
   using G = Units;
   using Row = typename Units::Row;
   static constexpr std::size_t kUnitNbytes = kCodeUnit * Units::kBits / 8;
-  static constexpr bool kPairs = Units::kScales == 2;
-  static constexpr std::size_t kScaleCount = Units::kScales * kScaled;
+  static constexpr bool kPairs = Units::kScales == 2, kPairsOfMinimums = kPairs && Units::kMinimums;
+  static constexpr std::size_t kOwn = Units::kScales * kScaled,
+                               kScaleCount = (kPairsOfMinimums ? 2 : 1) * kOwn;
   static_assert(Units::kScales == 1 || (kPairs && !Units::kOffset), "a unit has one scale, or two alone");
 
   // The scales of kScaled units of a row for T tokens, times those of the inputs where a unit has one;
@@ -93,6 +107,10 @@ struct CodedDot {
     if constexpr (kPairs) {
       scale.store(scales[0]);
       Units::later_scales(row, u).store(scales[0] + kScaled);
+      if constexpr (kPairsOfMinimums) {
+        Units::minimums(row, u).store(scales[0] + kOwn);
+        Units::later_minimums(row, u).store(scales[0] + kOwn + kScaled);
+      }
     } else {
       for (std::size_t t = 0; t < T; ++t) (scale * Eight::load(x[t].scales + u)).store(scales[t]);
       __asm__("" : : "r"(scales) : "memory");  // broadcast from there, not shuffled out of a register
@@ -108,12 +126,15 @@ struct CodedDot {
   static void add_unit(const Row& row, const CodedInputs* x, const float (*scales)[kScaleCount],
                        std::size_t u, std::size_t i, Eight (*sum)[2]) {
     for (std::size_t t = 0; t < T; ++t) {
-      const Eight products = Units::products(row.codes + (u + i) * kUnitNbytes,
-                                             static_cast<const Input*>(x[t].codes) + (u + i) * kCodeUnit);
+      const Input* inputs = static_cast<const Input*>(x[t].codes) + (u + i) * kCodeUnit;
+      const Eight products = Units::products(row.codes + (u + i) * kUnitNbytes, inputs);
       Eight& to = sum[t][i % 2];
-      if constexpr (kPairs)
-        to = fma(products * Eight::set_halves(scales[0] + 2 * i), Eight::set(x[t].scales[u + i]), to);
-      else
+      if constexpr (kPairs) {
+        Eight own = products * Eight::set_halves(scales[0] + 2 * i);
+        if constexpr (kPairsOfMinimums)
+          own = fma(Eight::unit_sums(inputs), Eight::set_halves(scales[0] + kOwn + 2 * i), own);
+        to = fma(own, Eight::set(x[t].scales[u + i]), to);
+      } else
         to = fma(products, Eight::set(scales[t][i]), to);
     }
   }
@@ -215,6 +236,10 @@ const CodedInputKernels kInt8[kCodedCodecs] = {
     input_kernels_of<std::int8_t, CarriedUnits<5, 32, true, true>>(),
     input_kernels_of<std::int8_t, CarriedUnits<6, 16, false, true>>(),
     input_kernels_of<std::int8_t, Mxfp4Units>(),
+    input_kernels_of<std::int8_t, CarriedUnits<2, 16, true, true>>(),
+    input_kernels_of<std::int8_t, CarriedUnits<3, 16, false, true>>(),
+    input_kernels_of<std::int8_t, CarriedUnits<4, 32, false, false, true>>(),
+    input_kernels_of<std::int8_t, CarriedUnits<4, 32, false, true, true>>(),
 };
 const CodedInputKernels kInt16[kInt16Codecs] = {
     input_kernels_of<std::int16_t, GroupedUnits<8, 32, false>>(),

@@ -3,7 +3,7 @@
 
 template <typename Units>
 inline __m256i signed_codes(const std::uint8_t* p) {
-  if constexpr (std::is_same_v<Units, Mxfp4Units>) return Eight::looked_up(kFp4, p);
+  if constexpr (Units::kTable != nullptr) return Eight::looked_up(Units::kTable, p);
   constexpr int kZero = Units::kMinimums ? 0 : static_cast<int>(zero_code<Units::kBits>());
   const __m256i codes = Eight::codes_of<Units::kBits>(p);
   return kZero == 0 ? codes : _mm256_sub_epi8(codes, _mm256_set1_epi8(kZero));
@@ -42,4 +42,8 @@ const UnpackCodes kUnpack[kCodedCodecs] = {
     unpack_codes<CarriedUnits<5, 32, true, true>>,
     unpack_codes<CarriedUnits<6, 16, false, true>>,
     unpack_codes<Mxfp4Units>,
+    nullptr,  // q2_k
+    unpack_codes<CarriedUnits<3, 16, false, true>>,
+    unpack_codes<CarriedUnits<4, 32, false, false, true>>,
+    unpack_codes<CarriedUnits<4, 32, false, true, true>>,
 };

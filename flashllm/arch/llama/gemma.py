@@ -1,0 +1,242 @@
+"""Gemma 1 to 4 (Gemma Team, 2024, 2025, 2026): the embedding is scaled by the root of its width."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from flashllm.arch.family import alternating, decoder_block, head_size, says
+from flashllm.arch.llama.names import AROUND, BIASED, row
+from flashllm.arch.rotary import rope_parameters, rotary_by_type, rotary_of
+from flashllm.arch.spec import (
+    MAX_LAYERS,
+    BlockSpec,
+    Config,
+    LayerSpec,
+    PerLayerEmbedding,
+    check_number,
+    check_size,
+)
+from flashllm.arch.tensors import TOKEN_TABLE, ArchitectureSpec, ResidentTensor, own_keys, own_values
+from flashllm.errors import UnsupportedModelError
+
+# Gemma 1 to 3: norms keep weight - 1.
+
+
+def _check_causal(config: Config) -> None:
+    if config.get("use_bidirectional_attention") not in (None, False, "vision"):  # "vision": within a picture
+        raise UnsupportedModelError("attention to later tokens makes an encoder; it cannot generate")
+
+
+def _width(config: Config) -> float:
+    """The root of the embedding's width."""
+    return math.sqrt(check_size("hidden_size", config["hidden_size"]))
+
+
+def _gemma(config: Config, **traits: Any) -> BlockSpec:
+    _check_causal(config)
+    return decoder_block(config, norm_shift=1.0, embedding_scale=_width(config), **traits)
+
+
+def _optional(config: Config, key: str) -> float | None:
+    return None if config.get(key) is None else check_number(key, config[key])
+
+
+def gemma2_block(config: Config, **traits: Any) -> BlockSpec:
+    """The block of Gemma 2 and later."""
+    if config.get("layer_types") is None:
+        count = check_size("num_hidden_layers", config["num_hidden_layers"], 4096)
+        config = {**config, "layer_types": alternating(count, config.get("sliding_window_pattern", 2))}
+    scalar = check_number("query_pre_attn_scalar", config["query_pre_attn_scalar"])
+    if scalar <= 0:
+        raise ValueError(f"query_pre_attn_scalar must be above 0, not {scalar}")
+    return _gemma(
+        config,
+        activation="hidden_activation",
+        query_scale=scalar**-0.5,
+        logit_softcap=_optional(config, "final_logit_softcapping"),
+        softcap=_optional(config, "attn_logit_softcapping"),
+        **{"norms": "both", **traits},
+    )
+
+
+def _gemma3(config: Config) -> BlockSpec:
+    """Layers that slide turn by one embedding, those that see everything by another."""
+    if config.get("layer_types") is None:
+        count = check_size("num_hidden_layers", config["num_hidden_layers"], 4096)
+        config = {**config, "layer_types": alternating(count, config.get("sliding_window_pattern", 6))}
+    theta = {"rope_theta": config.get("rope_local_base_freq", 10_000.0)}
+    return gemma2_block(
+        {**config, "attn_logit_softcapping": None},
+        query_key_norm="head",
+        rotary_of=rotary_by_type(config, head_size(config), theta=1_000_000.0, sliding=theta),
+    )
+
+
+_GEMMA: dict[str, Any] = {
+    "vocab_size": 256000,
+    "rms_norm_eps": 1e-6,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+}
+_GEMMA2: dict[str, Any] = {
+    **_GEMMA,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+GEMMA = row(
+    "gemma",
+    defaults={
+        **_GEMMA,
+        "hidden_size": 3072,
+        "intermediate_size": 24576,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "hidden_act": "gelu_pytorch_tanh",
+    },
+    block=_gemma,
+    attention=BIASED,
+)
+GEMMA2 = row(
+    "gemma2",
+    defaults={**_GEMMA2, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+    block=gemma2_block,
+    attention=BIASED,
+    norms=AROUND,
+)
+GEMMA3 = row(
+    "gemma3_text",
+    defaults={**_GEMMA2, "vocab_size": 262208, "max_position_embeddings": 131072},
+    block=_gemma3,
+    attention=BIASED,
+    norms=AROUND,
+)
+
+
+# Gemma 4: layers that see everything have heads of another size, whose keys may be their values; the last layers attend
+# to the keys and values of the last one of their type that has any.
+
+
+def _gemma4(config: Config) -> BlockSpec:
+    _check_causal(config)
+    if config["enable_moe_block"]:
+        raise UnsupportedModelError("gemma4_text with enable_moe_block (experts) is not supported; use a dense one")
+    count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
+    types = list(config["layer_types"] or alternating(count, 6))[:count]
+    types[-1:] = ["full_attention"]
+    rope = rope_parameters(config) or _GEMMA4_ROPE
+    bare = {key: value for key, value in config.items() if key != "rope_parameters"}
+    block = decoder_block(
+        {**bare, "layer_types": types},
+        activation="hidden_activation",
+        positions="none",
+        norms="both",
+        query_scale=1.0,
+        query_key_norm="head",
+        value_norm=True,
+        embedding_scale=_width(config),
+        logit_softcap=_optional(config, "final_logit_softcapping"),
+        per_layer=_per_layer(config),
+    )
+    own, shared = _own_config(config, types), _shared_layers(config, types)
+
+    def layer(number: int, spec: LayerSpec) -> LayerSpec:
+        mixer, kind = {**bare, **own.get(number, {})}, types[number]
+        attention = replace(
+            spec.attention,
+            head_dim=head_size(mixer),
+            kv_heads=check_size("num_key_value_heads", mixer["num_key_value_heads"]),
+            rotary=rotary_of(rope[kind], bare, head_size(mixer)),
+            key_is_value=bool(config["attention_k_eq_v"]) and kind == "full_attention",
+            shared=shared.get(number),
+        )
+        wide = bool(config["use_double_wide_mlp"]) and number in shared
+        return replace(spec, mixer=attention, neurons=spec.neurons * (2 if wide else 1))
+
+    return replace(block, layers=tuple(layer(number, spec) for number, spec in enumerate(block.layers)))
+
+
+def _own_config(config: Config, types: list[str]) -> Mapping[int, Mapping[str, Any]]:
+    """What the config says otherwise of a layer: by its number, or of all that see everything."""
+    given = config.get("per_layer_config")
+    if given is not None:
+        if not isinstance(given, dict) or not all(isinstance(each, dict) for each in given.values()):
+            raise ValueError("per_layer_config must be an object of objects")
+        return {int(number): own for number, own in given.items()}
+    own = {"head_dim": config.get("global_head_dim", 512)}
+    heads = config.get("num_global_key_value_heads")
+    own |= {"num_key_value_heads": heads} if heads is not None and config["attention_k_eq_v"] else {}
+    return {number: own for number, kind in enumerate(types) if kind == "full_attention"}
+
+
+def _shared_layers(config: Config, types: list[str]) -> dict[int, int]:
+    """The layers that attend to another's keys and values: that layer."""
+    sharing = config["num_kv_shared_layers"] and check_size("num_kv_shared_layers", config["num_kv_shared_layers"])
+    first = len(types) - sharing
+    last = {kind: number for number, kind in enumerate(types[: max(first, 0)])}
+    if missing := set(types) - set(last):
+        raise ValueError(f"num_kv_shared_layers {sharing} leaves no layer of type {missing.pop()} that has any")
+    return {number: last[types[number]] for number in range(first, len(types))}
+
+
+def _per_layer(config: Config) -> PerLayerEmbedding | None:
+    dim, rows = (config[key] for key in ("hidden_size_per_layer_input", "vocab_size_per_layer_input"))
+    return PerLayerEmbedding(rows=rows, dim=dim) if dim else None
+
+
+def _with_rows(spec: ArchitectureSpec) -> ArchitectureSpec:
+    """With the tensors of per-layer embeddings, where the config says that there are any."""
+    names = {
+        TOKEN_TABLE: "model.embed_tokens_per_layer.weight",
+        "per_layer_projection.weight": "model.per_layer_model_projection.weight",
+        "per_layer_projection_norm.weight": "model.per_layer_projection_norm.weight",
+        "layers.{i}.per_layer_gate.weight": "model.layers.{i}.per_layer_input_gate.weight",
+        "layers.{i}.per_layer_out.weight": "model.layers.{i}.per_layer_projection.weight",
+        "layers.{i}.per_layer_norm.weight": "model.layers.{i}.post_per_layer_input_norm.weight",
+    }
+    has = says("hidden_size_per_layer_input")
+    tensors = [ResidentTensor(name=name, source=source, when=has) for name, source in names.items()]
+    return replace(spec, resident=(*spec.resident[:1], *tensors, *spec.resident[1:]))
+
+
+def _own(tensor: ResidentTensor) -> ResidentTensor:
+    part = tensor.name.split(".")[2]
+    return replace(tensor, layers={"key": own_keys, "value": own_values}.get(part, tensor.layers))
+
+
+_GEMMA4_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+}
+GEMMA4 = row(
+    "gemma4_text",
+    defaults={
+        **_GEMMA2,
+        "vocab_size": 262144,
+        "num_hidden_layers": 30,
+        "max_position_embeddings": 131072,
+        "sliding_window": 512,
+        "layer_types": None,
+        "rope_parameters": None,
+        "attention_k_eq_v": False,
+        "num_kv_shared_layers": 0,
+        "use_double_wide_mlp": False,
+        "enable_moe_block": False,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
+    },
+    block=_gemma4,
+    attention=(*map(_own, BIASED), ResidentTensor(name="layers.{i}.scale", source="layer_scalar")),
+    norms=AROUND,
+)
+
+GEMMAS = (GEMMA, GEMMA2, GEMMA3, _with_rows(GEMMA4))

@@ -1,0 +1,214 @@
+"""The table of GGUF architectures that are mixtures of experts, `MIXTURES`. Reads plain values."""
+
+from typing import Any
+
+from flashllm.convert.checkpoint.gguf.file import GgufContent
+from flashllm.convert.checkpoint.gguf.row import (
+    DELTA,
+    INTERLEAVED,
+    LATENT,
+    RMS,
+    SIGMOID,
+    SOFTMAX,
+    SOFTMAX_OF_CHOSEN,
+    STATES,
+    GgufModel,
+    has_tensor,
+    latent_sizes,
+    own_key,
+)
+from flashllm.errors import UnsupportedModelError
+
+
+def _mixture(config: dict[str, Any], content: GgufContent) -> None:
+    """Sizes that the tensors say, and in newer files the metadata."""
+    for key, names in (
+        ("moe_intermediate_size", ("ffn_up_exps", "ffn_up.0")),
+        ("shared_expert_intermediate_size", ("ffn_up_shexp",)),
+    ):
+        for name in names:
+            stored = content.tensors.get(f"blk.0.{name}.weight")
+            if stored is not None and len(stored.shape) > 1:
+                config[key] = stored.shape[-2]
+    size = content.metadata.integer(own_key(content, "expert_feed_forward_length"), 0, least=0)
+    if size and has_tensor(content, "ffn_gate_up_exps.weight"):
+        config["moe_intermediate_size"] = size
+    if config["model_type"] in ("olmoe", "mixtral", "gpt_oss"):
+        config["intermediate_size"] = config.pop("moe_intermediate_size", config["intermediate_size"])
+
+
+def _gpt_oss(config: dict[str, Any], content: GgufContent) -> None:
+    _mixture(config, content)
+    if config["rope_parameters"]["rope_type"] == "yarn":
+        config["rope_parameters"] |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    config["attention_bias"] = has_tensor(content, "attn_q.bias")
+
+
+def _routed(config: dict[str, Any], content: GgufContent) -> None:
+    """A factor of 0 is none."""
+    config["routed_scaling_factor"] = config.get("routed_scaling_factor") or 1.0
+
+
+def _glm4(config: dict[str, Any], content: GgufContent) -> None:
+    _routed(config, content)
+    config["attention_bias"] = has_tensor(content, "attn_q.bias")
+    config["use_qk_norm"] = has_tensor(content, "attn_q_norm.weight")
+    config["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
+
+
+def _dots1(config: dict[str, Any], content: GgufContent) -> None:
+    _routed(config, content)
+    config["attention_bias"] = has_tensor(content, "attn_q.bias")
+
+
+def _ernie(config: dict[str, Any], content: GgufContent) -> None:
+    config["use_bias"] = has_tensor(content, "attn_q.bias")
+
+
+def _deepseek2(config: dict[str, Any], content: GgufContent) -> None:
+    """DeepSeek V2, V3, or GLM-4.7-Flash: the last is told by its shape where the file does not say how it scores, and
+    by an epsilon of its norms that DeepSeek's latent ones do not have."""
+    latent_sizes(config, content)
+    _routed(config, content)
+    dense = config.pop("first_k_dense_replace")
+    is_flash = config["num_hidden_layers"] in (47, 48) and config["vocab_size"] == 154880  # llama.cpp's rule
+    score = content.metadata.integer(own_key(content, "expert_gating_func"), 0, least=0)
+    if (score or (SIGMOID if is_flash else SOFTMAX)) == SIGMOID:
+        if config["rms_norm_eps"] == 1e-6:
+            config |= {"model_type": "deepseek_v3", "first_k_dense_replace": dense}
+        else:
+            kinds = ["dense" if layer < dense else "sparse" for layer in range(config["num_hidden_layers"])]
+            config |= {"model_type": "glm4_moe_lite", "mlp_layer_types": kinds}
+    elif score > SOFTMAX or config["norm_topk_prob"]:
+        raise UnsupportedModelError(f"{content.path}: a router of DeepSeek's that scores so is not supported")
+    else:
+        grouped = config["n_group"] > 1
+        config |= {"first_k_dense_replace": dense, "topk_method": "group_limited_greedy" if grouped else "greedy"}
+
+
+_EXPERTS = RMS | {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+_ROUTED: dict[str, Any] = {
+    "keys": RMS
+    | {
+        "n_routed_experts": "expert_count",
+        "num_experts_per_tok": "expert_used_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
+    },
+    "optional": {
+        "n_shared_experts": "expert_shared_count",
+        "first_k_dense_replace": "leading_dense_block_count",
+        "n_group": "expert_group_count",
+        "topk_group": "expert_group_used_count",
+        "routed_scaling_factor": "expert_weights_scale",
+        "norm_topk_prob": "expert_weights_norm",
+    },
+    "constants": {
+        "hidden_act": "silu",
+        "n_shared_experts": 0,
+        "first_k_dense_replace": 0,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+    },
+}
+_WIDTH = {"intermediate_size": "feed_forward_length"}  # of no layer, and so not in every file
+_DELTA_EXPERTS = {key: name for key, name in (DELTA | _EXPERTS).items() if key not in _WIDTH} | {
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+}
+_NORMALIZED = {"norm_topk_prob": "expert_weights_norm"}
+_WHOLE = {"hidden_act": "silu", "use_sliding_window": False}
+
+# Mixtures of experts, by the same names: Mixtral's is Llama's. What is said of weights is llama.cpp's rule.
+MIXTURES: dict[str, GgufModel] = {
+    "llama": GgufModel(
+        model_type="mixtral",
+        keys=_EXPERTS,
+        constants={"hidden_act": "silu", "sliding_window": None},
+        orders=INTERLEAVED,
+        finish=_mixture,
+        relu=True,
+    ),
+    "olmoe": GgufModel(
+        model_type="olmoe",
+        keys=_EXPERTS,
+        optional=_NORMALIZED,
+        constants={"hidden_act": "silu", "norm_topk_prob": False},
+        finish=_mixture,
+        relu=True,
+    ),
+    "qwen2moe": GgufModel(
+        model_type="qwen2_moe",
+        keys=_EXPERTS,
+        optional=_NORMALIZED,
+        constants=_WHOLE | {"norm_topk_prob": False},
+        finish=_mixture,
+    ),
+    "qwen3moe": GgufModel(
+        model_type="qwen3_moe",
+        keys=_EXPERTS,
+        optional=_NORMALIZED,
+        constants=_WHOLE | {"norm_topk_prob": True},
+        finish=_mixture,
+    ),
+    "gpt-oss": GgufModel(
+        model_type="gpt_oss",
+        keys=_EXPERTS | {"sliding_window": "attention.sliding_window"},
+        constants={"hidden_act": "silu"},
+        names={
+            "self_attn.sinks": "attn_sinks.weight",
+            "mlp.experts.up_bias": "ffn_up_exps.bias",
+            "mlp.experts.gate_bias": "ffn_gate_exps.bias",
+            "mlp.experts.down_proj_bias": "ffn_down_exps.bias",
+        },
+        dtype="bfloat16",
+        finish=_gpt_oss,
+        score=SOFTMAX_OF_CHOSEN,
+    ),
+    "deepseek2": GgufModel(
+        model_type="deepseek_v2",
+        keys=LATENT["keys"] | _ROUTED["keys"],
+        optional=LATENT["optional"] | _ROUTED["optional"],
+        constants=LATENT["constants"] | _ROUTED["constants"],
+        finish=_deepseek2,
+        score=None,
+    ),
+    "qwen3next": GgufModel(model_type="qwen3_next", keys=_DELTA_EXPERTS, optional=_NORMALIZED | _WIDTH, **STATES),
+    "qwen35moe": GgufModel(model_type="qwen3_5_moe_text", keys=_DELTA_EXPERTS, optional=_WIDTH, **STATES),
+    "glm4moe": GgufModel(model_type="glm4_moe", **_ROUTED, finish=_glm4, score=SIGMOID),
+    "dots1": GgufModel(
+        model_type="dots1",
+        keys=_ROUTED["keys"],
+        optional=_ROUTED["optional"],
+        constants=_ROUTED["constants"] | {"sliding_window": None},
+        finish=_dots1,
+        score=SIGMOID,
+    ),
+    "minimax-m2": GgufModel(
+        model_type="minimax_m2",
+        keys=RMS
+        | {
+            "intermediate_size": "expert_feed_forward_length",
+            "num_local_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+        },
+        constants={"hidden_act": "silu"},
+        score=SIGMOID,
+    ),
+    "ernie4_5-moe": GgufModel(
+        model_type="ernie4_5_moe",
+        keys=RMS
+        | {
+            "moe_num_experts": "expert_count",
+            "moe_k": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+        },
+        optional={
+            "moe_layer_interval": "interleave_moe_layer_step",
+            "moe_layer_start_index": "leading_dense_block_count",
+            "moe_num_shared_experts": "expert_shared_count",
+        },
+        constants={"hidden_act": "silu", "moe_num_shared_experts": 0, "moe_layer_start_index": 0},
+        finish=_ernie,
+    ),
+}

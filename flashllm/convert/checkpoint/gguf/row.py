@@ -1,0 +1,151 @@
+"""Shared by the rows of GGUF architectures: what a row says, the metadata's usual keys, and the orders of rows.
+
+llama.cpp stores the rows of Llama's queries and keys in the order of interleaved rotary pairs; transformers, and so we,
+pair dimension j of a head with j + half: those rows are put back. Knows no architecture.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashllm.arch.family import head_size
+from flashllm.convert.checkpoint.gguf.file import GgufContent
+
+ARCHITECTURE = "general.architecture"
+ROPE_FACTORS = "rope_freqs.weight"  # of Llama 3.1's rule: by how much each pair turns slower
+LONGROPE = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}  # Phi-3's
+NEXT = "nextn_predict_layers"  # how many of the layers draft tokens: they are the last
+FACTOR_TENSORS = (ROPE_FACTORS, *LONGROPE.values())  # which the config says
+
+SIZES = {  # config.json's key -> the metadata's, after the architecture's name
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "max_position_embeddings": "context_length",
+}
+GROUPED = SIZES | {"num_key_value_heads": "attention.head_count_kv"}
+RMS = GROUPED | {"rms_norm_eps": "attention.layer_norm_rms_epsilon"}
+LAYER_NORM = "attention.layer_norm_epsilon"
+SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # expert_gating_func
+
+Order = Callable[[int, Mapping[str, Any]], NDArray[np.int64]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufModel:
+    """An architecture of GGUF files."""
+
+    model_type: str  # transformers'
+    keys: Mapping[str, str]  # config.json's key -> the metadata's
+    optional: Mapping[str, str] = field(default_factory=dict)  # the same, of keys a config.json may leave out
+    constants: Mapping[str, Any] = field(default_factory=dict)  # config.json's, which the metadata does not say
+    orders: Mapping[str, Order] = field(default_factory=dict)  # of rows, by a part of the file's name of a tensor
+    shifted: bool = False  # whether 1 was added to the norms' weights
+    table: str | None = None  # architecture whose names the tensors have, where it is another
+    dtype: str | None = None  # of a conversion of quantised weights, where the usual one would overflow
+    names: Mapping[str, str] = field(default_factory=dict)  # a layer's, that the gguf package's table lacks
+    finish: Callable[[dict[str, Any], GgufContent], None] | None = None  # what the keys alone do not say
+    score: int | None = SOFTMAX  # of its router, as the metadata numbers them; None: as the file says
+    relu: bool = False  # whether models of this kind exist with ReLU, which their files do not say
+
+
+def paired_rows(rows: int, config: Mapping[str, Any]) -> NDArray[np.int64]:
+    """The stored row of each row, where a file has pair j of a head in rows 2 j and 2 j + 1."""
+    within = np.arange(config["head_dim"]).reshape(-1, 2).T.reshape(-1)  # 0, 2, 4, ..., then 1, 3, 5, ...
+    heads = np.arange(0, rows, config["head_dim"])
+    result: NDArray[np.int64] = (heads[:, None] + within).reshape(-1)
+    return result
+
+
+def grouped_rows(rows: int, config: Mapping[str, Any]) -> NDArray[np.int64]:
+    """The stored row of each row of a fused projection: a file has all queries, then all keys, then all values.
+
+    transformers has them by group: a group's queries, its key, its value (Falcon; GPT-NeoX, whose groups are heads).
+    """
+    heads, dim = config["num_attention_heads"], head_size(config)
+    groups = rows // dim - heads >> 1
+    queries = np.arange(heads).reshape(groups, -1)
+    keys = heads + np.arange(groups)[:, None]
+    blocks = np.concatenate([queries, keys, keys + groups], axis=1).reshape(-1)
+    result: NDArray[np.int64] = (blocks[:, None] * dim + np.arange(dim)).reshape(-1)
+    return result
+
+
+INTERLEAVED: Mapping[str, Order] = {".attn_q.": paired_rows, ".attn_k.": paired_rows}
+
+
+def has_tensor(content: GgufContent, name: str) -> bool:
+    return f"blk.0.{name}" in content.tensors
+
+
+def own_key(content: GgufContent, name: str) -> str:
+    """The metadata's key of this name after the architecture's."""
+    return f"{content.metadata.text(ARCHITECTURE)}.{name}"
+
+
+def latent_sizes(config: dict[str, Any], content: GgufContent) -> None:
+    """Sizes of latent attention. Older files have plain keys' and values' under the names that newer ones use for the
+    latent row's, and the projection of both in one tensor; newer ones have it as it is multiplied.
+
+    What yarn multiplies scores by is 0.1 times the logarithm of its factor times a number that is stored times 0.1.
+    """
+    metadata, rotated = content.metadata, config["head_dim"]
+    keys = metadata.integer(own_key(content, "attention.key_length"))
+    values = metadata.integer(
+        own_key(content, "attention.value_length"), config["hidden_size"] // config["num_attention_heads"]
+    )
+    config |= {
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": metadata.integer(own_key(content, "attention.key_length_mla"), keys) - rotated,
+        "v_head_dim": metadata.integer(own_key(content, "attention.value_length_mla"), values),
+        "num_key_value_heads": config["num_attention_heads"],
+    }
+    if has_tensor(content, "attn_k_b.weight"):
+        config["kv_b_apart"] = True
+    rope = config["rope_parameters"]
+    if rope["rope_type"] == "yarn":
+        scale = round(10 * metadata.number(own_key(content, "rope.scaling.yarn_log_multiplier"), 0.0), 6)
+        rope |= {"mscale": scale, "mscale_all_dim": scale} if scale else {"attention_factor": 1.0}
+
+
+LATENT: dict[str, Any] = {
+    "keys": RMS | {"kv_lora_rank": "attention.kv_lora_rank"},
+    "optional": {"q_lora_rank": "attention.q_lora_rank"},
+    "constants": {"hidden_act": "silu", "q_lora_rank": None},
+    "finish": latent_sizes,
+}
+
+
+def state_sizes(config: dict[str, Any], content: GgufContent) -> None:
+    """Layers that keep a state are those with a convolution. Where value heads share a key head they lie tiled, but
+    for Qwen3-Next; whose projections are flat where the gate is apart."""
+    key = f"{content.metadata.text(ARCHITECTURE)}.ssm.inner_size"
+    heads, width = config["linear_num_value_heads"], content.metadata.integer(key)
+    if width % heads:
+        raise ValueError(f"{heads} value heads do not share out {width}")
+    config["linear_value_head_dim"] = width // heads
+    keeps = [f"blk.{layer}.ssm_conv1d.weight" in content.tensors for layer in range(config["num_hidden_layers"])]
+    config["layer_types"] = ["linear_attention" if each else "full_attention" for each in keeps]
+    config["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
+    if config["model_type"] != "qwen3_next":
+        config["linear_value_heads_tiled"] = heads != config["linear_num_key_heads"]
+    else:
+        config["linear_projections_flat"] = any(name.endswith(".attn_gate.weight") for name in content.tensors)
+
+
+STATES: dict[str, Any] = {
+    "constants": {"hidden_act": "silu"},
+    "names": {"linear_attn.dt_bias": "ssm_dt.bias"},
+    "shifted": True,
+    "finish": state_sizes,
+}
+DELTA = RMS | {
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+}

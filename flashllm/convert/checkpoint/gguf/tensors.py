@@ -1,0 +1,135 @@
+"""A GGUF file's tensors under the names that transformers has, and the row of its architecture.
+
+Tensors are found by the gguf package's own table of names, by the architecture's row, or by what they are.
+"""
+
+import importlib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashllm.arch.registry import ARCHITECTURES, claims, resolve, source_shapes, spec_of
+from flashllm.convert.checkpoint.gguf.experts import MIXTURES
+from flashllm.convert.checkpoint.gguf.file import GgufContent, GgufTensor, StoredTensor
+from flashllm.convert.checkpoint.gguf.models import MODELS, SPARSE_MODELS
+from flashllm.convert.checkpoint.gguf.row import (
+    ARCHITECTURE,
+    FACTOR_TENSORS,
+    NEXT,
+    GgufModel,
+    own_key,
+)
+from flashllm.convert.checkpoint.mixtures.gguf_experts import experts_apart
+from flashllm.errors import FormatError, UnsupportedModelError
+
+_LAYER = re.compile(r"blk\.(\d+)\.")
+_PREDICTORS = (".fc1.", ".fc2.")  # parts of their tensors' names there
+
+
+def supported() -> list[str]:
+    """The GGUF architectures that can be run."""
+    return sorted(name for name, model in MODELS.items() if model.model_type in ARCHITECTURES)
+
+
+def model_of(content: GgufContent) -> GgufModel:
+    """The row of the file's architecture. UnsupportedModelError where there is none."""
+    name = content.metadata.text(ARCHITECTURE)
+    experts = content.metadata.integer(f"{name}.expert_count", 0, least=0)
+    mixture = experts > 0 or name in MIXTURES.keys() - MODELS.keys()
+    models, all_of_them = (SPARSE_MODELS, sorted(SPARSE_MODELS)) if content.sparse else (MODELS, supported())
+    if mixture and not content.sparse:
+        models, all_of_them = MIXTURES, sorted(MIXTURES)
+    if name not in all_of_them or (mixture and content.sparse):
+        known = ", ".join(all_of_them)
+        raise UnsupportedModelError(
+            f"{content.path}: GGUF architecture {name[:80]!r}{' with experts' if mixture else ''} is not "
+            f"supported; supported: {known}. A Hugging Face folder of the model may be"
+        )
+    return models[name]
+
+
+def assumed_line(content: GgufContent) -> str | None:
+    """A line for the user where ReLU models of this kind exist: GGUF has no key for an FFN's activation."""
+    model = model_of(content)
+    if content.sparse or not model.relu:
+        return None
+    name = {"silu": "SiLU", "gelu": "GELU"}[model.constants.get("hidden_act") or model.constants["activation"]]
+    return (
+        f"{content.path.name} says no activation; {name} is assumed, as llama.cpp does. A model with ReLU: convert its "
+        "Hugging Face folder"
+    )
+
+
+def named_tensors(content: GgufContent, config: Mapping[str, Any]) -> tuple[dict[str, GgufTensor], str | None]:
+    """(the file's tensors by state_dict name, a line that says what is left out: layers that draft tokens).
+
+    Those that no name claims keep the file's. Experts are cut apart.
+    """
+    model = model_of(content)
+    gguf = importlib.import_module("gguf")
+    like = model.table or content.metadata.text(ARCHITECTURE)
+    architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == like)
+    layers, spec, shapes = config["num_hidden_layers"], spec_of(config), source_shapes(config)
+    table = gguf.get_tensor_name_map(architecture, layers)
+    left = {name: stored for name, stored in content.tensors.items() if name not in FACTOR_TENSORS}
+    if content.sparse:
+        left = {name: stored for name, stored in left.items() if not any(part in name for part in _PREDICTORS)}
+    behind = {name for name in left if (match := _LAYER.match(name)) and int(match[1]) >= layers}
+    if drafting := content.metadata.integer(own_key(content, NEXT), 0, least=0):
+        left = {name: stored for name, stored in left.items() if name not in behind}
+    said = f"left out: {drafting} layers that draft tokens ({len(behind)} tensors)" if drafting and behind else None
+    cut, left = experts_apart(left, spec, layers, resolve(config).experts)
+    found = {name: GgufTensor(stored) for name, stored in cut.items()}
+    own = {claim.source: claim.name for claim in claims(config).values()}
+    for name, shape in shapes.items():
+        if name in found:
+            continue
+        key = _own_name(name, own[name], model) or table.get_name(name, try_suffixes=(".weight", ".bias"))
+        columns = key.replace(".ffn_down.", ".ffn_down_t.") if content.sparse and key is not None else key
+        if columns != key and columns in left:  # a row a neuron; a bias is one as ever
+            found[name] = GgufTensor(left.pop(columns), transposed=columns.endswith(".weight"))
+        elif key in left:
+            found[name] = _as_transformers(_shaped(left.pop(key), shape), key, model, config)
+    return found | {name: GgufTensor(stored) for name, stored in left.items()}, said
+
+
+def _shaped(stored: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
+    """The same rows with other dimensions before them: a file drops those of 1, and has the heads' apart."""
+    same = math.prod(shape) == math.prod(stored.shape) and (len(shape) == 1 or shape[-1] == stored.shape[-1])
+    return replace(stored, shape=shape) if same else stored
+
+
+def _own_name(name: str, canonical: str, model: GgufModel) -> str | None:
+    """The file's name of a layer's tensor, by the model's row, or by what it is."""
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+    if match is not None and canonical.endswith(".choice.bias"):
+        return f"blk.{match[1]}.exp_probs_b.bias"
+    if match is None or match[2] not in model.names:
+        return None
+    return f"blk.{match[1]}.{model.names[match[2]]}"
+
+
+def _as_transformers(stored: StoredTensor, key: str, model: GgufModel, config: Mapping[str, Any]) -> GgufTensor:
+    for part, order in model.orders.items():
+        if part in key:
+            try:
+                return GgufTensor(stored, order=order(stored.shape[0], config))
+            except ValueError as error:
+                raise FormatError(
+                    f"{stored.path}: tensor {key}: {stored.shape[0]} rows do not fit its heads"
+                ) from error
+    if model.shifted and key.endswith("norm.weight") and not key.endswith("ssm_norm.weight"):
+        return GgufTensor(stored, change=lambda values: values - np.float32(1))
+    if key.endswith(".ssm_a"):
+        return GgufTensor(stored, change=_logarithm)
+    return GgufTensor(stored)
+
+
+def _logarithm(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Of the decay, which a file has as the factor that it is: -exp(A_log)."""
+    return np.log(-values.astype(np.float64)).astype(np.float32)

@@ -1,0 +1,114 @@
+"""The outline of a model directory: every file in its size, with its headers and without weights, from a config alone.
+
+What plans by sizes (`flashllm plan`, `flashllm models`) opens it as it opens a converted model. The files have holes in
+the place of weights, so that they take no room on the drive.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import flashllm
+from flashllm.arch.registry import block_spec, source_shapes
+from flashllm.base.group_codes import DEFAULT_GROUP, code_of
+from flashllm.base.user_dirs import user_cache_dir
+from flashllm.convert.checkpoint.source import Checkpoint
+from flashllm.convert.plan import plan_conversion
+from flashllm.convert.untrained.predictor import untrained_header, untrained_nbytes
+from flashllm.format.manifest import Manifest
+from flashllm.format.manifest_values import FileEntry, Source
+from flashllm.format.model_files import CONFIG, FFN, PREDICTORS, RESIDENT
+from flashllm.format.rows import checksum_rows
+from flashllm.format.safetensors import TensorInfo
+
+_CONTEXT = 8192
+_UNKNOWN = "0" * 64  # the hash of what is not there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WellKnown:
+    """A model that many know: its address, and what its config.json says of sizes."""
+
+    name: str
+    hub: str
+    config: Mapping[str, Any]
+
+    @property
+    def context(self) -> int:
+        """Tokens that are planned for where the user gives none: a long context's cache would take the memory."""
+        return min(_CONTEXT, block_spec(self.config).context)
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in its tensors."""
+        return sum(math.prod(shape) for shape in source_shapes(self.config).values())
+
+
+def well_known() -> list[WellKnown]:
+    """Those of `models.json`, in its order."""
+    text = resources.files("flashllm.convert").joinpath("models.json").read_text(encoding="utf-8")
+    return [WellKnown(name=name, hub=hub, config=config) for name, (hub, config) in json.loads(text).items()]
+
+
+def find_well_known(text: str | None) -> WellKnown | None:
+    """The model of that name or hub id, in any case of letters; None where nobody knows it."""
+    asked = (text or "").lower()
+    return next((one for one in well_known() if asked in (one.name, one.hub.lower())), None)
+
+
+@contextlib.contextmanager
+def outlined(known: WellKnown, bits: int) -> Iterator[Path]:
+    """An outline as `flashllm convert --bits` would make the model, beside the converted models; gone at the end.
+
+    Args:
+        bits: 16 (its dtype), 8 or 4, of neurons and resident matrices.
+    """
+    folder = user_cache_dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".outline-") as directory:
+        write_outline(known.config, Path(directory), bits=bits, source_name=known.hub)
+        yield Path(directory)
+
+
+def write_outline(config: Mapping[str, Any], directory: Path, *, bits: int, source_name: str) -> None:
+    """Write the outline of the model that `config` describes into an empty directory; errors as `plan_conversion`."""
+    encoding = None if bits == 16 else code_of(bits, DEFAULT_GROUP, has_minimum=False).name
+    shapes = source_shapes(config)
+    tensors = {
+        name: TensorInfo(name=name, dtype="BF16", shape=shape, offset=0, nbytes=2 * math.prod(shape))
+        for name, shape in shapes.items()
+    }
+    checkpoint = Checkpoint(path=directory, config=config, tensors=tensors, _files={})
+    plan = plan_conversion(checkpoint, encoding=encoding, resident_encoding=encoding, predictors=True)
+    content = json.dumps(dict(config)).encode()
+    (directory / CONFIG).write_bytes(content)
+    files = {CONFIG: FileEntry(sha256=hashlib.sha256(content).hexdigest(), nbytes=len(content))}
+    parts = [(FFN, plan.ffn_header, plan.ffn_nbytes), (RESIDENT, plan.resident_header, plan.resident_nbytes)]
+    if plan.predictor_rank:
+        header = untrained_header(plan.architecture, plan.predictor_rank, _UNKNOWN)
+        parts.append((PREDICTORS, header, untrained_nbytes(plan.architecture, plan.predictor_rank)))
+    for name, header, nbytes in parts:
+        with (directory / name).open("wb") as file:
+            file.write(header)
+            file.truncate(nbytes)
+        files[name] = FileEntry(sha256=_UNKNOWN, nbytes=nbytes)
+    Manifest(
+        flashllm_version=flashllm.__version__,
+        architecture=plan.architecture,
+        dtype=plan.dtype.name,
+        rows=plan.layout,
+        resident_encoding=plan.resident_encoding,
+        other_encodings=plan.other_encodings,
+        activations=plan.activations,
+        checksum_rows=max(checksum_rows(plan.layout, plan.architecture)),
+        files=files,
+        stream_block_rows=plan.stream_block_rows,
+        source=Source(name=source_name, dtype=plan.source_dtype.name),
+    ).save(directory)

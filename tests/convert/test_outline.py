@@ -1,0 +1,114 @@
+"""Well-known models from configs alone: published sizes; an outline is what a conversion makes, but for weights."""
+
+import json
+
+import pytest
+from profiles import profile_of
+from tiny_models import make_tiny_opt
+
+from flashllm.base.user_dirs import user_cache_dir
+from flashllm.cli import main
+from flashllm.convert.outline import find_well_known, outlined, well_known, write_outline
+from flashllm.convert.run import convert
+from flashllm.format.model_dir import ModelDir
+from flashllm.format.safetensors import read_header
+from flashllm.profile.store import device_of, save_profile
+
+# Billions, as their makers publish them (layers that draft are not counted).
+PUBLISHED = {
+    "smollm2-135m": 0.1345, "olmoe-1b-7b": 6.92, "deepseek-v2-lite": 15.7, "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8,
+    "ernie-4.5-21b-a3b": 21.8, "qwen3-30b-a3b": 30.5, "glm-4.7-flash": 29.9, "qwen3.6-35b-a3b": 34.7,
+    "mixtral-8x7b": 46.7, "qwen3-next-80b-a3b": 79.7, "glm-4.5-air": 106.9, "dots.llm1": 142.8, "minimax-m2": 228.7,
+    "deepseek-v3": 671.0, "llama-3.2-1b": 1.24, "llama-3.2-3b": 3.21, "llama-3.1-8b": 8.03, "llama-3.3-70b": 70.6,
+    "qwen3-0.6b": 0.6, "qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-14b": 14.8, "qwen3-32b": 32.8, "mistral-7b": 7.25,
+    "mistral-nemo-12b": 12.2, "gemma-2-2b": 2.61, "gemma-2-9b": 9.24, "gemma-2-27b": 27.2, "gemma-3-1b": 1.0,
+    "gemma-3-4b": 3.88, "gemma-3-12b": 11.8, "gemma-3-27b": 27.0, "opt-1.3b": 1.32, "opt-6.7b": 6.66, "opt-13b": 12.85,
+    "opt-30b": 29.97, "opt-66b": 65.7, "prosparse-7b": 6.74, "prosparse-13b": 13.0,
+}  # fmt: skip
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def test_every_model_has_its_published_size():
+    assert {one.name for one in well_known()} == set(PUBLISHED)
+    for one in well_known():
+        assert one.parameters / 1e9 == pytest.approx(PUBLISHED[one.name], rel=0.01), one.name
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_an_outline_has_the_sizes_and_headers_of_the_conversion(tmp_path, bits):
+    source = make_tiny_opt(tmp_path / "source")
+    encoding = None if bits == 16 else "int4_32"
+    choices = {"dtype": "bfloat16", "encoding": encoding, "resident_encoding": encoding, "predictors": True}
+    made = convert(source, tmp_path / "made", **choices)
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "outline").mkdir()
+    write_outline(config, tmp_path / "outline", bits=bits, source_name="source")
+    outline = ModelDir.open(tmp_path / "outline").manifest
+    assert (outline.rows, outline.resident_encoding, outline.dtype) == (made.rows, made.resident_encoding, made.dtype)
+    assert (outline.activations, outline.checksum_rows) == (made.activations, made.checksum_rows)
+    for name in ("ffn.safetensors", "resident.safetensors", "predictors.safetensors"):
+        assert outline.files[name].nbytes == made.files[name].nbytes, name
+        headers = [read_header(tmp_path / place / name).tensors for place in ("outline", "made")]
+        assert headers[0] == headers[1], name
+        assert (tmp_path / "outline" / name).stat().st_blocks * 512 <= max(1 << 14, made.files[name].nbytes)
+
+
+def test_an_outline_takes_no_room_and_is_gone_at_the_end(home):
+    known = find_well_known("QWEN/qwen3-30b-a3b-instruct-2507")
+    assert known.name == "qwen3-30b-a3b"
+    with outlined(known, 4) as path:
+        files = list(path.iterdir())
+        assert sum(each.stat().st_size for each in files) > 17e9
+        assert sum(each.stat().st_blocks * 512 for each in files) < 2e6
+    assert list(user_cache_dir().iterdir()) == []
+    assert find_well_known(None) is None
+    assert find_well_known("nobody/knows") is None
+
+
+def run(capsys, *argv):
+    status = main([str(each) for each in argv])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_a_plan_of_a_model_that_is_not_here(home, tmp_path, capsys):
+    store = tmp_path / "profiles.json"
+    user_cache_dir().mkdir(parents=True)
+    save_profile(store, device_of(user_cache_dir()), profile_of())
+    status, out, err = run(capsys, "plan", "qwen3-30b-a3b", "--memory", "8GB", "--store", store)
+    assert status == 0, err
+    assert out.startswith("Qwen/Qwen3-30B-A3B-Instruct-2507\n")
+    assert "flashllm convert Qwen/Qwen3-30B-A3B-Instruct-2507 qwen3-30b-a3b --bits 4" in out
+    assert "--context 8192" in out
+    assert "the first token of a prompt of 128: at least" in out
+    status, out, _ = run(capsys, "plan", "qwen3-30b-a3b", "--memory", "8GB", "--store", store, "--json")
+    document = json.loads(out)
+    assert document["token"]["total_s"] > 0
+    # All experts of 128 tokens, but for those that the cache holds.
+    assert document["prompt"]["bytes_read"] == pytest.approx(17e9 - document["neuron_cache_bytes"], rel=0.1)
+    status, _, err = run(capsys, "plan", "qwen3-30b", "--memory", "8GB")
+    assert status == 2
+
+
+def test_models_that_need_least_come_first(home, tmp_path, capsys, monkeypatch):
+    few = [one for one in well_known() if one.name in ("qwen3-30b-a3b", "llama-3.3-70b", "smollm2-135m")]
+    monkeypatch.setattr("flashllm.convert.outline.well_known", lambda: few)
+    status, out, err = run(capsys, "models", "--memory", "8GB", "--store", tmp_path / "none.json")
+    assert status == 0
+    assert [line.split()[0] for line in out.splitlines()[2:5]] == ["smollm2-135m", "qwen3-30b-a3b", "llama-3.3-70b"]
+    assert "needs more" in out.splitlines()[4]
+    assert "never run trained" in out
+    assert "flashllm calibrate" in err
+    user_cache_dir().mkdir(parents=True, exist_ok=True)
+    save_profile(tmp_path / "profiles.json", device_of(user_cache_dir()), profile_of())
+    status, out, _ = run(capsys, "models", "--memory", "8GB", "--store", tmp_path / "profiles.json", "--json")
+    smollm2, qwen, llama = json.loads(out)["models"]
+    assert (smollm2["run_trained"], qwen["run_trained"]) == (True, False)
+    assert 0 < smollm2["token_s"] < qwen["token_s"] < qwen["first_token_s"]
+    assert (llama["fits"], llama["token_s"]) == (False, None)
+    assert qwen["bytes"]["16"] > qwen["bytes"]["8"] > qwen["bytes"]["4"] > 17e9

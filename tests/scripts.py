@@ -1,0 +1,32 @@
+"""Scripts of `tools/` and `bench/` run as a user runs them, but in the tests' own process: what they import (torch,
+transformers) would take longer than what they do."""
+
+import contextlib
+import io
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+def run_script(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """`script`: its path in the repository."""
+    path = REPOSITORY / script
+    command = [str(path), *map(str, arguments)]
+    said, complained, code = io.StringIO(), io.StringIO(), 0
+    with (
+        mock.patch.object(sys, "argv", command),
+        mock.patch.object(sys, "path", [str(path.parent), *sys.path]),
+        contextlib.redirect_stdout(said),
+        contextlib.redirect_stderr(complained),
+    ):
+        try:
+            runpy.run_path(command[0], run_name="__main__")
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            if isinstance(end.code, str):
+                complained.write(end.code)
+    return subprocess.CompletedProcess(command, code, said.getvalue(), complained.getvalue())
