@@ -60,38 +60,39 @@ void TokenFfn::multiply(const std::byte* rows, std::size_t count, const float* u
   if (norm_) first_ += count;
 }
 
-// Columns in the order of ids.
 void TokenFfn::add(const std::byte* rows, std::size_t count) {
-  const float* h = h_.data() + first_;
-  const std::int32_t first = next_;
+  add_columns(format_, rows, count, next_, plane_, {h_.data() + first_, stride_, 1}, tokens_, y_, pool_,
+              level_);
   if (norm_) first_ += count;
   next_ += static_cast<std::int32_t>(count);
+}
+
+void add_columns(const RowFormat& format, const std::byte* rows, std::size_t count, std::int32_t first,
+                 const ScalePlane* plane, TileRows h, std::size_t tokens, float* y, ThreadPool& pool,
+                 SimdLevel level) {
+  const std::size_t width = format.d_model;
   // Columns are widened for all tokens, where those are enough to pay for it. Whole vectors; the scalar level
   // rounds a vector's end once.
-  const std::size_t pays = plane_ != nullptr ? 2 : 3;
-  if (tokens_ >= pays && format_.d_model % kColumnPad == 0 && level_ != SimdLevel::scalar) {
-    if (plane_ != nullptr)
-      add_rows(PlaneRows(rows + format_.down, format_.stride, static_cast<std::size_t>(first),
-                         format_.d_model, format_.down_codec, *plane_, level_),
-               count, format_.d_model, {h, stride_, 1}, tokens_, y_, format_.d_model, pool_, level_);
+  const std::size_t pays = plane != nullptr ? 2 : 3;
+  if (tokens >= pays && width % kColumnPad == 0 && level != SimdLevel::scalar) {
+    if (plane != nullptr)
+      add_rows(PlaneRows(rows + format.down, format.stride, static_cast<std::size_t>(first), width,
+                         format.down_codec, *plane, level),
+               count, width, h, tokens, y, width, pool, level);
     else
-      add_rows_few(format_.matrix(rows, count, format_.down), {h, stride_, 1}, tokens_, y_, format_.d_model,
-                   pool_, level_);
+      add_rows_few(format.matrix(rows, count, format.down), h, tokens, y, width, pool, level);
     return;
   }
-  columns_.resize(count);
-  for (std::size_t i = 0; i < count; ++i) columns_[i] = rows + i * format_.stride + format_.down;
-  if (plane_ == nullptr) {
-    sum_scattered({columns_.data(), count, format_.d_model, format_.down_codec}, h, stride_, tokens_, y_,
-                  pool_, level_);
-    return;
-  }
-  ids_.resize(count);
-  std::iota(ids_.begin(), ids_.end(), first);
-  const PlaneColumns columns{columns_.data(), ids_.data(),        count,
-                             format_.d_model, format_.down_codec, plane_};
-  for (std::size_t t = 0; t < tokens_; ++t)
-    sum_scattered(columns, h + t * stride_, y_ + t * format_.d_model, pool_, level_);
+  std::vector<const void*> columns(count);
+  for (std::size_t i = 0; i < count; ++i) columns[i] = rows + i * format.stride + format.down;
+  if (plane == nullptr)
+    return sum_scattered({columns.data(), count, width, format.down_codec}, h.data, h.row, tokens, y, pool,
+                         level);
+  std::vector<std::int32_t> ids(count);
+  std::iota(ids.begin(), ids.end(), first);
+  const PlaneColumns of_plane{columns.data(), ids.data(), count, width, format.down_codec, plane};
+  for (std::size_t t = 0; t < tokens; ++t)
+    sum_scattered(of_plane, h.data + t * h.row, y + t * width, pool, level);
 }
 
 void TokenFfn::activations(const RowMatrix& driver, const RowMatrix* up, std::size_t begin, std::size_t end) {
