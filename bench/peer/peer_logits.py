@@ -31,6 +31,7 @@ from flashllm.convert.run import convert
 from flashllm.engine.model import Model
 
 _HEADS = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}  # llama.cpp knows one size
+_WINDOWS = {"num_hidden_layers": 5, "layer_types": None, "sliding_window": 50}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name -> variant, its config, how written
     "llama": ("llama", {}, {}),
     "qwen3moe": ("qwen3_moe", {"norm_topk_prob": True}, {}),
@@ -51,6 +52,21 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name
     "ernie4_5-moe": ("ernie4_5_moe", {}, {}),
     "minimax-m2": ("minimax_m2 half turned", {}, {}),
     "dots1": ("dots1", {"num_key_value_heads": 4}, {}),
+    "granitemoe": ("granitemoe", {}, {}),
+    "granitemoe, shared": ("granitemoeshared", {}, {}),
+    "hunyuan-moe": ("hunyuan_v1_moe", {}, {}),
+    "exaone-moe": (
+        "exaone_moe",
+        {"num_hidden_layers": 5, "sliding_window_pattern": 4, "layer_types": None},
+        {},
+    ),
+    "afmoe": ("afmoe", _WINDOWS, {}),
+    "exaone4": ("exaone4 without windows", {}, {}),
+    "cohere2": ("cohere2", _WINDOWS, {}),
+    "glm4": ("glm4", {}, {}),
+    "seed_oss": ("seed_oss", {"attention_out_bias": False, "mlp_bias": False}, {}),
+    "ernie4_5": ("ernie4_5", {"use_bias": False}, {}),
+    "hunyuan-dense": ("hunyuan_v1_dense", {"attention_bias": False}, {}),
 }
 LEAST = 0.99  # of the positions have the same likeliest token
 

@@ -157,13 +157,20 @@ def test_latent_attention_in_both_forms(tmp_path, variant, whole):
 
 ROUTED = [
     *("glm4_moe", "glm4_moe groups", "glm4_moe norms of heads, biases", "dots1", "minimax_m2 half turned"),
-    *("minimax_m2", "ernie4_5_moe", "ernie4_5_moe every other layer"),
+    *("minimax_m2", "ernie4_5_moe", "ernie4_5_moe every other layer", "granitemoe", "granitemoeshared"),
+    *("hunyuan_v1_moe", "exaone_moe"),
 ]
+# Windows in all layers but every fourth, and scaled embeddings, are not stored.
+WINDOWED = {
+    name: Variant(name, {"num_hidden_layers": 5, "layer_types": None, "sliding_window": 50, **config})
+    for name, config in (("afmoe", {"mup_enabled": True, "route_scale": 2.5}), ("cohere2", {"logit_scale": 0.5}))
+}
+MORE = [*WINDOWED, "exaone4", "exaone4 without windows", "seed_oss", "ernie4_5", "hunyuan_v1_dense", "glm4"]
 
 
-@pytest.mark.parametrize("variant", ROUTED)
-def test_routers_and_dense_layers(tmp_path, variant):
-    source = make_checkpoint(tmp_path / "hf", VARIANTS_OF_FOLDERS[variant])
+@pytest.mark.parametrize("variant", ROUTED + MORE)
+def test_routers_dense_layers_windows_and_biases(tmp_path, variant):
+    source = make_checkpoint(tmp_path / "hf", WINDOWED.get(variant) or VARIANTS_OF_FOLDERS[variant])
     _same_model(tmp_path, source, write_gguf(source, tmp_path / "model.gguf"))
 
 
