@@ -66,8 +66,10 @@ def _dots1(config: dict[str, Any], content: GgufContent) -> None:
 
 def _granite(config: dict[str, Any], content: GgufContent) -> None:
     config["attention_bias"] = has_tensor(content, "attn_q.bias")
-    if "shared_intermediate_size" in config:
+    if has_tensor(content, "ffn_up_shexp.weight"):
         config["model_type"] = "granitemoeshared"
+    else:
+        config.pop("shared_intermediate_size", None)
 
 
 def _exaone(config: dict[str, Any], content: GgufContent) -> None:
