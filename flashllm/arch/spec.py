@@ -260,6 +260,9 @@ class LayerSpec:
     shared_norm: bool = False  # of a parallel layer: the FFN reads what the mixer reads
     neurons: int  # of the feed-forward part
     experts: ExpertsSpec | None = None  # that the neurons belong to; None: the feed-forward part is dense
+    # Neurons of a dense part beside the experts, which is resident: the sum of both, each behind a norm of its own, is
+    # what comes of the feed-forward part. Each has its own norm before it, too.
+    beside: int = 0
     activation_threshold: float = 0.0  # of fatrelu: what is not above it becomes zero
     activation_cut: float = 0.0  # of any: results of a smaller magnitude become zero (Lee et al., 2024: CATS)
 
@@ -271,6 +274,8 @@ class LayerSpec:
         check_size("a layer's neurons", self.neurons)
         if self.experts is not None and self.neurons != self.experts.neurons:
             raise ValueError(f"{self.experts.neurons} neurons of experts are not {self.neurons}")
+        if self.beside and (self.experts is None or self.norms != "both"):
+            raise ValueError("a dense part lies beside experts, with norms before and behind")
         for name in ("activation_threshold", "activation_cut"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise ValueError(f"{name} must be a number from 0, not {getattr(self, name)}")
@@ -294,6 +299,7 @@ class LayerSpec:
             "query_norm": of_heads != "none" or (latent is not None and latent.query_rank is not None),
             "key_norm": (of_heads != "none" and self._shared is None) or latent is not None,
             "mixed_norm": isinstance(self.mixer, DeltaRule),
+            **dict.fromkeys(("ffn_experts_output_norm", "ffn_beside_norm", "ffn_beside_output_norm"), self.beside > 0),
         }.get(name, True)
 
     @property

@@ -64,6 +64,7 @@ def _part_nbytes(manifest: Manifest, block: BlockSpec) -> int:
     # Latent attention's queries as they are projected, with what lies between, and the heads' outputs.
     floats += max(map(_latent_floats, block.attentions), default=0)
     floats += block.token_row  # of per-layer embeddings, as they are projected
+    floats += max(2 * layer.beside for layer in block.layers)
     floats += 2 * block.embed_dim if block.embed_dim != block.d_model else 0
     floats += (len(manifest.architecture.matrices) - 1) * manifest.stream_block_rows
     if manifest.architecture.experts:  # an expert's tokens, as they are gathered and packed, and their sums

@@ -82,6 +82,7 @@ void read(const Attributes& from, RouterSpec& to) {
   from("epsilon", to.epsilon);
   from("least_sum", to.least_sum);
   from("factor", to.factor);
+  from("norm_epsilon", to.norm_epsilon);
   from("jitter", to.jitter);
 }
 
@@ -143,6 +144,7 @@ void read(const Attributes& from, LayerSpec& to, ModelSpec& model) {
   from("shared_norm", to.shared_norm);
   from("neurons", to.neurons);
   from("experts", to.experts, &read);
+  from("beside", to.beside);
   from("activation_threshold", to.activation.threshold);
   from("activation_cut", to.activation.cut);
 }

@@ -97,6 +97,7 @@ void FfnLayer::set_router(std::unique_ptr<Router> router) {
       spec.count * spec.size + spec.shared != static_cast<std::size_t>(options_.num_neurons))
     throw CoreError(ErrorKind::usage, "the experts of a router are not the layer's");
   router_ = std::move(router);
+  if (router_->reads_stream()) predict_by_stream();
   predictor_ = std::make_unique<RouterPredictor>(*router_, options_.units(), std::move(predictor_));
 }
 

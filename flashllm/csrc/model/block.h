@@ -113,6 +113,7 @@ struct LayerSpec {
   bool shared_norm = false;  // of a parallel layer: the FFN reads what the attention reads
   std::size_t neurons = 0;   // of the FFN
   ExpertsSpec experts;       // that they belong to; of none where the FFN is dense
+  std::size_t beside = 0;    // neurons of a dense part beside the experts, which is resident
   Activation activation;
 };
 
@@ -131,8 +132,10 @@ struct BlockSpec {
 // Its parts must live as long as the layer.
 struct BlockWeights {
   LayerSpec spec;
-  Norm attention_norm, ffn_norm;                // those that NormPlace wants
-  Norm attention_output_norm, ffn_output_norm;  // the same
+  Norm attention_norm, ffn_norm;                              // those that NormPlace wants
+  Norm attention_output_norm, ffn_output_norm;                // the same
+  Norm beside_norm, beside_output_norm, experts_output_norm;  // around a dense part beside experts
+  RowMatrix beside_up, beside_gate, beside_down;              // the same
   // Of one head, or of the projection; of latent attention of the query between its two projections, and of a
   // key's first elements.
   Norm query_norm, key_norm;
