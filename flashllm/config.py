@@ -45,6 +45,7 @@ class RunConfig:
     """How to run a model. UsageError, naming the command line's option or the field, for what cannot be."""
 
     memory: int | None = None  # bytes for everything the process holds; None: four fifths of what is free
+    follows: bool = False  # the limit falls as memory gets scarce, and rises again up to where it began
     context: int | None = None  # tokens the KV cache can grow to; None: the model's own limit
     cache_bits: int | None = None  # of keys and values in full pages; None: they stay as they are computed
     cache_policy: CachePolicy = CACHE_POLICIES[0]  # the neurons that stay cached: most often active, or last used
@@ -84,7 +85,7 @@ class RunConfig:
             raise UsageError(f"--store must be a path, not {self.store!r}")
         if not isinstance(self.speculate, Path):
             _check_choice("--speculate", self.speculate, SPECULATIONS)
-        for name in ("serves", "direct", "verify_checksums"):
+        for name in ("follows", "serves", "direct", "verify_checksums"):
             if type(getattr(self, name)) is not bool:
                 raise UsageError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if not isinstance(self.ablation, Ablation):

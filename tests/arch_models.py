@@ -298,6 +298,16 @@ VARIANTS = {
             "layer_types": ["sliding_attention", "full_attention", "full_attention"],
         },
     ),
+    "gemma4 experts": Variant(
+        "gemma4_text",
+        {
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 48,
+        },
+    ),
     "gemma4 shared keys, rows of ids": Variant(
         "gemma4_text",
         {

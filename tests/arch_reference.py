@@ -127,11 +127,18 @@ class ReferenceDecoder:
                 made = self._attention(layer, x, positions)
             else:
                 made = self._delta(layer, x) if kind == "delta_rule" else self._space(layer, x)
-            made = made if spec.beside is None else made + self._space(layer, x)
+            made = made if spec.second is None else made + self._space(layer, x)
             return behind("attention_output_norm", made)
 
         def ffn(states):
-            made = self._ffn(layer, before("attention_norm" if spec.shared_norm else "ffn_norm", states))
+            read = before("attention_norm" if spec.shared_norm else "ffn_norm", states)
+            made = self._ffn(layer, read, states)
+            if spec.beside:
+                inputs = self._norm(at + "ffn_beside_norm", states)
+                gate = self._activation(layer, self._linear(at + "beside_gate", inputs))
+                dense = self._linear(at + "beside_down", gate * self._linear(at + "beside_up", inputs))
+                dense = self._norm(at + "ffn_beside_output_norm", dense)
+                made = dense + self._norm(at + "ffn_experts_output_norm", made)
             return behind("ffn_output_norm", made * spec.ffn_scale)
 
         if spec.parallel:
@@ -332,11 +339,11 @@ class ReferenceDecoder:
         turned = torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
         return torch.cat((turned, rest), -1)
 
-    def _ffn(self, layer, x):
+    def _ffn(self, layer, x, states):
         experts = self.block.layers[layer].experts
         if experts is None:
             return self._neurons(layer, x)
-        routed = self._routed(layer, x)
+        routed = self._routed(layer, x if experts.router.norm_epsilon is None else self._scaled(layer, states))
         weights = routed.repeat_interleave(experts.size, 1)
         biases = self.tensors.get(f"layers.{layer}.ffn.expert_down_bias")
         if experts.shared:
@@ -344,6 +351,12 @@ class ReferenceDecoder:
             shared = torch.ones(len(x), 1) if gate is None else torch.sigmoid(x @ gate.T)
             weights = torch.cat((weights, shared.expand(-1, experts.shared)), 1)
         return self._neurons(layer, x, weights) + (0.0 if biases is None else routed @ biases)
+
+    def _scaled(self, layer, states):
+        """What a router with a norm of its own reads."""
+        epsilon = self.block.experts.router.norm_epsilon
+        normed = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + epsilon)
+        return normed * self.tensors[f"layers.{layer}.router_scale"] * states.shape[-1] ** -0.5
 
     def _routed(self, layer, x):
         """Weights [tokens, experts] of the experts; 0 of those not chosen."""
@@ -370,6 +383,7 @@ class ReferenceDecoder:
             values = torch.cat(parts, -1)
         if router.normalized:
             values = values / (values.sum(-1, keepdim=True) + router.epsilon).clamp(min=router.least_sum)
+        values = values * self.tensors.get(f"layers.{layer}.expert_scale", torch.ones(experts.count))[chosen]
         return torch.zeros_like(products).scatter(-1, chosen, values * router.factor)
 
     def _neurons(self, layer, x, weights=1.0):

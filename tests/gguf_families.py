@@ -16,10 +16,14 @@ ARCHITECTURES = {
     "glm4_moe": "glm4moe",
     "ernie4_5_moe": "ernie4_5-moe",
     "minimax_m2": "minimax-m2",
+    "granitemoeshared": "granitemoe",
+    "hunyuan_v1_moe": "hunyuan-moe",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "exaone_moe": "exaone-moe",
 }
 WITH_LATENT = ("deepseek2", "minicpm3")
 _DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-_SIGMOID = ("deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1", "minimax_m2")
+_SIGMOID = ("deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1", "minimax_m2", "exaone_moe", "afmoe")
 _COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 
 
@@ -36,6 +40,12 @@ def family_tensors(state: dict[str, torch.Tensor], config: dict[str, Any], whole
             result |= _delta_tensors(name, tensor, config)
         elif name.endswith("e_score_correction_bias"):
             result[name.removesuffix("_bias") + ".bias"] = tensor.reshape(-1)
+        elif name.endswith("expert_bias"):
+            result[f"{name}.bias"] = tensor
+        elif name.endswith("_linear.weight") and (part := name.rpartition(".input_linear")[0]):  # Granite's
+            gate, up = tensor.chunk(2, dim=-2)
+            owner = part.replace("block_sparse_moe", "mlp.experts").replace("shared_mlp", "mlp.shared_experts")
+            result |= {f"{owner}.gate_proj.weight": gate.contiguous(), f"{owner}.up_proj.weight": up.contiguous()}
         else:
             result[name] = tensor
     return result
@@ -94,6 +104,12 @@ def write_delta(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_rope_dimension_sections([11, 11, 10, 0])
 
 
+def write_windows(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Which layers have one: EXAONE's."""
+    if writer.arch in ("exaone4", "exaone-moe") and config.get("sliding_window") is not None:
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+
+
 def write_latent(writer: gguf.GGUFWriter, config: dict[str, Any], whole: bool) -> None:
     """Sizes of latent attention: those of the plain heads in the old form."""
     rotated, rank = config["qk_rope_head_dim"], config["kv_lora_rank"]
@@ -126,11 +142,17 @@ def write_router(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
             writer.add_expert_shared_count(0)
         return
     writer.add_expert_count(count)
-    writer.add_expert_used_count(config["moe_k"] if "moe_k" in config else config["num_experts_per_tok"])
+    writer.add_expert_used_count(
+        next(config[key] for key in ("moe_k", "moe_topk", "num_experts_per_tok") if key in config)
+    )
     for key, add in (
         ("moe_intermediate_size", writer.add_expert_feed_forward_length),
         ("n_shared_experts", writer.add_expert_shared_count),
         ("moe_num_shared_experts", writer.add_expert_shared_count),
+        ("num_shared_experts", writer.add_expert_shared_count),
+        ("num_dense_layers", writer.add_leading_dense_block_count),
+        ("route_scale", writer.add_expert_weights_scale),
+        ("shared_intermediate_size", writer.add_expert_shared_feed_forward_length),
         ("shared_expert_intermediate_size", writer.add_expert_shared_feed_forward_length),
         ("first_k_dense_replace", writer.add_leading_dense_block_count),
         ("moe_layer_start_index", writer.add_leading_dense_block_count),
@@ -144,11 +166,14 @@ def write_router(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     if config.get("moe_num_shared_experts"):
         size = config["moe_num_shared_experts"] * config["moe_intermediate_size"]
         writer.add_expert_shared_feed_forward_length(size)
-    if config.get("mlp_layer_types"):
+    if config.get("mlp_layer_types") and "first_k_dense_replace" not in config:
         writer.add_leading_dense_block_count(config["mlp_layer_types"].count("dense"))
     if config["model_type"] in _SIGMOID:
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    if config["model_type"] == "minimax_m2":
+    if config["model_type"] == "hunyuan_v1_moe":
+        writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
+    if config["model_type"] in ("minimax_m2", "hunyuan_v1_moe"):
         writer.add_expert_feed_forward_length(config["intermediate_size"])
-    if config["model_type"] in (*_SIGMOID, "deepseek_v2") and config.get("norm_topk_prob"):
+    norms = config.get("norm_topk_prob") or config["model_type"] == "afmoe"
+    if config["model_type"] in (*_SIGMOID, "deepseek_v2") and norms:
         writer.add_expert_weights_norm(True)

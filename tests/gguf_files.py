@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import torch
 from gguf_families import ARCHITECTURES as FAMILIES
-from gguf_families import WITH_LATENT, family_tensors, write_delta, write_latent, write_router
+from gguf_families import WITH_LATENT, family_tensors, write_delta, write_latent, write_router, write_windows
 from safetensors.torch import load_file
 
 KINDS = gguf.GGMLQuantizationType
@@ -22,7 +22,7 @@ ARCHITECTURES = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen
     "gpt_neox": "gptneox",
     "cohere": "command-r",
 }  # other names
-_INTERLEAVED = ("llama", "bamboo", "granite", "arcee", "smollm3")
+_INTERLEAVED = ("llama", "bamboo", "granite", "granitemoe", "arcee", "smollm3")
 _SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron")
 
 
@@ -204,6 +204,7 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: dict[str, 
     one = config.get("multi_query") and not config.get("new_decoder_architecture")
     writer.add_head_count_kv(1 if one or (architecture == "deepseek2" and not whole) else kv_heads)
     write_router(writer, config)
+    write_windows(writer, config)
     if "linear_num_value_heads" in config:
         write_delta(writer, config)
     for key in ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"):

@@ -3,10 +3,12 @@
     python bench/kernels/kernels.py [--threads N] [--seconds S] [--tiny]
 
 Prints GB/s of resident products and attention at one token and of the sparse FFN with every active neuron cached, by
-dtype and shape, and of resident products with coded weights by what they are multiplied by, beside the roof: all
-threads summing memory well beyond the caches (`_core.read_bandwidth`), taken in turn with the figures because the
-machine's bandwidth moves with its neighbours. Says the load average it ran under: on a busy machine the percentages
-hold better than the figures. The last line is one JSON document. Knows no model.
+dtype and shape, and of products with coded weights, resident ones by what they are multiplied by and rows gathered from
+a cache, beside the roof: all threads summing memory well beyond the caches (`_core.read_bandwidth`), taken in turn with
+the figures because the machine's bandwidth moves with its neighbours. Then Gflop/s of coded products of a pass's and a
+prompt's tokens, by processor time, beside the format's own inner loop over what the first cache holds, and torch's
+products of int8 and of fp32. Says the load average it ran under: on a busy machine the percentages hold better than the
+figures. The last line is one JSON document. Knows no model.
 """
 
 import argparse
@@ -31,7 +33,7 @@ import core_testing  # noqa: F401 - the core's test build, which has attention b
 
 from flashllm import _core
 from flashllm.base.dtypes import WEIGHT_DTYPES
-from flashllm.format.rows import CARRIED_ENCODINGS, ROW_ENCODINGS
+from flashllm.format.rows import CARRIED_ENCODINGS, ROW_ENCODINGS, RowLayout
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # Rows, columns at OPT-6.7B's shape: attention projections, head, predictors of rank 128 and 1024.
@@ -47,7 +49,16 @@ SPARSE = (4096, 16384, 0.10, 4)  # d_model, d_ff, share active, layers cached
 ATTENTION = (32, 128, [128, 512, 2048])  # heads, head_dim, positions
 PROMPT = (128, 16384, 4096)  # tokens, rows, columns
 PASS_TOKENS, PROMPT_TOKENS = (1, 2, 4, 8), (32, 128, 256)
-TOKENS = [("int4_32", "int8"), ("int8_32", "int16"), ("q4_k", "int8"), ("q6_k", "int8"), ("mxfp4", "int8")]
+# (encoding, inputs): codes that share a scale, whether they have minimums
+TOKENS = {
+    ("int4_32", "int8"): (32, False),
+    ("int4_32_min", "int8"): (32, True),
+    ("int8_32", "int16"): (32, False),
+    ("q4_k", "int8"): (32, True),
+    ("q6_k", "int8"): (16, False),
+    ("mxfp4", "int8"): (32, False),
+}
+TILES = 2000  # products of what the first cache holds: some 10 ms
 TINY_PROMPT = (9, 64, 48)
 TINY_LINEARS = [(64, 48)]
 TINY_SPARSE = (64, 256, 0.10, 2)
@@ -150,6 +161,28 @@ def bench_coded(encoding: str, inputs: str, shape: tuple[int, int], rounds: Roun
     result = rounds.figure("coded", nbytes, run, dtype=f"{encoding} x {inputs}", rows=rows, columns=columns)
     result["gweights_per_s"] = round(result["gb_per_s"] * rows * columns / codes.nbytes, 1)
     return result
+
+
+def bench_gathered(encoding: str, inputs: str, shape: tuple[int, int, float, int], rounds: Rounds):
+    """An FFN layer over random active sets of coded rows that are all cached, as `bench_sparse`."""
+    d_model, d_ff, share, layers = shape
+    layout = RowLayout(encoding=encoding, d_model=d_model, d_ff=1)
+    row = np.zeros((1, layout.stride), np.uint8)
+    for matrix in ("up", "down"):
+        first = layout.byte_offset(matrix)
+        row[0, first : first + layout.vector_nbytes(matrix)] = random_codes(encoding, (1, d_model)).view(np.uint8)
+    neurons = d_ff * layers
+    count, random = int(share * neurons), np.random.default_rng(0)
+    active = np.sort(random.choice(neurons, count, replace=False)).astype(np.int32)
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(bytes(layout.stride))
+        file.flush()
+        products = _core.GatheredProducts(layout.native(inputs), row, neurons, file.name, rounds.pool)
+        nbytes = count * 2 * layout.vector_nbytes("up")
+        run = functools.partial(products.run, active)
+        return rounds.figure(
+            "gathered", nbytes, run, dtype=f"{encoding} x {inputs}", d_model=d_model, d_ff=neurons, active=count
+        )
 
 
 def bench_sparse(dtype: str, shape: tuple[int, int, float, int], rounds: Rounds):
@@ -265,9 +298,12 @@ def bench_prompt(dtype: str, shape: tuple[int, int, int], pool: _core.ThreadPool
     return {"name": "prompt", "dtype": dtype, "tokens": tokens, "rows": rows, "columns": columns, **result}
 
 
-def bench_tokens(encoding: str, inputs: str, shape: tuple[int, int], pool: _core.ThreadPool) -> dict[str, Any]:
+def bench_tokens(
+    encoding: str, inputs: str, shape: tuple[int, int], scales: tuple[int, bool], pool: _core.ThreadPool
+) -> dict[str, Any]:
     """A coded matrix times the tokens of a pass or a prompt, in GFLOP/s, the counts of tokens in turn: the best of the
-    rounds, by processor time, so that neighbours matter less. The roof is torch's product of fp32."""
+    rounds, by processor time, so that neighbours matter less. Roofs of the last count: the format's inner loop in the
+    first cache, where the level has one, and torch's products of int8, without scales, and of fp32."""
     rows, columns = shape
     codes = random_codes(encoding, shape).view(np.uint8).reshape(rows, -1)
     linear = _core.Linear(
@@ -280,6 +316,9 @@ def bench_tokens(encoding: str, inputs: str, shape: tuple[int, int], pool: _core
         run = linear.forward if tokens in PASS_TOKENS else linear.forward_many
         ways[str(tokens)] = tokens, functools.partial(run, x, np.empty((tokens, rows), np.float32))
     ways["torch_fp32"] = tokens, functools.partial(torch.matmul, torch.from_numpy(x), weight.T)
+    codes8 = torch.randint(-127, 128, (columns, rows), dtype=torch.int8)
+    inputs8 = torch.randint(-127, 128, (max(tokens, 32), columns), dtype=torch.int8)
+    ways["torch_int8"] = len(inputs8), functools.partial(torch._int_mm, inputs8, codes8)
     spent = dict.fromkeys(ways, float("inf"))
     for _ in range(2 * ROUNDS):
         for way, (_, run) in ways.items():
@@ -287,12 +326,24 @@ def bench_tokens(encoding: str, inputs: str, shape: tuple[int, int], pool: _core
             run()
             spent[way] = min(spent[way], max(time.process_time() - started, 1e-9))
     flop = {way: 2 * tokens * rows * columns for way, (tokens, _) in ways.items()}
+    rates = {way: round(flop[way] / seconds / 1e9, 1) for way, seconds in spent.items()}
+    if _core.best_simd_level().startswith("avx"):
+        for _ in range(2 * ROUNDS):
+            started = time.process_time()
+            operations = _core.multiply_codes_in_cache(*scales, TILES)
+            rate = operations * TILES / max(time.process_time() - started, 1e-9) / 1e9
+            rates["inner_loop"] = max(rates.get("inner_loop", 0.0), round(rate, 1))
     return {
         "name": "tokens",
         "dtype": f"{encoding} x {inputs}",
         "rows": rows,
         "columns": columns,
-        "gflop_per_cpu_s": {way: round(flop[way] / seconds / 1e9, 1) for way, seconds in spent.items()},
+        "gflop_per_cpu_s": rates,
+        "of_roofs": {
+            roof: round(rates[str(PROMPT_TOKENS[-1])] / rates[roof], 2)
+            for roof in ("inner_loop", "torch_int8")
+            if roof in rates
+        },
         "times_of_one": {str(n): round(spent[str(n)] / spent["1"], 2) for n in PASS_TOKENS},
     }
 
@@ -381,9 +432,12 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(prompts[-1]), flush=True)
     for encoding, inputs in CODED:
         take(functools.partial(bench_coded, encoding, inputs, TINY_CODED_SHAPE if args.tiny else CODED_SHAPE, rounds))
-    tokens = []
     for encoding, inputs in TOKENS:
-        tokens.append(bench_tokens(encoding, inputs, TINY_CODED_SHAPE if args.tiny else CODED_SHAPE, rounds.pool))
+        take(functools.partial(bench_gathered, encoding, inputs, sparse, rounds))
+    tokens = []
+    for (encoding, inputs), scales in TOKENS.items():
+        shape = TINY_CODED_SHAPE if args.tiny else CODED_SHAPE
+        tokens.append(bench_tokens(encoding, inputs, shape, scales, rounds.pool))
         print(json.dumps(tokens[-1]), flush=True)
     document = {
         "benchmark": "kernels",

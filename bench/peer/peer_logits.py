@@ -31,6 +31,20 @@ from flashllm.convert.run import convert
 from flashllm.engine.model import Model
 
 _HEADS = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}  # llama.cpp knows one size
+_DEPTH = {"scale_depth": 1.4, "dim_model_base": 256}  # MiniCPM 3's, which no file says
+_MINICPM3 = {
+    **_DEPTH,
+    "v_head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 500.0,
+        "short_factor": [1.0, 1.25, 1.5, 2.0],
+        "long_factor": [1.0, 2.0, 3.0, 4.0],
+        "original_max_position_embeddings": 512,
+    },
+    "max_position_embeddings": 512,
+}
+_WINDOWS = {"num_hidden_layers": 5, "layer_types": None, "sliding_window": 50}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name -> variant, its config, how written
     "llama": ("llama", {}, {}),
     "qwen3moe": ("qwen3_moe", {"norm_topk_prob": True}, {}),
@@ -40,7 +54,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name
     "deepseek2 v3": ("deepseek_v3", {}, {}),
     "deepseek2 GLM-4.7-Flash": ("glm4_moe_lite", {}, {}),
     "deepseek2 youtu": ("youtu", {}, {}),
-    "minicpm3": ("minicpm3", {"v_head_dim": 16, "scale_depth": 1.4, "dim_model_base": 256}, {}),
+    "minicpm3": ("minicpm3", {"v_head_dim": 16, **_DEPTH}, {}),
+    "minicpm3, longrope": ("minicpm3", _MINICPM3, {}),
     "qwen3next": ("qwen3_next", _HEADS, {}),
     "qwen35": ("qwen3_5", _HEADS, {}),
     "qwen35 one value head a key": ("qwen3_5", _HEADS | {"linear_num_value_heads": 2}, {}),
@@ -51,6 +66,21 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name
     "ernie4_5-moe": ("ernie4_5_moe", {}, {}),
     "minimax-m2": ("minimax_m2 half turned", {}, {}),
     "dots1": ("dots1", {"num_key_value_heads": 4}, {}),
+    "granitemoe": ("granitemoe", {}, {}),
+    "granitemoe, shared": ("granitemoeshared", {}, {}),
+    "hunyuan-moe": ("hunyuan_v1_moe", {}, {}),
+    "exaone-moe": (
+        "exaone_moe",
+        {"num_hidden_layers": 5, "sliding_window_pattern": 4, "layer_types": None},
+        {},
+    ),
+    "afmoe": ("afmoe", _WINDOWS, {}),
+    "exaone4": ("exaone4 without windows", {}, {}),
+    "cohere2": ("cohere2", _WINDOWS, {}),
+    "glm4": ("glm4", {}, {}),
+    "seed_oss": ("seed_oss", {"attention_out_bias": False, "mlp_bias": False}, {}),
+    "ernie4_5": ("ernie4_5", {"use_bias": False}, {}),
+    "hunyuan-dense": ("hunyuan_v1_dense", {"attention_bias": False}, {}),
 }
 LEAST = 0.99  # of the positions have the same likeliest token
 

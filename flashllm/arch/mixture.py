@@ -31,6 +31,9 @@ class RouterSpec:
     least_sum: float = 0.0  # what they are divided by is no less
     factor: float = 1.0  # that the weights are multiplied by, afterwards
     jitter: float = 0.0  # of SparseMixer
+    # Its products are with what the FFN's norm is applied to, by an RMS norm of its own of this epsilon without a
+    # weight, times a scale of each dimension over the root of their number (Gemma 4); None: with the FFN's input.
+    norm_epsilon: float | None = None
 
     def __post_init__(self) -> None:
         scores = ("softmax", "softmax_of_chosen", "sigmoid", "sparse_mixer")
@@ -39,9 +42,9 @@ class RouterSpec:
                 raise ValueError(f"router: {name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
         if not 1 <= self.chosen_groups <= self.groups:
             raise ValueError(f"router: {self.chosen_groups} of {self.groups} groups cannot be chosen")
-        for name in ("epsilon", "least_sum", "factor", "jitter"):
+        for name in ("epsilon", "least_sum", "factor", "jitter", "norm_epsilon"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
+            if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"router: {name} must be a number from 0, not {value}")
 
 

@@ -302,12 +302,15 @@ class LayerSpec:
     """
 
     mixer: Mixer | None
-    beside: StateSpace | None = None  # of the same inputs as the mixer; what both make is added
+    second: StateSpace | None = None  # of the same inputs as the mixer; what both make is added
     norms: Literal["input", "sum", "output", "both"] = "input"
     parallel: bool = False
     shared_norm: bool = False  # of a parallel layer: the FFN reads what the mixer reads
     neurons: int  # of the feed-forward part; 0: there is none
     experts: ExpertsSpec | None = None  # that the neurons belong to; None: the feed-forward part is dense
+    # Neurons of a dense part beside the experts, which is resident: the sum of both, each behind a norm of its own, is
+    # what comes of the feed-forward part. Each has its own norm before it, too.
+    beside: int = 0
     activation_threshold: float = 0.0  # of fatrelu: what is not above it becomes zero
     activation_scale: float = 1.0  # of any: of what goes into it
     ffn_scale: float = 1.0  # of the feed-forward part's output
@@ -322,10 +325,12 @@ class LayerSpec:
             check_size("a layer's neurons", self.neurons)
         if (self.mixer is None or not self.neurons) and (self.norms != "input" or self.parallel):
             raise ValueError("a layer without a mixer, or without a feed-forward part, has its norm before the other")
-        if self.beside is not None and not isinstance(self.mixer, Attention):
-            raise ValueError("what is beside a layer's mixer is beside attention")
+        if self.second is not None and not isinstance(self.mixer, Attention):
+            raise ValueError("a layer's second mixer is beside attention")
         if self.experts is not None and self.neurons != self.experts.neurons:
             raise ValueError(f"{self.experts.neurons} neurons of experts are not {self.neurons}")
+        if self.beside and (self.experts is None or self.norms != "both"):
+            raise ValueError("a dense part lies beside experts, with norms before and behind")
         for name in ("activation_threshold", "activation_cut"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise ValueError(f"{name} must be a number from 0, not {getattr(self, name)}")
@@ -340,7 +345,7 @@ class LayerSpec:
     @property
     def recurrent(self) -> DeltaRule | StateSpace | None:
         """What of it keeps a state."""
-        return self.beside if self.beside is not None or isinstance(self.mixer, Attention) else self.mixer
+        return self.second if self.second is not None or isinstance(self.mixer, Attention) else self.mixer
 
     def has_norm(self, name: str) -> bool:
         """True where it has the norm of this canonical name."""
@@ -354,6 +359,7 @@ class LayerSpec:
             "ffn_output_norm": behind,
             "query_norm": of_heads or (latent is not None and latent.query_rank is not None),
             "key_norm": (of_heads and self._shared is None) or latent is not None,
+            **dict.fromkeys(("ffn_experts_output_norm", "ffn_beside_norm", "ffn_beside_output_norm"), self.beside > 0),
         }.get(name, True)
 
     @property

@@ -11,6 +11,10 @@ Canonical names, "{i}" for the layer; those a model has no use for are absent:
     layers.{i}.query.weight [heads * head_dim, d_model], .bias; key and value with kv_heads
     layers.{i}.query_norm.weight, .bias; key_norm: of the width that `Attention.query_key_norm` says
     layers that attend to another's keys and values have no key, value and key_norm; see `Attention.key_is_value`, too
+    of a dense part beside experts (`LayerSpec.beside`): layers.{i}.beside_up.weight, beside_gate [beside, d_model],
+        beside_down [d_model, beside]; layers.{i}.ffn_beside_norm.weight, ffn_beside_output_norm,
+        ffn_experts_output_norm [d_model]
+    layers.{i}.router_scale [d_model]: see `RouterSpec.norm_epsilon`; expert_scale [experts]: of their weights
     layers.{i}.scale [1]: of the states that leave the layer
     of per-layer embeddings (`PerLayerEmbedding`): per_layer_embedding.weight [rows, layers * dim], which lies on flash;
         per_layer_projection.weight [layers * dim, d_model], per_layer_projection_norm.weight [dim];
@@ -294,6 +298,9 @@ _NORMS = (
     "layers.{i}.attention_output_norm",
     "layers.{i}.ffn_norm",
     "layers.{i}.ffn_output_norm",
+    "layers.{i}.ffn_experts_output_norm",
+    "layers.{i}.ffn_beside_norm",
+    "layers.{i}.ffn_beside_output_norm",
     "final_norm",
 )
 
@@ -348,6 +355,11 @@ _SHAPES: dict[str, _ShapeOf] = {
     **_norm("layers.{i}.attention_sub_norm", lambda block, layer: (_mixer(layer).mixed_dim,)),
     **_norm("layers.{i}.ffn_sub_norm", lambda block, layer: (layer.neurons,)),
     "layers.{i}.scale": lambda block, layer: (1,),
+    "layers.{i}.beside_up.weight": lambda block, layer: (layer.beside, block.d_model),
+    "layers.{i}.beside_gate.weight": lambda block, layer: (layer.beside, block.d_model),
+    "layers.{i}.beside_down.weight": lambda block, layer: (block.d_model, layer.beside),
+    "layers.{i}.router_scale": lambda block, layer: (block.d_model,),
+    "layers.{i}.expert_scale": lambda block, layer: (_experts(layer).count,),
     TOKEN_TABLE: lambda block, layer: (_per_layer(block).rows, block.token_row),
     "per_layer_projection.weight": lambda block, layer: (block.token_row, block.d_model),
     "per_layer_projection_norm.weight": lambda block, layer: (_per_layer(block).dim,),

@@ -1,4 +1,4 @@
-"""The process's share of the machine: cores, memory left, its control group's limit. Reads the kernel, sets nothing."""
+"""The process's share of the machine: cores, memory left, its control group's limit. Sets nothing unless asked to."""
 
 import contextlib
 import ctypes
@@ -12,6 +12,7 @@ _FILE_PAGES: tuple[str, ...] = ("inactive_file", "active_file")  # of memory.sta
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _OWN_PAGES_NBYTES = 1 << 20  # arrays from here on; faults cost a hundredth of the products they are made for
 _KEPT_NBYTES = 8 << 20  # of the end of a heap
+_NICER = 10  # of 19
 _NO_LIMIT = 2**60  # version 1 control groups report "no limit" as a huge number
 
 
@@ -71,6 +72,13 @@ def return_freed_memory() -> None:
         return
     for option, nbytes in ((_M_MMAP_THRESHOLD, _OWN_PAGES_NBYTES), (_M_TRIM_THRESHOLD, _KEPT_NBYTES)):
         mallopt(option, nbytes)
+
+
+def give_way() -> None:
+    """Let other programs go first, for the rest of the process: its threads that begin from now on, and its reads."""
+    os.nice(_NICER)
+    with contextlib.suppress(AttributeError, psutil.Error, OSError):  # systems without classes of I/O
+        psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
 
 
 def cgroup_limit_nbytes() -> int | None:

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from flashllm.base.command_line import number, say, size, whole
+from flashllm.base.machine import give_way, num_cores
 from flashllm.base.text import is_terminal, one_line
 from flashllm.config import CACHE_BITS, MAX_THREADS, SPECULATIONS, RunConfig, Speculate
+
+AUTO = "auto"  # as a limit of memory
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +42,13 @@ def add_store(parser: argparse._ActionsContainer) -> None:
 def add_memory(parser: argparse.ArgumentParser) -> None:
     """Options that the memory plan depends on."""
     group = parser.add_argument_group("memory")
-    group.add_argument("--memory", metavar="SIZE", type=size, help="limit of everything the process holds, like 7GB")
+    group.add_argument(
+        "--memory",
+        metavar="SIZE|auto",
+        type=lambda text: text if text == AUTO else size(text),
+        help="limit of everything the process holds, like 7GB; auto: the default, four fifths of what is free, but "
+        "followed while the model runs, as other programs take memory and give it back",
+    )
     group.add_argument("--context", metavar="N", type=whole(1), help="tokens of KV cache (default: the model's limit)")
     group.add_argument(
         "--cache-bits",
@@ -59,6 +68,9 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         choices=("sparse", "dense"),
         help="FFN neurons computed: those the predictors name (sparse), all (dense) "
         "(default: sparse; dense for a model whose neurons are never zero)",
+    )
+    group.add_argument(
+        "--nice", action="store_true", help="in the background: half of the cores, and other programs go first"
     )
     group.add_argument("--threads", metavar="T", type=whole(1, MAX_THREADS), help="compute threads (default: cores)")
 
@@ -100,13 +112,16 @@ def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_config(args: argparse.Namespace) -> RunConfig:
-    """The run that the options of `add_memory` and `add_engine` describe."""
+    """The run that the options of `add_memory` and `add_engine` describe; with --nice the process gives way."""
+    if args.nice:
+        give_way()
     return RunConfig(
-        memory=args.memory,
+        memory=None if args.memory == AUTO else args.memory,
+        follows=args.memory == AUTO,
         context=args.context,
         cache_bits=args.cache_bits,
         mode=args.mode,
-        threads=args.threads,
+        threads=max(1, num_cores() // 2) if args.nice and args.threads is None else args.threads,
         store=args.store,
         speculate=_speculate(getattr(args, "speculate", None)),
     )

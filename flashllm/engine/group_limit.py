@@ -1,14 +1,16 @@
-"""The memory limit of the process's control group, looked at now and then: whoever runs the machine may change it.
-
-The kernel tells nobody. Knows no models.
+"""What may change while a model is loaded, looked at now and then: the memory limit of the process's control group, and
+how much memory other programs leave. The kernel tells nobody. Knows no models.
 """
 
+import math
 import time
 from collections.abc import Callable
 
-from flashllm.base.machine import cgroup_limit_nbytes
+from flashllm.base.machine import available_nbytes, cgroup_limit_nbytes, process_nbytes
 
 _BETWEEN_LOOKS_S = 1.0
+_SHARE = 0.8  # of what is free and what the process holds; the rest is for other programs
+_STEP = 0.05  # of the limit: smaller changes are not followed, as moving rows costs time
 
 
 class GroupLimit:
@@ -28,3 +30,24 @@ class GroupLimit:
         if self._now is None or (self._at_start is not None and self._now >= self._at_start):
             return None
         return self._now
+
+
+class FreeMemory:
+    """The limit that leaves other programs a fifth of what is free, control groups' limits counted. One thread at a
+    time uses it."""
+
+    def __init__(
+        self,
+        read: Callable[[], int] = lambda: process_nbytes() + available_nbytes(),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._read, self._clock = read, clock
+        self._looked = -math.inf
+
+    def limit(self, now: int, most: int) -> int:
+        """The limit to keep to in bytes, at most `most`, where it is `now`; looks once a second."""
+        if self._clock() - self._looked < _BETWEEN_LOOKS_S:
+            return now
+        self._looked = self._clock()
+        found = min(most, int(_SHARE * self._read()))
+        return found if found == most or abs(found - now) > _STEP * now else now

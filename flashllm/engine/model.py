@@ -17,7 +17,7 @@ from flashllm.base.machine import available_nbytes, process_nbytes
 from flashllm.base.processes import OneProcess, beside_nbytes
 from flashllm.config import RunConfig
 from flashllm.engine.build import Parts, build
-from flashllm.engine.group_limit import GroupLimit
+from flashllm.engine.group_limit import FreeMemory, GroupLimit
 from flashllm.engine.meter import Meter
 from flashllm.engine.passes import Entry, Ids, Logits, Observer, Pass, StepOptions
 from flashllm.engine.state import SequenceState, StateMemory
@@ -46,6 +46,7 @@ class Model(OneProcess, Closing):
         self._memory = StateMemory(plan.memory, self._parts.caches, _core.StatePool(shape))
         self._memory_limit = self._asked_limit = plan.memory.limit_nbytes
         self._group = GroupLimit()
+        self._free = FreeMemory() if config.follows else None
         self._progress: Callable[[int, int], None] | None = None
         self._drafting: SequenceState | None = None  # whose drafted tokens are neither accepted nor rejected
 
@@ -203,7 +204,11 @@ class Model(OneProcess, Closing):
         with self._memory.lock:
             for sequence, _ in entries:
                 sequence.check_free()
-            self._set_limit(min(self._asked_limit, self._group.lowered() or self._asked_limit))
+            asked = self._asked_limit
+            if self._free is not None:  # no pass fails for it: what the pass needs stays
+                asked = self._free.limit(self._memory_limit, asked)
+                asked = max(asked, self._memory.least_limit([len(ids) for _, ids in entries]))
+            self._set_limit(min(asked, self._group.lowered() or asked))
             claimed, stretches = self._claim(entries, sum(len(entries[index][1]) for index in many))
             self._drafting = entries[0][0] if drafted else None
 

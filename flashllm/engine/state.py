@@ -19,7 +19,7 @@ from flashllm.base.files import Closing
 from flashllm.base.processes import OneProcess
 from flashllm.base.units import format_size
 from flashllm.errors import BudgetError, ContextFull, UsageError
-from flashllm.plan.memory_plan import LENT_SHARE, MemoryPlan
+from flashllm.plan.memory_plan import KV_BLOCK_TOKENS, LENT_SHARE, MemoryPlan
 
 Spans = list[list[NDArray[np.uint8]]]  # pages of each kind of layer
 
@@ -113,6 +113,13 @@ class StateMemory(OneProcess):
                 )
             if total + self._withheld != self._total:
                 self._share_out(total + self._withheld)
+
+    def least_limit(self, tokens: Sequence[int]) -> int:
+        """The least limit, in bytes, that holds the sequences there are and so many new tokens of some of them; at most
+        the plan's."""
+        new = sum(each // KV_BLOCK_TOKENS + 2 for each in tokens)
+        blocks = min(self._plan.max_kv_blocks, max(1, self.blocks) + new)
+        return min(self._plan.limit_nbytes, self._plan.least_limit_nbytes(blocks))
 
     def keep_to(self, limit_nbytes: int) -> None:
         """From now on the process holds no more than this, and never more than the plan's limit.

@@ -61,10 +61,11 @@ def _part_nbytes(manifest: Manifest, block: BlockSpec) -> int:
     # Of a state: what is convolved and what comes of it, gates, mixed values.
     rules = [2 * mixer.channels + 4 * mixer.mixed_dim + 2 * mixer.value_heads for mixer in block.recurrent]
     floats += max(rules, default=0)
-    floats += block.d_model if any(layer.beside is not None for layer in block.layers) else 0
+    floats += block.d_model if any(layer.second is not None for layer in block.layers) else 0
     # Latent attention's queries as they are projected, with what lies between, and the heads' outputs.
     floats += max(map(_latent_floats, block.attentions), default=0)
     floats += block.token_row  # of per-layer embeddings, as they are projected
+    floats += max(2 * layer.beside for layer in block.layers)
     floats += 2 * block.embed_dim if block.embed_dim != block.d_model else 0
     floats += (len(manifest.architecture.matrices) - 1) * manifest.stream_block_rows
     if manifest.architecture.experts:  # an expert's tokens, as they are gathered and packed, and their sums

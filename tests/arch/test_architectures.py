@@ -403,7 +403,7 @@ def test_a_spec_that_cannot_be_is_refused():
         ({"activation_threshold": -1.0}, "threshold"),
         ({"neurons": 0, "mixer": None}, "neurons must be an integer from 1"),
         ({"mixer": None, "norms": "sum"}, "its norm before the other"),
-        ({"beside": _SPACE, "mixer": _SPACE}, "is beside attention"),
+        ({"second": _SPACE, "mixer": _SPACE}, "is beside attention"),
         ({"experts": ExpertsSpec(count=8, chosen=2, size=3)}, "24 neurons of experts are not 9"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -9,7 +9,7 @@ from arch_models import VARIANTS, open_model
 from arch_reference import ReferenceDecoder
 
 IDS = torch.randint(4, 300, (70,), generator=torch.Generator().manual_seed(7)).tolist()
-KEYS, ROWS = "gemma4", "gemma4 shared keys, rows of ids"
+KEYS, ROWS, EXPERTS = "gemma4", "gemma4 shared keys, rows of ids", "gemma4 experts"
 
 
 def of_layers(decoder, **traits):
@@ -48,8 +48,25 @@ SABOTAGED = {
     "no row's projection": (ROWS, lambda d: tensors(d, "per_layer_projection.weight", torch.zeros_like)),
     "no norm of a row's projection": (ROWS, lambda d: tensors(d, "per_layer_projection_norm.weight", torch.ones_like)),
     "rows of another layer": (ROWS, lambda d: setattr(d, "_token_rows", shifted(d._token_rows))),
+    "the router's input is not scaled": (EXPERTS, lambda d: tensors(d, ".router_scale", torch.ones_like)),
+    "the router reads what the experts read": (EXPERTS, lambda d: of_router(d, norm_epsilon=None)),
+    "the router's weights are no shares": (EXPERTS, lambda d: of_router(d, normalized=False)),
+    "experts' weights are not scaled": (EXPERTS, lambda d: tensors(d, ".expert_scale", torch.ones_like)),
+    "no dense part": (EXPERTS, lambda d: tensors(d, ".ffn_beside_output_norm.weight", torch.zeros_like)),
+    "the dense part's norm is the experts'": (
+        EXPERTS,
+        lambda d: tensors(d, ".ffn_beside_norm.weight", torch.ones_like),
+    ),
+    "no norm behind the experts": (EXPERTS, lambda d: tensors(d, ".ffn_experts_output_norm.weight", torch.ones_like)),
     "no gate's norm": (ROWS, lambda d: tensors(d, ".per_layer_norm.weight", torch.ones_like)),
 }
+
+
+def of_router(decoder, **traits):
+    experts = decoder.block.experts
+    experts = dataclasses.replace(experts, router=dataclasses.replace(experts.router, **traits))
+    layers = (dataclasses.replace(layer, experts=experts) for layer in decoder.block.layers)
+    decoder.block = dataclasses.replace(decoder.block, layers=tuple(layers))
 
 
 def shifted(rows_of):

@@ -115,7 +115,7 @@ def test_every_architecture_converts_to_the_same_weights_and_block(tmp_path, arc
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
 def test_mixtures_convert_to_the_same_weights_and_block(tmp_path, architecture, kind):
     """Q8_0: the values that the codes mean. Experts' widths are whole blocks."""
-    said = {"norm_topk_prob": True} if architecture == "qwen3moe" else {}
+    said = {"qwen3moe": {"norm_topk_prob": True}, "afmoe": {"mup_enabled": True}}.get(architecture, {})
     sizes = dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 64)
     if architecture == "deepseek2":
         sizes |= dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"), 32)
@@ -125,10 +125,11 @@ def test_mixtures_convert_to_the_same_weights_and_block(tmp_path, architecture, 
         state = load_file(source / "model.safetensors")
         for name, tensor in state.items():
             if tensor.ndim > 1 and tensor.shape[0] > 1 and not name.endswith("_bias"):
-                outputs_first = tensor.mT.contiguous() if tensor.ndim == 3 else tensor  # gpt-oss's are the other way
+                turned = architecture == "gpt-oss" and tensor.ndim == 3
+                outputs_first = tensor.mT.contiguous() if turned else tensor
                 raw = gguf.quantize(outputs_first.numpy(), KINDS[kind])
                 values = torch.from_numpy(gguf.dequantize(raw, KINDS[kind]))
-                state[name] = values.mT.contiguous() if tensor.ndim == 3 else values
+                state[name] = values.mT.contiguous() if turned else values
         save_file(state, source / "model.safetensors", {"format": "pt"})
     expected = convert(source, tmp_path / "expected", dtype="float32")
     found = convert(path, tmp_path / "found", dtype="float32")
@@ -141,10 +142,18 @@ def test_mixtures_convert_to_the_same_weights_and_block(tmp_path, architecture, 
     _check_config(tmp_path / "found")
 
 
+_LONGROPE_OF_4 = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "short_factor": [1.0, 1.25, 1.5, 2.0],
+    "long_factor": [1.0, 2.0, 3.0, 4.0],
+    "original_max_position_embeddings": 160,
+}
+MINICPM3_LONGROPE = Variant("minicpm3", {"v_head_dim": 16, "rope_parameters": _LONGROPE_OF_4})
 LATENT = {
     name: VARIANTS_OF_FOLDERS[name]
     for name in ("youtu", "deepseek_v2", "deepseek_v2 groups", "deepseek_v2 yarn rope", "deepseek_v3", "glm4_moe_lite")
-} | {"minicpm3": Variant("minicpm3", {"v_head_dim": 16})}
+} | {"minicpm3": Variant("minicpm3", {"v_head_dim": 16}), "minicpm3 longrope": MINICPM3_LONGROPE}
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -157,13 +166,20 @@ def test_latent_attention_in_both_forms(tmp_path, variant, whole):
 
 ROUTED = [
     *("glm4_moe", "glm4_moe groups", "glm4_moe norms of heads, biases", "dots1", "minimax_m2 half turned"),
-    *("minimax_m2", "ernie4_5_moe", "ernie4_5_moe every other layer"),
+    *("minimax_m2", "ernie4_5_moe", "ernie4_5_moe every other layer", "granitemoe", "granitemoeshared"),
+    *("hunyuan_v1_moe", "exaone_moe"),
 ]
+# Windows in all layers but every fourth, and scaled embeddings, are not stored.
+WINDOWED = {
+    name: Variant(name, {"num_hidden_layers": 5, "layer_types": None, "sliding_window": 50, **config})
+    for name, config in (("afmoe", {"mup_enabled": True, "route_scale": 2.5}), ("cohere2", {"logit_scale": 0.5}))
+}
+MORE = [*WINDOWED, "exaone4", "exaone4 without windows", "seed_oss", "ernie4_5", "hunyuan_v1_dense", "glm4"]
 
 
-@pytest.mark.parametrize("variant", ROUTED)
-def test_routers_and_dense_layers(tmp_path, variant):
-    source = make_checkpoint(tmp_path / "hf", VARIANTS_OF_FOLDERS[variant])
+@pytest.mark.parametrize("variant", ROUTED + MORE)
+def test_routers_dense_layers_windows_and_biases(tmp_path, variant):
+    source = make_checkpoint(tmp_path / "hf", WINDOWED.get(variant) or VARIANTS_OF_FOLDERS[variant])
     _same_model(tmp_path, source, write_gguf(source, tmp_path / "model.gguf"))
 
 
@@ -355,7 +371,7 @@ def test_long_contexts_of_other_rules_and_a_window_of_nothing(tmp_path, monkeypa
         assert checkpoint.config["rope_parameters"]["rope_type"] == "default"
     rope = {"rope_parameters": LONGROPE["rope_parameters"] | {"original_max_position_embeddings": 40}}
     llama = write_gguf(_source(tmp_path / "llama", rope), tmp_path / "llama.gguf")
-    with pytest.raises(UnsupportedModelError, match=r"known of Phi-3 alone.*convert the model's Hugging Face"):
+    with pytest.raises(UnsupportedModelError, match=r"of Phi-3 and MiniCPM 3 alone.*convert the model's Hugging"):
         _open(llama)
     path = write_gguf(make_checkpoint(tmp_path / "long", VARIANTS_OF_FOLDERS["phi3 longrope"]), tmp_path / "long.gguf")
     _patch_metadata(monkeypatch, {"phi3.rope.scaling.type": "yarn"})

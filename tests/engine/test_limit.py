@@ -5,7 +5,7 @@ import pytest
 from flashllm.base.machine import process_nbytes
 from flashllm.chat.conversation import Chat, Memory
 from flashllm.config import RunConfig
-from flashllm.engine.group_limit import GroupLimit
+from flashllm.engine.group_limit import FreeMemory, GroupLimit
 from flashllm.engine.model import Model
 from flashllm.errors import BudgetError, ContextFull
 
@@ -116,3 +116,36 @@ def test_the_chat_s_command(model):
     assert "is not a size" in chat.command("/memory much").text
     assert model.memory_limit == limit - SPARE // 2
     assert "cannot be changed" in Chat(None, lambda: Memory(used=1, limit=2)).command("/memory 1MB").text
+
+
+def test_a_limit_that_follows_leaves_others_a_fifth_and_changes_no_token(model):
+    expected, all_rows, start = answer(model), rows(model), model.memory_limit
+    now, free = [0.0], [10 * start]
+    model._free = FreeMemory(lambda: free[0], lambda: now[0])
+    assert answer(model) == expected
+    assert model.memory_limit == start
+    free[0] = 0  # other programs took it all: what the sequences need stays, and no pass fails
+    now[0] += 2
+    assert answer(model) == expected
+    assert model.memory_limit == model._memory.least_limit([1])
+    assert rows(model) < all_rows
+    with model.new_sequence() as sequence:  # also one that needs more than is in use now
+        now[0] += 2
+        model.step([(sequence, PROMPT * 3)])
+    free[0], now[0] = 10 * start, now[0] + 2
+    assert answer(model) == expected
+    assert (model.memory_limit, rows(model)) == (start, all_rows)
+
+
+def test_free_memory_is_looked_at_once_a_second_and_small_changes_are_not_followed():
+    now, found = [0.0], [1000]
+    free = FreeMemory(lambda: found[0], lambda: now[0])
+    assert free.limit(900, 2000) == 800
+    found[0] = 500
+    assert free.limit(800, 2000) == 800
+    now[0] = 1.0
+    assert free.limit(800, 2000) == 400
+    now[0], found[0] = 2.0, 510
+    assert free.limit(400, 2000) == 400
+    now[0], found[0] = 3.0, 9000
+    assert free.limit(400, 2000) == 2000

@@ -147,7 +147,7 @@ void check_many_tokens(const ExpertsSpec& spec, std::mt19937& random) {
     ExpertFfn ffn(format, Dtype::f32, part, pool, best_simd_level());
     ffn.begin(router, Activation::relu);
     for (std::size_t t = 0; t < kTokens; t += part)
-      ffn.take(x.data() + t * kWidth, std::min(part, kTokens - t));
+      ffn.take(x.data() + t * kWidth, x.data() + t * kWidth, std::min(part, kTokens - t));
     ffn.end();
     for (const RowRun& run : ffn.runs())
       for (std::size_t first = 0; first < run.count; first += rows_a_block) {

@@ -122,8 +122,8 @@ struct Whole {
       weights.blocks.back().spec.attention.rotary = settings.rotary ? 0 : -1;
       weights.blocks.back().spec.norms = settings.rotary ? NormPlace::sum : NormPlace::input;
     }
-    model = std::make_unique<Model>(spec, weights, flash.options(1, 1).format, *stream, pool, counters,
-                                    best_simd_level(), [this] {
+    model = std::make_unique<Model>(spec, weights, flash.options(1, 1).format, *stream, nullptr, pool,
+                                    counters, best_simd_level(), [this] {
                                       if (checks_left-- == 0) throw std::runtime_error("interrupted");
                                     });
   }

@@ -5,8 +5,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from flashllm.arch.experts.row import experts_of, in_layer, matrices
 from flashllm.arch.family import alternating, decoder_block, head_size, says
-from flashllm.arch.llama.names import AROUND, BIASED, row
+from flashllm.arch.llama.names import AROUND, BIASED, GATED, row
+from flashllm.arch.mixture import ExpertsSpec, RouterSpec
 from flashllm.arch.rotary import rope_parameters, rotary_by_type, rotary_of
 from flashllm.arch.spec import (
     MAX_LAYERS,
@@ -17,7 +19,7 @@ from flashllm.arch.spec import (
     check_number,
     check_size,
 )
-from flashllm.arch.tensors import TOKEN_TABLE, ArchitectureSpec, ResidentTensor, own_keys, own_values
+from flashllm.arch.tensors import TOKEN_TABLE, ArchitectureSpec, ResidentTensor, mixtures, own_keys, own_values
 from flashllm.errors import UnsupportedModelError
 
 # Gemma 1 to 3: norms keep weight - 1.
@@ -128,8 +130,6 @@ GEMMA3 = row(
 
 def _gemma4(config: Config) -> BlockSpec:
     _check_causal(config)
-    if config["enable_moe_block"]:
-        raise UnsupportedModelError("gemma4_text with enable_moe_block (experts) is not supported; use a dense one")
     count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
     types = list(config["layer_types"] or alternating(count, 6))[:count]
     types[-1:] = ["full_attention"]
@@ -147,7 +147,7 @@ def _gemma4(config: Config) -> BlockSpec:
         logit_softcap=_optional(config, "final_logit_softcapping"),
         per_layer=_per_layer(config),
     )
-    own, shared = _own_config(config, types), _shared_layers(config, types)
+    own, shared, experts = _own_config(config, types), _shared_layers(config, types), _experts(config)
 
     def layer(number: int, spec: LayerSpec) -> LayerSpec:
         mixer, kind = {**bare, **own.get(number, {})}, types[number]
@@ -160,7 +160,10 @@ def _gemma4(config: Config) -> BlockSpec:
             shared=shared.get(number),
         )
         wide = bool(config["use_double_wide_mlp"]) and number in shared
-        return replace(spec, mixer=attention, neurons=spec.neurons * (2 if wide else 1))
+        neurons = spec.neurons * (2 if wide else 1)
+        if experts is None:
+            return replace(spec, mixer=attention, neurons=neurons)
+        return replace(spec, mixer=attention, neurons=experts.neurons, experts=experts, beside=neurons)
 
     return replace(block, layers=tuple(layer(number, spec) for number, spec in enumerate(block.layers)))
 
@@ -188,6 +191,13 @@ def _shared_layers(config: Config, types: list[str]) -> dict[int, int]:
     return {number: last[types[number]] for number in range(first, len(types))}
 
 
+def _experts(config: Config) -> ExpertsSpec | None:
+    if not config["enable_moe_block"]:
+        return None
+    router = RouterSpec(normalized=True, norm_epsilon=check_number("rms_norm_eps", config["rms_norm_eps"]))
+    return experts_of(config, "moe_intermediate_size", router, chosen="top_k_experts")
+
+
 def _per_layer(config: Config) -> PerLayerEmbedding | None:
     dim, rows = (config[key] for key in ("hidden_size_per_layer_input", "vocab_size_per_layer_input"))
     return PerLayerEmbedding(rows=rows, dim=dim) if dim else None
@@ -213,6 +223,7 @@ def _own(tensor: ResidentTensor) -> ResidentTensor:
     return replace(tensor, layers={"key": own_keys, "value": own_values}.get(part, tensor.layers))
 
 
+_EXPERT = matrices("experts.{e}")
 _GEMMA4_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
@@ -231,12 +242,38 @@ GEMMA4 = row(
         "num_kv_shared_layers": 0,
         "use_double_wide_mlp": False,
         "enable_moe_block": False,
+        "num_experts": None,
+        "top_k_experts": None,
+        "moe_intermediate_size": None,
         "hidden_size_per_layer_input": 256,
         "vocab_size_per_layer_input": 262144,
     },
     block=_gemma4,
     attention=(*map(_own, BIASED), ResidentTensor(name="layers.{i}.scale", source="layer_scalar")),
-    norms=AROUND,
+    # Where there are experts, the norms around the dense part are others than those around both.
+    norms={
+        **AROUND,
+        "ffn_norm": ("pre_feedforward_layernorm", lambda config: not config["enable_moe_block"]),
+        "ffn_norm.": ("pre_feedforward_layernorm_2", says("enable_moe_block")),
+        "ffn_beside_norm": ("pre_feedforward_layernorm", says("enable_moe_block")),
+        "ffn_beside_output_norm": ("post_feedforward_layernorm_1", says("enable_moe_block")),
+        "ffn_experts_output_norm": ("post_feedforward_layernorm_2", says("enable_moe_block")),
+    },
+    matrices=_EXPERT,
+    dense_matrices=in_layer(GATED),
+    stacked={
+        "model.layers.{i}.experts.gate_up_proj": (in_layer(_EXPERT)["gate"], in_layer(_EXPERT)["up"]),
+        "model.layers.{i}.experts.down_proj": (in_layer(_EXPERT)["down"],),
+    },
+    ffn_tensors=tuple(
+        ResidentTensor(name=f"layers.{{i}}.{name}", source=source, layers=mixtures)
+        for name, source in {
+            "router.weight": "router.proj.weight",
+            "router_scale": "router.scale",
+            "expert_scale": "router.per_expert_scale",
+            **{f"beside_{matrix}.weight": f"{source}.weight" for matrix, source in GATED.items()},
+        }.items()
+    ),
 )
 
 GEMMAS = (GEMMA, GEMMA2, GEMMA3, _with_rows(GEMMA4))

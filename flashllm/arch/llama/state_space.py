@@ -355,7 +355,7 @@ def _falcon(config: Config) -> BlockSpec:
         _alike(config),
         query_scale=head_size(config) ** -0.5 * of_input**2 * of_keys,
         out_scale=of_input * of_output,
-        beside=_falcon_space(config),
+        second=_falcon_space(config),
         activation_scale=of_gate,
         ffn_scale=of_down,
         embedding_scale=check_number("embedding_multiplier", config["embedding_multiplier"]),

@@ -82,6 +82,7 @@ void read(const Attributes& from, RouterSpec& to) {
   from("epsilon", to.epsilon);
   from("least_sum", to.least_sum);
   from("factor", to.factor);
+  from("norm_epsilon", to.norm_epsilon);
   from("jitter", to.jitter);
 }
 
@@ -153,7 +154,7 @@ constexpr Named<void (*)(const Attributes&, LayerSpec&, ModelSpec&)> kMixers[] =
     {"attention", &read_attention}, {"delta_rule", &read_delta_rule}, {"state_space", &read_state_space}};
 
 void read(const Attributes& from, LayerSpec& to, ModelSpec& model) {
-  for (const char* name : {"mixer", "beside"}) {
+  for (const char* name : {"mixer", "second"}) {
     const nb::object object = from.object(name);
     if (object.is_none()) continue;
     const Attributes mixer(object);
@@ -164,6 +165,7 @@ void read(const Attributes& from, LayerSpec& to, ModelSpec& model) {
   from("shared_norm", to.shared_norm);
   from("neurons", to.neurons);
   from("experts", to.experts, &read);
+  from("beside", to.beside);
   from("activation_threshold", to.activation.threshold);
   from("activation_cut", to.activation.cut);
   from("activation_scale", to.activation.scale);

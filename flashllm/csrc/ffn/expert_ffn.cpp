@@ -23,8 +23,8 @@ void ExpertFfn::begin(Router& router, Activation activation, const ScalePlane* p
   x_.clear();
 }
 
-void ExpertFfn::take(const float* x, std::size_t tokens) {
-  experts_.add(*router_, x, tokens, pool_);
+void ExpertFfn::take(const float* routed_by, const float* x, std::size_t tokens) {
+  experts_.add(*router_, routed_by, tokens, pool_);
   const std::size_t n = tokens * format_.d_model, before = x_.size();
   x_.resize(before + n * dtype_nbytes(dtype_));
   kernels_.from_f32(x, n, x_.data() + before);

@@ -25,8 +25,8 @@ class ExpertFfn {
 
   // No tokens yet. `plane`: the layer's, of down columns whose scales lie apart.
   void begin(Router& router, Activation activation, const ScalePlane* plane = nullptr);
-  // The next tokens: x [tokens, d_model] fp32, of values that the dtype has.
-  void take(const float* x, std::size_t tokens);
+  // The next tokens: x [tokens, d_model] fp32, of values that the dtype has; and what the router reads.
+  void take(const float* routed_by, const float* x, std::size_t tokens);
   const ExpertTokens& experts() const { return experts_; }
   // After the last tokens: `runs` says which rows are to be handed in, ascending.
   void end();

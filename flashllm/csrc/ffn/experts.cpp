@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "io/error.h"
+#include "kernels/norm.h"
 
 namespace flashllm {
 
@@ -46,7 +47,7 @@ Router::Router(const ExpertsSpec& spec, const RowMatrix& weights, const RowMatri
 
 void Router::route(const float* x, ThreadPool& pool, std::vector<float>& weights) {
   logits_.resize(spec_.count);
-  dot_all(weights_, x, logits_.data(), pool, level_);
+  dot_all(weights_, reads_stream() ? normalized(x) : x, logits_.data(), pool, level_);
   round(logits_);
   for (const float logit : logits_)
     if (!std::isfinite(logit))
@@ -78,7 +79,9 @@ void Router::route(const float* x, ThreadPool& pool, std::vector<float>& weights
     scores_.push_back(router.score == RouterSpec::Score::sparse_mixer ? mixed_sparsely(i)
                                                                       : logits_[order_[i]]);
   weigh_chosen(scores_);
-  round(scores_);
+  if (expert_scale_ == nullptr) round(scores_);  // else they stay in fp32
+  for (std::size_t i = 0; expert_scale_ != nullptr && i < spec_.chosen; ++i)
+    scores_[i] *= expert_scale_[order_[i]];
   weights.assign(spec_.runs(), 0.0F);
   for (std::size_t i = 0; i < spec_.chosen; ++i) weights[order_[i]] = scores_[i];
   // 3. The shared neurons.
@@ -91,6 +94,21 @@ void Router::route(const float* x, ThreadPool& pool, std::vector<float>& weights
     round(scores_);
   }
   weights[spec_.count] = scores_[0];
+}
+
+// What a router with a norm of its own reads.
+const float* Router::normalized(const float* x) {
+  const std::size_t n = width();
+  Norm norm{Norm::Kind::rms, n, spec_.router.norm_epsilon};
+  input_.resize(n);
+  normalize(norm, x, input_.data());
+  round(input_);
+  for (std::size_t i = 0; i < n; ++i) input_[i] *= input_scale_[i];
+  round(input_);
+  const float root = 1.0F / std::sqrt(static_cast<float>(n));
+  for (float& value : input_) value *= root;
+  round(input_);
+  return input_.data();
 }
 
 // Sets the keys of all experts to minus infinity but those of the groups that count.

@@ -31,7 +31,9 @@ struct RouterSpec {
   float epsilon = 0.0F;     // that is added to the sum
   float least_sum = 0.0F;   // the sum is no less
   float factor = 1.0F;      // of the weights, afterwards
-  float jitter = 0.0F;      // of SparseMixer
+  // Of a norm of its own over what the FFN's norm is applied to; negative: the router reads the FFN's input.
+  float norm_epsilon = -1.0F;
+  float jitter = 0.0F;  // of SparseMixer
 };
 
 struct ExpertsSpec {
@@ -63,6 +65,12 @@ class Router {
   // [count, d_model] or nullptr: what an expert adds, times its weight, beside its neurons. Kept as a
   // pointer.
   void set_down_bias(const float* bias) { down_bias_ = bias; }
+  // Of a router with a norm of its own: [d_model], and [count] or nullptr, of the weights. Kept as pointers.
+  void set_scales(const float* of_input, const float* of_weights) {
+    input_scale_ = of_input;
+    expert_scale_ = of_weights;
+  }
+  bool reads_stream() const { return spec_.router.norm_epsilon >= 0.0F; }
   const float* down_bias(std::size_t run) const {
     return down_bias_ == nullptr || run >= spec_.count ? nullptr : down_bias_ + run * width();
   }
@@ -73,6 +81,7 @@ class Router {
 
  private:
   void round(std::vector<float>& values) const;
+  const float* normalized(const float* x);
   void leave_groups_out(std::vector<float>& keys);
   void weigh_chosen(std::vector<float>& weights) const;
   float mixed_sparsely(std::size_t place) const;
@@ -83,9 +92,10 @@ class Router {
   const KernelTable& kernels_;
   const bool rounds_;
   const float* choice_bias_ = nullptr;
+  const float *input_scale_ = nullptr, *expert_scale_ = nullptr;
   const float* down_bias_ = nullptr;
   // Scratch.
-  std::vector<float> logits_, keys_, scores_;
+  std::vector<float> input_, logits_, keys_, scores_;
   std::vector<std::size_t> order_;
   mutable std::vector<std::byte> rounded_;
 };
@@ -101,7 +111,7 @@ class ExpertTokens {
   };
   // No tokens yet.
   void begin(const Router& router);
-  // More tokens: x [tokens, d_model]. Throws what Router::route throws.
+  // More tokens: x [tokens, d_model], what the router reads. Throws what Router::route throws.
   void add(Router& router, const float* x, std::size_t tokens, ThreadPool& pool);
   // Drops the runs that no token goes to; the others are in the order of their neurons.
   const std::vector<Run>& end();

@@ -5,6 +5,7 @@
 // wanted units in the order of their ids.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -47,6 +48,13 @@ struct FfnMember {
   std::ptrdiff_t part_size() const { return end - begin; }
 };
 
+// A unit of the part for one of the members that want it.
+struct FfnShare {
+  std::int32_t unit;
+  std::size_t member;
+  float* values;  // of the unit's neurons
+};
+
 enum class RowPlace { cached, prefetched, missing };
 
 class FfnGroup {
@@ -75,6 +83,10 @@ class FfnGroup {
   void each(const Body& body) const {
     for (std::size_t t = 0; t < count_; ++t) body(members_[t]);
   }
+  // Each unit of the part, ascending, with the members that want it: body(shares, their number). `place`:
+  // those of some positions; nullptr: all.
+  template <typename Body>
+  void each_unit(std::vector<std::int32_t> FfnMember::Positions::* place, const Body& body);
   // What any of them wants, ascending.
   const std::vector<std::int32_t>& wanted() const { return *wanted_; }
 
@@ -100,7 +112,30 @@ class FfnGroup {
   std::vector<std::int32_t> union_;
   std::vector<std::uint8_t> wanted_by_;  // of each unit: the first member that wants it, or kNobody
   std::vector<float> values_;
+  std::vector<FfnShare> shares_;
 };
+
+template <typename Body>
+void FfnGroup::each_unit(std::vector<std::int32_t> FfnMember::Positions::* place, const Body& body) {
+  shares_.clear();
+  for (std::size_t t = 0; t < count_; ++t) {
+    const FfnMember& member = members_[t];
+    const auto add = [&](std::ptrdiff_t p) {
+      shares_.push_back({member.begin[p], t, member.values + p * units_.size});
+    };
+    if (place == nullptr)
+      for (std::ptrdiff_t p = 0; p < member.part_size(); ++p) add(p);
+    else
+      for (const std::int32_t p : member.positions.*place) add(p);
+  }
+  std::sort(shares_.begin(), shares_.end(), [](const FfnShare& a, const FfnShare& b) {
+    return a.unit != b.unit ? a.unit < b.unit : a.member < b.member;
+  });
+  for (std::size_t begin = 0, end = 0; begin < shares_.size(); begin = end) {
+    while (end < shares_.size() && shares_[end].unit == shares_[begin].unit) ++end;
+    body(shares_.data() + begin, end - begin);
+  }
+}
 
 template <typename PlaceOf>
 FfnGroup::Counts FfnGroup::sort(const PlaceOf& place_of) {

@@ -97,6 +97,7 @@ void FfnLayer::set_router(std::unique_ptr<Router> router) {
       spec.count * spec.size + spec.shared != static_cast<std::size_t>(options_.num_neurons))
     throw CoreError(ErrorKind::usage, "the experts of a router are not the layer's");
   router_ = std::move(router);
+  if (router_->reads_stream()) predict_by_stream();
   predictor_ = std::make_unique<RouterPredictor>(*router_, options_.units(), std::move(predictor_));
 }
 
@@ -255,20 +256,20 @@ void FfnLayer::place_rows(bool again) {
 void FfnLayer::multiply_part() {
   Stopwatch watch;
   // 1. While reads fly the hits are multiplied, never summed: the sum has one order.
-  group_.each([&](const FfnMember& member) { up_products(member, member.positions.hits); });
+  up_products(&FfnMember::Positions::hits);
   watch.charge(counters_.compute_ns);
   // 2. What was prefetched has landed, and then the misses.
   if (part_prefetched_ != 0) {
     guarded([&] { prefetch_->finish(); });
     watch.charge(counters_.io_ns);
     counters_.prefetch_used += part_prefetched_;
-    group_.each([&](const FfnMember& member) { up_products(member, member.positions.prefetched); });
+    up_products(&FfnMember::Positions::prefetched);
     watch.charge(counters_.compute_ns);
   }
   await_missed();
   watch.restart();
+  up_products(&FfnMember::Positions::missed);
   group_.each([&](const FfnMember& member) {
-    up_products(member, member.positions.missed);
     if (member.named_by != nullptr)
       member.named_by->weigh(member.number, member.begin, member.end, member.values);
   });
@@ -288,7 +289,12 @@ void FfnLayer::await_missed() {
 // The down sum over every neuron that really fired, in the order of ids.
 void FfnLayer::sum_part(float* y) {
   Stopwatch watch;
-  for (std::size_t t = 0; t < group_.size(); ++t) down_sum(group_[t], y + t * options_.format.d_model);
+  if (shares_units())
+    group_.each_unit(nullptr, [&](const FfnShare* shares, std::size_t count) {
+      products_.down(shares, count, rows(shares[0].unit), y);
+    });
+  else
+    for (std::size_t t = 0; t < group_.size(); ++t) down_sum(group_[t], y + t * options_.format.d_model);
   watch.charge(counters_.compute_ns);
 }
 
@@ -319,12 +325,22 @@ void FfnLayer::sum_all_parts(float* y) {
   }
 }
 
-void FfnLayer::up_products(const FfnMember& member, const std::vector<std::int32_t>& positions) {
-  if (positions.empty()) return;
-  products_.clear();
-  for (const std::int32_t p : positions)
-    products_.gather(member.begin[p], rows(member.begin[p]), values(member, p));
-  products_.up(member.x, member.named_by ? member.named_by->gate_values(member.number) : nullptr);
+void FfnLayer::up_products(Place place) {
+  const RowFormat& format = options_.format;
+  if (shares_units()) {
+    const RowInputs x(group_[0].x, group_.size(), format.d_model, format.inputs);
+    return group_.each_unit(place, [&](const FfnShare* shares, std::size_t count) {
+      products_.up(shares, count, rows(shares[0].unit), x);
+    });
+  }
+  group_.each([&](const FfnMember& member) {
+    const std::vector<std::int32_t>& positions = member.positions.*place;
+    if (positions.empty()) return;
+    products_.clear();
+    for (const std::int32_t p : positions)
+      products_.gather(member.begin[p], rows(member.begin[p]), values(member, p));
+    products_.up(member.x, member.named_by ? member.named_by->gate_values(member.number) : nullptr);
+  });
 }
 
 void FfnLayer::down_sum(const FfnMember& member, float* y) {

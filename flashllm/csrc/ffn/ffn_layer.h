@@ -136,7 +136,11 @@ class FfnLayer {
   [[noreturn]] void rethrow_with_place(const CoreError& error) const;
 
   void place_rows(bool again);
-  void up_products(const FfnMember& member, const std::vector<std::int32_t>& positions);
+  using Place = std::vector<std::int32_t> FfnMember::Positions::*;
+  bool shares_units() const {
+    return group_.size() > 1 && options_.unit_rows > 1 && options_.gate == nullptr;
+  }
+  void up_products(Place place);
   void down_sum(const FfnMember& member, float* y);
   void copy_newcomers();
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "ffn/token_ffn.h"
 #include "kernels/levels/levels.h"
 
 namespace flashllm {
@@ -124,6 +125,54 @@ void NeuronProducts::down(float* y) {
         });
         if (count != 0) sum();
       });
+}
+
+void NeuronProducts::up(const FfnShare* shares, std::size_t count, const std::byte* rows,
+                        const RowInputs& x) {
+  const RowFormat& format = options_.format;
+  const auto first = static_cast<std::size_t>(units_.first(shares[0].unit)),
+             size = static_cast<std::size_t>(units_.rows(shares[0].unit));
+  const auto of = [&](std::uint32_t offset, const float* bias) {
+    RowMatrix matrix = format.matrix(rows, size, offset);
+    matrix.bias = bias == nullptr ? nullptr : bias + first;
+    return matrix;
+  };
+  const RowMatrix up = of(format.up, options_.up_bias);
+  const RowMatrix driver =
+      format.gated() ? of(static_cast<std::uint32_t>(format.gate), options_.gate_bias) : up;
+  std::size_t members[FfnTokens::kMost];
+  for (std::size_t t = 0; t < count; ++t) members[t] = shares[t].member;
+  pool_.parallel_for(size, kRowGrain, [&](std::size_t begin, std::size_t end) {
+    float products[FfnTokens::kMost * kRowGrain];
+    for (std::size_t r = begin; r < end; r += kRowGrain) {
+      const std::size_t n = std::min(kRowGrain, end - r);
+      const auto multiply = [&](const RowMatrix& matrix, Activation activation, const auto& put) {
+        dot_listed(matrix, r, n, x, members, count, products, kRowGrain, options_.simd);
+        for (std::size_t t = 0; t < count; ++t)
+          for (std::size_t i = 0; i < n; ++i)
+            put(shares[t].values[r + i], apply_activation(activation, products[t * kRowGrain + i]));
+      };
+      multiply(driver, options_.activation, [](float& value, float product) { value = product; });
+      if (format.gated())
+        multiply(up, options_.activation.of_up(), [](float& value, float product) { value *= product; });
+    }
+  });
+}
+
+void NeuronProducts::down(const FfnShare* shares, std::size_t count, const std::byte* rows, float* y) {
+  const RowFormat& format = options_.format;
+  const std::int32_t unit = shares[0].unit;
+  const std::size_t size = static_cast<std::size_t>(units_.rows(unit)), width = format.d_model;
+  gathered_.resize(count * (size + width));
+  float *h = gathered_.data(), *sums = h + count * size;
+  for (std::size_t t = 0; t < count; ++t) {
+    std::copy_n(shares[t].values, size, h + t * size);
+    std::copy_n(y + shares[t].member * width, width, sums + t * width);
+  }
+  add_columns(format, rows, size, units_.first(unit),
+              has_plane(format.down_codec) ? &options_.plane : nullptr, {h, size, 1}, count, sums, pool_,
+              options_.simd);
+  for (std::size_t t = 0; t < count; ++t) std::copy_n(sums + t * width, width, y + shares[t].member * width);
 }
 
 }  // namespace flashllm

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "ffn/ffn_group.h"
 #include "ffn/ffn_options.h"
 #include "kernels/thread_pool.h"
 
@@ -30,6 +31,12 @@ class NeuronProducts {
   // y += the sum of the down columns times the values, in the order of neurons; a value of zero adds nothing.
   void down(float* y);
 
+  // A unit whose rows are `rows`, for `count` tokens of a pass that want it, values as above: it is read once
+  // for all. `x`: the inputs of the pass's tokens. y: [tokens of the pass, d_model]. Not where the gate is
+  // resident.
+  void up(const FfnShare* shares, std::size_t count, const std::byte* rows, const RowInputs& x);
+  void down(const FfnShare* shares, std::size_t count, const std::byte* rows, float* y);
+
  private:
   struct Run {
     // Built in place: copied from the stack, the wide load waits for the narrow stores before it.
@@ -50,6 +57,7 @@ class NeuronProducts {
   const RowUnits units_;
   ThreadPool& pool_;
   std::vector<Run> runs_;
+  std::vector<float> gathered_;  // of tokens that share a unit: their values and sums
 };
 
 }  // namespace flashllm

@@ -59,46 +59,49 @@ void TokenFfn::multiply(const std::byte* rows, std::size_t count, const float* u
   if (norm_) first_ += count;
 }
 
-// Columns in the order of ids.
 void TokenFfn::add(const std::byte* rows, std::size_t count) {
-  const float* h = h_.data() + first_;
-  const std::int32_t first = next_;
+  add_columns(format_, rows, count, next_, plane_, {h_.data() + first_, stride_, 1}, tokens_, y_, pool_,
+              level_);
   if (norm_) first_ += count;
   next_ += static_cast<std::int32_t>(count);
+}
+
+void add_columns(const RowFormat& format, const std::byte* rows, std::size_t count, std::int32_t first,
+                 const ScalePlane* plane, TileRows h, std::size_t tokens, float* y, ThreadPool& pool,
+                 SimdLevel level) {
+  const std::size_t width = format.d_model;
   // Columns are widened for all tokens, where those are enough to pay for it. Whole vectors; the scalar level
   // rounds a vector's end once.
-  const std::size_t pays = plane_ != nullptr ? 2 : 3;
-  if (tokens_ >= pays && format_.d_model % kColumnPad == 0 && level_ != SimdLevel::scalar) {
-    if (plane_ != nullptr)
-      add_rows(PlaneRows(rows + format_.down, format_.stride, static_cast<std::size_t>(first),
-                         format_.d_model, format_.down_codec, *plane_, level_),
-               count, format_.d_model, {h, stride_, 1}, tokens_, y_, format_.d_model, pool_, level_);
+  const std::size_t pays = plane != nullptr ? 2 : 3;
+  if (tokens >= pays && width % kColumnPad == 0 && level != SimdLevel::scalar) {
+    if (plane != nullptr)
+      add_rows(PlaneRows(rows + format.down, format.stride, static_cast<std::size_t>(first), width,
+                         format.down_codec, *plane, level),
+               count, width, h, tokens, y, width, pool, level);
     else
-      add_rows_few(format_.matrix(rows, count, format_.down), {h, stride_, 1}, tokens_, y_, format_.d_model,
-                   pool_, level_);
+      add_rows_few(format.matrix(rows, count, format.down), h, tokens, y, width, pool, level);
     return;
   }
   // A lone token's columns of value zero are not read.
-  const bool is_alone = tokens_ == 1;
-  columns_.clear();
-  ids_.clear();
-  values_.clear();
+  const bool is_alone = tokens == 1;
+  std::vector<const void*> columns;
+  std::vector<std::int32_t> ids;
+  std::vector<float> values;
+  columns.reserve(count);
+  ids.reserve(count);
   for (std::size_t i = 0; i < count; ++i) {
-    if (is_alone && h[i] == 0.0F) continue;
-    columns_.push_back(rows + i * format_.stride + format_.down);
-    ids_.push_back(first + static_cast<std::int32_t>(i));
-    if (is_alone) values_.push_back(h[i]);
+    if (is_alone && h.data[i * h.step] == 0.0F) continue;
+    columns.push_back(rows + i * format.stride + format.down);
+    ids.push_back(first + static_cast<std::int32_t>(i));
+    if (is_alone) values.push_back(h.data[i * h.step]);
   }
-  const float* values = is_alone ? values_.data() : h;
-  if (plane_ == nullptr) {
-    sum_scattered({columns_.data(), columns_.size(), format_.d_model, format_.down_codec}, values, stride_,
-                  tokens_, y_, pool_, level_);
-    return;
-  }
-  const PlaneColumns columns{columns_.data(), ids_.data(),        columns_.size(),
-                             format_.d_model, format_.down_codec, plane_};
-  for (std::size_t t = 0; t < tokens_; ++t)
-    sum_scattered(columns, values + t * stride_, y_ + t * format_.d_model, pool_, level_);
+  const float* scales = is_alone ? values.data() : h.data;
+  if (plane == nullptr)
+    return sum_scattered({columns.data(), columns.size(), width, format.down_codec}, scales, h.row, tokens, y,
+                         pool, level);
+  const PlaneColumns of_plane{columns.data(), ids.data(), columns.size(), width, format.down_codec, plane};
+  for (std::size_t t = 0; t < tokens; ++t)
+    sum_scattered(of_plane, scales + t * h.row, y + t * width, pool, level);
 }
 
 void TokenFfn::activations(const RowMatrix& driver, const RowMatrix* up, std::size_t begin, std::size_t end) {

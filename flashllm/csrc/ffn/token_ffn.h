@@ -12,6 +12,13 @@
 
 namespace flashllm {
 
+// y[m] += the down columns of `count` neurons, the first of which has the id `first`, times their values: of
+// neuron i h.data[m * h.row + i]; in the order of ids. y: [tokens, d_model]. Each token has the bits it has
+// alone.
+void add_columns(const RowFormat& format, const std::byte* rows, std::size_t count, std::int32_t first,
+                 const ScalePlane* plane, TileRows h, std::size_t tokens, float* y, ThreadPool& pool,
+                 SimdLevel level);
+
 class TokenFfn {
  public:
   TokenFfn(const RowFormat& format, ThreadPool& pool, SimdLevel level)
@@ -47,11 +54,8 @@ class TokenFfn {
   std::vector<float> h_;                // [tokens, stride_]: values of a block, or of the layer
   std::size_t stride_ = 0, first_ = 0;  // first_: of the block, where the layer's are kept
   NeuronNorm norm_;
-  std::vector<const void*> columns_;
   const ScalePlane* plane_ = nullptr;
-  std::vector<std::int32_t> ids_;  // of those columns
-  std::vector<float> values_;      // of a lone token
-  std::int32_t next_ = 0;          // the first neuron of the next block
+  std::int32_t next_ = 0;  // the first neuron of the next block
 };
 
 }  // namespace flashllm

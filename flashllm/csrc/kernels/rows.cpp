@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -176,15 +177,16 @@ void linear(const RowMatrix& matrix, const float* x, std::size_t tokens, float* 
     linear_int8(weights, x + m * matrix.columns, out + m * matrix.rows, pool, level);
 }
 
-void dot_block(const RowMatrix& matrix, std::size_t first, std::size_t count, const RowInputs& x,
-               std::size_t token, std::size_t tokens, float* out, std::size_t out_stride, SimdLevel level) {
+void dot_listed(const RowMatrix& matrix, std::size_t first, std::size_t count, const RowInputs& x,
+                const std::size_t* which, std::size_t tokens, float* out, std::size_t out_stride,
+                SimdLevel level) {
   const std::byte* rows = matrix.data + first * matrix.stride;
   if (x.has_codes()) {
     const CodedInputKernels& kernels = coded_input_kernels(level, matrix.codec, x.form());
     for (std::size_t t = 0; t < tokens; t += kTokensTogether) {
       CodedInputs inputs[kTokensTogether];
       const std::size_t together = std::min(kTokensTogether, tokens - t);
-      for (std::size_t i = 0; i < together; ++i) inputs[i] = x.codes(token + t + i);
+      for (std::size_t i = 0; i < together; ++i) inputs[i] = x.codes(which[t + i]);
       kernels.dot_tokens(rows, matrix.stride, count, inputs, together, matrix.columns, out + t * out_stride,
                          out_stride);
     }
@@ -192,11 +194,21 @@ void dot_block(const RowMatrix& matrix, std::size_t first, std::size_t count, co
     const auto dot = is_coded(matrix.codec) ? codec_kernels(level, matrix.codec).dot_matrix
                                             : kernel_table(level, dtype_of(matrix.codec)).dot_matrix;
     for (std::size_t t = 0; t < tokens; ++t)
-      dot(rows, matrix.stride, count, x.floats(token + t), matrix.columns, out + t * out_stride);
+      dot(rows, matrix.stride, count, x.floats(which[t]), matrix.columns, out + t * out_stride);
   }
   if (matrix.bias == nullptr) return;
   for (std::size_t t = 0; t < tokens; ++t)
     for (std::size_t i = 0; i < count; ++i) out[t * out_stride + i] += matrix.bias[first + i];
+}
+
+void dot_block(const RowMatrix& matrix, std::size_t first, std::size_t count, const RowInputs& x,
+               std::size_t token, std::size_t tokens, float* out, std::size_t out_stride, SimdLevel level) {
+  std::size_t which[kTokensTogether];
+  for (std::size_t t = 0; t < tokens; t += kTokensTogether) {
+    const std::size_t together = std::min(kTokensTogether, tokens - t);
+    std::iota(which, which + together, token + t);
+    dot_listed(matrix, first, count, x, which, together, out + t * out_stride, out_stride, level);
+  }
 }
 
 void widen_row(const RowMatrix& matrix, std::size_t row, float* to, SimdLevel level) {

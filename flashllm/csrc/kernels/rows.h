@@ -44,6 +44,10 @@ inline void dot_all(const RowMatrix& matrix, const float* x, float* out, ThreadP
 // `out_stride` apart, by the calling thread. Not of int8 rows.
 void dot_block(const RowMatrix& matrix, std::size_t first, std::size_t count, const RowInputs& x,
                std::size_t token, std::size_t tokens, float* out, std::size_t out_stride, SimdLevel level);
+// The same of the tokens `which`, `tokens` of them.
+void dot_listed(const RowMatrix& matrix, std::size_t first, std::size_t count, const RowInputs& x,
+                const std::size_t* which, std::size_t tokens, float* out, std::size_t out_stride,
+                SimdLevel level);
 
 // Row `row`, widened to fp32. Not of int8.
 void widen_row(const RowMatrix& matrix, std::size_t row, float* to, SimdLevel level);

@@ -121,6 +121,7 @@ struct LayerSpec {
   std::size_t neurons = 0;   // of the FFN; 0: there is none
   float ffn_scale = 1.0F;    // of the FFN's output
   ExpertsSpec experts;       // that they belong to; of none where the FFN is dense
+  std::size_t beside = 0;    // neurons of a dense part beside the experts, which is resident
   Activation activation;
 
   bool mixes() const { return attention.heads != 0 || state.value_heads != 0; }
@@ -155,8 +156,10 @@ struct StateWeights {
 // Its parts must live as long as the layer.
 struct BlockWeights {
   LayerSpec spec;
-  Norm attention_norm, ffn_norm;                // those that NormPlace wants
-  Norm attention_output_norm, ffn_output_norm;  // the same
+  Norm attention_norm, ffn_norm;                              // those that NormPlace wants
+  Norm attention_output_norm, ffn_output_norm;                // the same
+  Norm beside_norm, beside_output_norm, experts_output_norm;  // around a dense part beside experts
+  RowMatrix beside_up, beside_gate, beside_down;              // the same
   // Of one head, or of the projection; of latent attention of the query between its two projections, and of a
   // key's first elements.
   Norm query_norm, key_norm;

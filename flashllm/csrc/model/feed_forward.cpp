@@ -201,7 +201,7 @@ void FeedForward::take(FfnStretch& stretch, const FfnTurn& turn) {
   if (is_routed(turn.layer)) {
     require(tap == nullptr, "what the experts of a mixture see and compute cannot be observed");
     if (is_first) stretch.experts.begin(*weights.ffn->router(), weights.spec.activation, plane(weights));
-    stretch.experts.take(turn.x, count);
+    stretch.experts.take(seen(turn), turn.x, count);
   } else {
     if (tap != nullptr) tap->input(turn.layer, turn.x, count);
     if (is_first) stretch.dense.begin(weights.spec.activation, weights.neuron_norm, plane(weights));

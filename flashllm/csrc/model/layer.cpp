@@ -59,12 +59,12 @@ void Layer::mix(const BlockWeights& weights, const Part& part, float* states, fl
   const bool both = spec.attention.heads != 0 && spec.state.value_heads != 0;
   if (spec.attention.heads != 0) attention_.attend(weights, part, projected_.data());
   if (both) {
-    beside_.resize(n);
+    second_.resize(n);
     arithmetic_.take_inputs(before ? normed_.data() : states, count, spec_.d_model, part.is_prompt());
   }
   if (spec.state.value_heads != 0)
-    state_.mix(spec.state, weights.state, part, both ? beside_.data() : projected_.data());
-  for (std::size_t i = 0; both && i < n; ++i) projected_[i] += beside_[i];
+    state_.mix(spec.state, weights.state, part, both ? second_.data() : projected_.data());
+  for (std::size_t i = 0; both && i < n; ++i) projected_[i] += second_[i];
   if (behind)
     arithmetic_.normalize(weights.attention_output_norm, count, projected_.data(), projected_.data());
   if (spec.parallel) {
@@ -80,6 +80,7 @@ void Layer::add_ffn(std::size_t layer, const BlockWeights& weights, const Part& 
   const std::size_t count = part.count, n = count * spec_.d_model;
   const float scale = weights.spec.ffn_scale;
   for (std::size_t i = 0; scale != 1.0F && i < n; ++i) projected_[i] *= scale;
+  if (weights.spec.beside != 0) add_beside(weights, part, states);
   if (norms_output(weights.spec.norms)) {
     arithmetic_.round(projected_.data(), n);
     arithmetic_.normalize(weights.ffn_output_norm, count, projected_.data(), projected_.data());
@@ -98,6 +99,35 @@ void Layer::add_ffn(std::size_t layer, const BlockWeights& weights, const Part& 
   check_finite(layer, states, count);
 }
 
+// values = activation(values), rounded.
+void Layer::activate_rows(const BlockWeights& weights, std::size_t count, std::size_t width, float* values) {
+  arithmetic_.pool().parallel_for(count, Arithmetic::kTokenGrain, [&](std::size_t begin, std::size_t end) {
+    activate(weights.spec.activation, 0.0F, values + begin * width, (end - begin) * width);
+  });
+  arithmetic_.round(values, count * width);
+}
+
+// projected_: of the experts' outputs, the sum of these and of the dense part's, each behind its norm.
+void Layer::add_beside(const BlockWeights& weights, const Part& part, const float* states) {
+  const std::size_t count = part.count, width = weights.spec.beside, n = count * spec_.d_model;
+  arithmetic_.round(projected_.data(), n);
+  arithmetic_.normalize(weights.experts_output_norm, count, projected_.data(), projected_.data());
+  normed_.resize(std::max(normed_.size(), n));
+  up_.resize(count * width);
+  gate_.resize(count * width);
+  arithmetic_.normalize(weights.beside_norm, count, states, normed_.data());
+  arithmetic_.take_inputs(normed_.data(), count, spec_.d_model, part.is_prompt());
+  arithmetic_.project(weights.beside_up, count, up_.data());
+  arithmetic_.project(weights.beside_gate, count, gate_.data());
+  activate_rows(weights, count, width, gate_.data());
+  for (std::size_t i = 0; i < count * width; ++i) up_[i] *= gate_[i];
+  arithmetic_.round(up_.data(), count * width);
+  arithmetic_.take_inputs(up_.data(), count, width, part.is_prompt());
+  arithmetic_.project(weights.beside_down, count, normed_.data());
+  arithmetic_.normalize(weights.beside_output_norm, count, normed_.data(), normed_.data());
+  for (std::size_t i = 0; i < n; ++i) projected_[i] += normed_[i];
+}
+
 // What the layer takes of each token's row, through a gate that its states make.
 void Layer::add_per_layer(std::size_t layer, const BlockWeights& weights, const Part& part, float* states) {
   require(part.per_layer != nullptr, "per-layer embeddings belong to a pass through all layers");
@@ -105,10 +135,7 @@ void Layer::add_per_layer(std::size_t layer, const BlockWeights& weights, const 
   gate_.resize(count * width);
   arithmetic_.take_inputs(states, count, spec_.d_model, part.is_prompt());
   arithmetic_.project(weights.per_layer_gate, count, gate_.data());
-  arithmetic_.pool().parallel_for(count, Arithmetic::kTokenGrain, [&](std::size_t begin, std::size_t end) {
-    activate(weights.spec.activation, 0.0F, gate_.data() + begin * width, (end - begin) * width);
-  });
-  arithmetic_.round(gate_.data(), count * width);
+  activate_rows(weights, count, width, gate_.data());
   for (std::size_t t = 0; t < count; ++t) {
     const float* row = part.per_layer + t * spec_.row_width() + layer * width;
     for (std::size_t i = 0; i < width; ++i) gate_[t * width + i] *= row[i];

@@ -59,6 +59,8 @@ class Layer {
  private:
   void mix(const BlockWeights& weights, const Part& part, float* states, float* attended);
   void add_projected(std::size_t count, float* states);
+  void activate_rows(const BlockWeights& weights, std::size_t count, std::size_t width, float* values);
+  void add_beside(const BlockWeights& weights, const Part& part, const float* states);
   void add_per_layer(std::size_t layer, const BlockWeights& weights, const Part& part, float* states);
   void check_finite(std::size_t layer, const float* values, std::size_t count) const;
 
@@ -67,8 +69,8 @@ class Layer {
   BlockAttention attention_;
   StateMixer state_;
   FfnPart& ffn_;
-  std::vector<float> normed_, projected_, attended_, beside_;  // scratch of a part, [tokens, d_model]
-  std::vector<float> gate_;                           // the same, [tokens, per_layer]
+  std::vector<float> normed_, projected_, attended_, second_;  // scratch of a part, [tokens, d_model]
+  std::vector<float> gate_, up_;  // the same, [tokens, per_layer], [tokens, beside]
 };
 
 }  // namespace flashllm

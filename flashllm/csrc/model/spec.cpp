@@ -103,6 +103,12 @@ void check_block(const ModelSpec& model, const BlockWeights& weights) {
           "inputs are rounded where a block's norms are, before attention and FFN");
   require((mixes && computes) || (layer.norms == NormPlace::input && !layer.parallel && !spec.rounded_inputs),
           "a block without a mixer, or without an FFN, has its norm before what it has");
+  require(layer.beside == 0 || (fits(weights.beside_up, spec, layer.beside, spec.d_model) &&
+                                fits(weights.beside_gate, spec, layer.beside, spec.d_model) &&
+                                fits(weights.beside_down, spec, spec.d_model, layer.beside) && output &&
+                                wide(weights.beside_norm, true) && wide(weights.beside_output_norm, true) &&
+                                wide(weights.experts_output_norm, true)),
+          "a block's dense part beside its experts does not fit the model");
   require(spec.per_layer == 0 || (fits(weights.per_layer_gate, spec, spec.per_layer, spec.d_model) &&
                                   fits(weights.per_layer_out, spec, spec.d_model, spec.per_layer) &&
                                   weights.per_layer_norm.width == spec.d_model),

@@ -98,6 +98,14 @@ BlockWeights read_block(NamedTensors& tensors, const std::string& layer, const A
     if (attention.value_norm) weights.value_norm = {style.kind, attention.head_dim, style.epsilon};
   }
   if (const float* scale = tensors.floats(layer + "scale", 1)) weights.scale = *scale;
+  if (spec.beside != 0) {
+    weights.beside_up = tensors.linear(layer + "beside_up", spec.beside, d_model);
+    weights.beside_gate = tensors.linear(layer + "beside_gate", spec.beside, d_model);
+    weights.beside_down = tensors.linear(layer + "beside_down", d_model, spec.beside);
+    weights.beside_norm = tensors.norm(layer + "ffn_beside_norm", style, d_model);
+    weights.beside_output_norm = tensors.norm(layer + "ffn_beside_output_norm", style, d_model);
+    weights.experts_output_norm = tensors.norm(layer + "ffn_experts_output_norm", style, d_model);
+  }
   if (model.per_layer != 0) {
     weights.per_layer_gate = tensors.linear(layer + "per_layer_gate", model.per_layer, d_model);
     weights.per_layer_out = tensors.linear(layer + "per_layer_out", d_model, model.per_layer);
@@ -153,6 +161,10 @@ std::unique_ptr<Router> read_router(NamedTensors& tensors, const std::string& la
                                            : RowMatrix{},
                                        dtype, tensors.level());
   made->set_choice_bias(tensors.wide_floats(layer + "choice.bias", spec.count));
+  made->set_scales(tensors.floats(layer + "router_scale", d_model),
+                   tensors.floats(layer + "expert_scale", spec.count));
+  require(!made->reads_stream() || tensors.contains(layer + "router_scale"),
+          layer + "router_scale is missing");
   made->set_down_bias(tensors.floats(layer + "ffn.expert_down_bias", spec.count * d_model));
   return made;
 }

@@ -4,6 +4,7 @@
 #include "bind/bindings.h"
 #include "digest.h"
 #include "fault.h"
+#include "kernels/kernels.h"
 
 namespace flashllm {
 
@@ -29,6 +30,23 @@ void inject_write_fault(DirectWriter& file, const std::string& kind, std::uint64
   inject(file, std::make_shared<FaultPlan>(Fault{by_name("a fault", kind, kFaults), first, count, argument}));
 }
 
+// A block of codes and inputs that lies in the first cache, multiplied `times` times: the inner loop alone of
+// weights whose scales `unit` codes share. Operations a time.
+std::size_t multiply_codes_in_cache(std::size_t unit, bool has_offsets, std::size_t times) {
+  constexpr std::size_t kRows = 12, kTokens = 32;
+  const MultiplyCodes multiply = multiply_codes_kernel(best_simd_level());
+  require(multiply != nullptr && (unit == 16 || unit == 32), "this processor has no products of codes");
+  const std::vector<std::int16_t> codes(kRows * kCodeTerms, 3);
+  const std::vector<std::uint32_t> pairs(kCodeTerms / 2 * kTokens, 0x00050007);
+  const std::vector<float> scales(kRows * kCodeTerms / 16, 0.5F), sums(kCodeTerms / 32 * kTokens, 1.0F);
+  std::vector<float> out(kRows * kTokens);
+  const float* offsets = has_offsets ? scales.data() : nullptr;
+  for (std::size_t i = 0; i < times; ++i)
+    multiply({codes.data(), scales.data(), offsets, unit}, kRows,
+             {pairs.data(), sums.data(), kTokens, sums.data()}, kTokens, kCodeTerms, out.data(), kTokens);
+  return 2 * kRows * kTokens * kCodeTerms;
+}
+
 }  // namespace
 
 void init_testing(nb::module_& m) {
@@ -39,6 +57,9 @@ void init_testing(nb::module_& m) {
            nb::arg("argument") = 0);
 
   m.def("digest", [](const std::string& simd) { return digest_of(parse_simd(simd)); }, nb::arg("simd"));
+
+  m.def("multiply_codes_in_cache", &multiply_codes_in_cache, nb::arg("unit"), nb::arg("has_offsets"),
+        nb::arg("times"));
 
   m.def("refuse_enters", &refuse_enters, nb::arg("count"));
   m.def("hang_reads", &hang_reads, nb::arg("count"), nb::arg("after") = 0);

@@ -136,15 +136,16 @@ def _rope(content: GgufContent, prefix: str, head_dim: int) -> dict[str, Any]:
 
 
 def _longrope(content: GgufContent, prefix: str, kind: str, dims: int) -> dict[str, Any]:
-    """LongRoPE's parameters: Phi-3's files have a factor for each pair, for short texts and for long ones, as tensors.
+    """LongRoPE's parameters: Phi-3's files have a factor for each pair, for short texts and for long ones, as tensors;
+    MiniCPM 3's too, which scales no scores.
 
     UnsupportedModelError for other models, whose rule is not known.
     """
     path, metadata = content.path, content.metadata
-    if prefix != "phi3" or kind not in ("none", "longrope"):
+    if prefix not in ("phi3", "minicpm3") or kind not in ("none", "longrope"):
         raise UnsupportedModelError(
-            f"{path}: factors for long texts are known of Phi-3 alone, without other scaling; convert the model's "
-            "Hugging Face folder"
+            f"{path}: factors for long texts are known of Phi-3 and MiniCPM 3 alone, without other scaling; convert "
+            "the model's Hugging Face folder"
         )
     rope: dict[str, Any] = {"rope_type": "longrope"}
     for key, name in LONGROPE.items():
@@ -153,11 +154,12 @@ def _longrope(content: GgufContent, prefix: str, kind: str, dims: int) -> dict[s
             found = "is missing" if stored is None else f"has shape {list(stored.shape)}"
             raise FormatError(f"{path}: tensor {name} {found}; the model turns {dims // 2} pairs. Get the file again")
         rope[key] = [float(str(factor)) for factor in _factors(stored, name, path)]  # as short as fp32 allows
-    for key, name in (
-        ("attention_factor", "rope.scaling.attn_factor"),
-        ("original_max_position_embeddings", "rope.scaling.original_context_length"),
+    trained = _read(metadata, prefix, "context_length") if prefix == "minicpm3" else None
+    for key, name, default in (
+        ("attention_factor", "rope.scaling.attn_factor", None if trained is None else 1.0),
+        ("original_max_position_embeddings", "rope.scaling.original_context_length", trained),
     ):
-        rope[key] = _read(metadata, prefix, name)
+        rope[key] = _read(metadata, prefix, name, default)
     return rope
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from flashllm.convert.checkpoint.gguf.file import GgufContent
+from flashllm.convert.checkpoint.gguf.models import MULTIPLIERS
 from flashllm.convert.checkpoint.gguf.row import (
     DELTA,
     INTERLEAVED,
@@ -13,9 +14,11 @@ from flashllm.convert.checkpoint.gguf.row import (
     SOFTMAX_OF_CHOSEN,
     STATES,
     GgufModel,
+    biases,
     has_tensor,
     latent_sizes,
     own_key,
+    windows,
 )
 from flashllm.errors import UnsupportedModelError
 
@@ -61,8 +64,32 @@ def _dots1(config: dict[str, Any], content: GgufContent) -> None:
     config["attention_bias"] = has_tensor(content, "attn_q.bias")
 
 
-def _ernie(config: dict[str, Any], content: GgufContent) -> None:
-    config["use_bias"] = has_tensor(content, "attn_q.bias")
+def _granite(config: dict[str, Any], content: GgufContent) -> None:
+    config["attention_bias"] = has_tensor(content, "attn_q.bias")
+    if has_tensor(content, "ffn_up_shexp.weight"):
+        config["model_type"] = "granitemoeshared"
+    else:
+        config.pop("shared_intermediate_size", None)
+
+
+def _exaone(config: dict[str, Any], content: GgufContent) -> None:
+    _routed(config, content)
+    windows(config, content)
+    _dense_first(config)
+
+
+def _afmoe(config: dict[str, Any], content: GgufContent) -> None:
+    """Embeddings are scaled, though no key says so; of weights it must be said that they are normalised."""
+    windows(config, content)
+    config["attention_bias"] = has_tensor(content, "attn_q.bias")
+    config["route_scale"] = config.get("route_scale") or 1.0
+    if not config.pop("route_norm", False):
+        raise UnsupportedModelError(f"{content.path}: AFMoE with weights that are not normalised is not supported")
+
+
+def _dense_first(config: dict[str, Any]) -> None:
+    dense = config.pop("first_k_dense_replace")
+    config["mlp_layer_types"] = ["dense" if layer < dense else "sparse" for layer in range(config["num_hidden_layers"])]
 
 
 def _deepseek2(config: dict[str, Any], content: GgufContent) -> None:
@@ -70,20 +97,18 @@ def _deepseek2(config: dict[str, Any], content: GgufContent) -> None:
     by an epsilon of its norms that DeepSeek's latent ones do not have."""
     latent_sizes(config, content)
     _routed(config, content)
-    dense = config.pop("first_k_dense_replace")
     is_flash = config["num_hidden_layers"] in (47, 48) and config["vocab_size"] == 154880  # llama.cpp's rule
     score = content.metadata.integer(own_key(content, "expert_gating_func"), 0, least=0)
     if (score or (SIGMOID if is_flash else SOFTMAX)) == SIGMOID:
         if config["rms_norm_eps"] == 1e-6:
-            config |= {"model_type": "deepseek_v3", "first_k_dense_replace": dense}
+            config["model_type"] = "deepseek_v3"
         else:
-            kinds = ["dense" if layer < dense else "sparse" for layer in range(config["num_hidden_layers"])]
-            config |= {"model_type": "glm4_moe_lite", "mlp_layer_types": kinds}
+            config["model_type"] = "glm4_moe_lite"
+            _dense_first(config)
     elif score > SOFTMAX or config["norm_topk_prob"]:
         raise UnsupportedModelError(f"{content.path}: a router of DeepSeek's that scores so is not supported")
     else:
-        grouped = config["n_group"] > 1
-        config |= {"first_k_dense_replace": dense, "topk_method": "group_limited_greedy" if grouped else "greedy"}
+        config["topk_method"] = "group_limited_greedy" if config["n_group"] > 1 else "greedy"
 
 
 _EXPERTS = RMS | {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
@@ -209,6 +234,44 @@ MIXTURES: dict[str, GgufModel] = {
             "moe_num_shared_experts": "expert_shared_count",
         },
         constants={"hidden_act": "silu", "moe_num_shared_experts": 0, "moe_layer_start_index": 0},
-        finish=_ernie,
+        finish=biases(use_bias="attn_q"),
+    ),
+    "granitemoe": GgufModel(
+        model_type="granitemoe",
+        keys=RMS | {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
+        optional=MULTIPLIERS | {"shared_intermediate_size": "expert_shared_feed_forward_length"},
+        constants={"hidden_act": "silu"},
+        orders=INTERLEAVED,
+        finish=_granite,
+    ),
+    "hunyuan-moe": GgufModel(
+        model_type="hunyuan_v1_moe",
+        keys=RMS | {"num_experts": "expert_count", "moe_topk": "expert_used_count"},
+        constants={"hidden_act": "silu"},
+        finish=biases(attention_bias="attn_q"),
+    ),
+    "exaone-moe": GgufModel(
+        model_type="exaone_moe",
+        keys=_EXPERTS | {"moe_intermediate_size": "expert_feed_forward_length"},
+        optional={key: name for key, name in _ROUTED["optional"].items() if key != "n_shared_experts"}
+        | {"num_shared_experts": "expert_shared_count", "sliding_window": "attention.sliding_window"},
+        constants={key: value for key, value in _ROUTED["constants"].items() if key != "n_shared_experts"}
+        | {"num_shared_experts": 0},
+        finish=_exaone,
+        score=SIGMOID,
+    ),
+    "afmoe": GgufModel(
+        model_type="afmoe",
+        keys=_EXPERTS | {"moe_intermediate_size": "expert_feed_forward_length"},
+        optional={
+            "num_shared_experts": "expert_shared_count",
+            "num_dense_layers": "leading_dense_block_count",
+            "route_scale": "expert_weights_scale",
+            "route_norm": "expert_weights_norm",
+            "sliding_window": "attention.sliding_window",
+        },
+        constants={"hidden_act": "silu", "mup_enabled": True, "num_shared_experts": 0, "num_dense_layers": 0},
+        finish=_afmoe,
+        score=SIGMOID,
     ),
 }

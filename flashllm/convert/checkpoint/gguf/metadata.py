@@ -59,6 +59,10 @@ class Metadata:
         """So many integers."""
         return self._list(key, "integers", count, lambda each: type(each) is int)
 
+    def flags(self, key: str, count: int) -> list[bool]:
+        """So many of true and false."""
+        return self._list(key, "true and false", count, lambda each: type(each) is bool)
+
     def numbers(self, key: str, count: int) -> list[float]:
         """So many finite numbers."""
         return self._list(key, "finite numbers", count, lambda each: type(each) in (int, float) and math.isfinite(each))

@@ -21,8 +21,10 @@ from flashllm.convert.checkpoint.gguf.row import (
     STATES,
     GgufModel,
     Order,
+    biases,
     grouped_rows,
     has_tensor,
+    windows,
 )
 from flashllm.errors import UnsupportedModelError
 
@@ -34,9 +36,13 @@ _GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_t
 _FUSED: Mapping[str, Order] = {".attn_qkv.": grouped_rows}
 
 
-def _llama(config: dict[str, Any], content: GgufContent) -> None:
-    config["attention_bias"] = has_tensor(content, "attn_q.bias")
-    config["mlp_bias"] = has_tensor(content, "ffn_up.bias")
+MULTIPLIERS = {  # Granite's
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
+_llama = biases(attention_bias="attn_q", mlp_bias="ffn_up")
 
 
 def _gemma2(config: dict[str, Any], content: GgufContent) -> None:
@@ -71,6 +77,11 @@ def _cohere(config: dict[str, Any], content: GgufContent) -> None:
 def _stablelm(config: dict[str, Any], content: GgufContent) -> None:
     config["use_qkv_bias"] = has_tensor(content, "attn_q.bias")
     config["qk_layernorm"] = has_tensor(content, "attn_q_norm.weight")
+
+
+def _glm4(config: dict[str, Any], content: GgufContent) -> None:
+    config["attention_bias"] = has_tensor(content, "attn_q.bias")
+    config["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
 
 
 def _falcon(config: dict[str, Any], content: GgufContent) -> None:
@@ -177,18 +188,47 @@ MODELS: dict[str, GgufModel] = {
     "granite": GgufModel(
         model_type="granite",
         keys=RMS,
-        optional={
-            "attention_multiplier": "attention.scale",
-            "embedding_multiplier": "embedding_scale",
-            "residual_multiplier": "residual_scale",
-            "logits_scaling": "logit_scale",
-        },
+        optional=MULTIPLIERS,
         constants={"hidden_act": "silu"},
         orders=INTERLEAVED,
         finish=_llama,
     ),
     "deepseek2": GgufModel(model_type="youtu", **LATENT),
     "minicpm3": GgufModel(model_type="minicpm3", **LATENT),
+    "cohere2": GgufModel(
+        model_type="cohere2",
+        keys=GROUPED
+        | {
+            "layer_norm_eps": LAYER_NORM,
+            "logit_scale": "logit_scale",
+            "sliding_window": "attention.sliding_window",
+        },
+        constants={"hidden_act": "silu"},
+        finish=windows,
+    ),
+    "exaone4": GgufModel(
+        model_type="exaone4",
+        keys=RMS,
+        optional={"sliding_window": "attention.sliding_window"},
+        constants={"hidden_act": "silu"},
+        finish=windows,
+    ),
+    "glm4": GgufModel(model_type="glm4", keys=RMS, constants={"hidden_act": "silu"}, finish=_glm4),
+    "seed_oss": GgufModel(
+        model_type="seed_oss",
+        keys=RMS,
+        constants={"hidden_act": "silu"},
+        finish=biases(attention_bias="attn_q", attention_out_bias="attn_output", mlp_bias="ffn_up"),
+    ),
+    "ernie4_5": GgufModel(
+        model_type="ernie4_5", keys=RMS, constants={"hidden_act": "silu"}, finish=biases(use_bias="attn_q")
+    ),
+    "hunyuan-dense": GgufModel(
+        model_type="hunyuan_v1_dense",
+        keys=RMS,
+        constants={"hidden_act": "silu"},
+        finish=biases(attention_bias="attn_q"),
+    ),
     "qwen35": GgufModel(model_type="qwen3_5_text", keys=DELTA, **STATES),
 }
 

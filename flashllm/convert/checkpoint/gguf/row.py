@@ -87,6 +87,28 @@ def own_key(content: GgufContent, name: str) -> str:
     return f"{content.metadata.text(ARCHITECTURE)}.{name}"
 
 
+def windows(config: dict[str, Any], content: GgufContent, *, period: int = 4) -> None:
+    """Types of layers: those that the metadata marks have a window, or all but every `period`-th; none without one."""
+    count, key = config["num_hidden_layers"], own_key(content, "attention.sliding_window_pattern")
+    if not config.get("sliding_window"):
+        slides = [False] * count
+    elif key in content.metadata:
+        slides = content.metadata.flags(key, count + content.metadata.integer(own_key(content, NEXT), 0, least=0))
+    else:
+        slides = [(layer + 1) % period != 0 for layer in range(count)]
+    config["sliding_window"] = config.get("sliding_window") or None
+    config["layer_types"] = ["sliding_attention" if each else "full_attention" for each in slides[:count]]
+
+
+def biases(**names: str) -> Callable[[dict[str, Any], GgufContent], None]:
+    """What finishes a config that says of biases whether they are there: its key -> a tensor of the first layer."""
+
+    def finish(config: dict[str, Any], content: GgufContent) -> None:
+        config.update({key: has_tensor(content, f"{name}.bias") for key, name in names.items()})
+
+    return finish
+
+
 def latent_sizes(config: dict[str, Any], content: GgufContent) -> None:
     """Sizes of latent attention. Older files have plain keys' and values' under the names that newer ones use for the
     latent row's, and the projection of both in one tensor; newer ones have it as it is multiplied.

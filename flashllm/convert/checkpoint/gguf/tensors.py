@@ -109,6 +109,8 @@ def _own_name(name: str, canonical: str, model: GgufModel) -> str | None:
     match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
     if match is not None and canonical.endswith(".choice.bias"):
         return f"blk.{match[1]}.exp_probs_b.bias"
+    if match is not None and (shared := re.search(r"\.shared\.(up|gate|down)\.weight$", canonical)):
+        return f"blk.{match[1]}.ffn_{shared[1]}_shexp.weight"
     if match is None or match[2] not in model.names:
         return None
     return f"blk.{match[1]}.{model.names[match[2]]}"
