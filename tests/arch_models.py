@@ -101,6 +101,32 @@ for _name in _WITH_STATES:
         "linear_value_head_dim": 20,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     }
+_MAMBA = {"mamba_n_heads": 6, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_expand": 3, "mamba_d_head": 32}
+_SIZES["granitemoehybrid"] = {
+    **_GROUPED,
+    **_MAMBA,
+    "intermediate_size": 48,
+    "shared_intermediate_size": 80,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+_SIZES["nemotron_h"] = {
+    **_GROUPED,
+    "head_dim": 24,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 20,
+    "ssm_state_size": 12,
+    "n_groups": 2,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 80,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 2.5,
+    "hybrid_override_pattern": "ME*EM-M",
+}
+_SIZES["falcon_h1"] = {**_GROUPED, **_MAMBA, "mamba_d_ssm": 192}
+_SIZES["bamba"] = {**_GROUPED, **_MAMBA, "attn_layer_indices": [1]}
 _SIZES["gemma4_text"] = {
     **_GROUPED,
     "head_dim": 16,
@@ -413,6 +439,65 @@ VARIANTS = {
 
 _GROUPS = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
 VARIANTS |= {
+    "bamba": Variant("bamba"),
+    "bamba one group, biases": Variant(
+        "bamba",
+        {
+            "mamba_n_groups": 1,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "mamba_d_conv": 3,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "attn_layer_indices": [0, 2],
+        },
+    ),
+    "granitemoehybrid": Variant(
+        "granitemoehybrid",
+        {
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "granitemoehybrid dense, rope": Variant(
+        "granitemoehybrid",
+        {"num_local_experts": 0, "position_embedding_type": "rope", "tie_word_embeddings": True},
+    ),
+    "nemotron_h": Variant("nemotron_h"),
+    "falcon_h1 biases": Variant(
+        "falcon_h1",
+        {
+            "mamba_rms_norm": True,
+            "attention_bias": True,
+            "mamba_proj_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "falcon_h1 gate first": Variant(
+        "falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "projectors_bias": True}
+    ),
+    "falcon_h1": Variant(
+        "falcon_h1",
+        {
+            "lm_head_multiplier": 0.5,
+            "embedding_multiplier": 3.0,
+            "key_multiplier": 0.7,
+            "attention_in_multiplier": 1.2,
+            "attention_out_multiplier": 0.8,
+            "ssm_in_multiplier": 1.3,
+            "ssm_out_multiplier": 0.6,
+            "ssm_multipliers": [0.9, 1.1, 0.7, 1.2, 0.5],
+            "mlp_multipliers": [0.8, 1.4],
+        },
+    ),
+    "nemotron_h dense, biases": Variant("nemotron_h", {"hybrid_override_pattern": "M-*-M-", "use_bias": True}),
+    "nemotron_h neurons first": Variant(
+        "nemotron_h", {"hybrid_override_pattern": "-E*MEE", "n_group": 2, "topk_group": 1, "use_conv_bias": False}
+    ),
     "ernie4_5_moe": Variant("ernie4_5_moe"),
     "ernie4_5_moe every other layer": Variant(
         "ernie4_5_moe",
@@ -542,6 +627,8 @@ def make_config(variant: Variant) -> PreTrainedConfig:
     given = {**_SIZES.get(variant.model_type, _GROUPED), **copy.deepcopy(variant.config)}  # which it completes
     if variant.model_type in _TEACHERS and variant.model_type != "bailing_moe":
         given["hidden_act"] = "relu"
+    if variant.model_type == "nemotron_h":
+        given["num_hidden_layers"] = len(given["hybrid_override_pattern"])
     if isinstance(given.get("intermediate_size"), list):
         given["intermediate_size"] = given["intermediate_size"][0]
     return CONFIG_MAPPING[_TEACHERS.get(variant.model_type, variant.model_type)](
@@ -685,7 +772,7 @@ def make_checkpoint(path: Path, variant: Variant, *, dtype: str = "float32", see
                 parameter.copy_(middle + 0.1 * noise)
             elif name.endswith(("fc1.bias", "gate_proj.bias", "dense_h_to_4h.bias", "up_proj.bias")):
                 parameter.copy_(0.3 * noise - 0.4)
-            elif name.endswith("sinks"):
+            elif name.endswith(("sinks", "mamba.D", "mixer.D")):
                 parameter.copy_(1.0 + noise)
             elif name.endswith("A_log"):
                 parameter.copy_(noise - 2.0)

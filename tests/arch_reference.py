@@ -42,6 +42,9 @@ class ReferenceDecoder:
         self.ffn, self.kept = [], {}
         with open_safetensors(path / FFN) as file:
             for layer, layout in enumerate(self.model.manifest.layouts):
+                if not layout.d_ff:
+                    self.ffn.append({})
+                    continue
                 rows = np.empty((layout.num_rows, layout.stride), np.uint8)
                 file.read_into(file.header.tensors[ffn_tensor(layer)], 0, rows.reshape(-1).data)
                 parts = widened_rows(layout, rows[: layout.d_ff], read_plane(path, self.model.manifest, layer))
@@ -119,7 +122,12 @@ class ReferenceDecoder:
 
         def attention(states):
             x = before("attention_norm", states)
-            made = self._delta(layer, x) if spec.mixer.kind == "delta_rule" else self._attention(layer, x, positions)
+            kind = spec.mixer.kind
+            if kind == "attention":
+                made = self._attention(layer, x, positions)
+            else:
+                made = self._delta(layer, x) if kind == "delta_rule" else self._space(layer, x)
+            made = made if spec.second is None else made + self._space(layer, x)
             return behind("attention_output_norm", made)
 
         def ffn(states):
@@ -131,11 +139,13 @@ class ReferenceDecoder:
                 dense = self._linear(at + "beside_down", gate * self._linear(at + "beside_up", inputs))
                 dense = self._norm(at + "ffn_beside_output_norm", dense)
                 made = dense + self._norm(at + "ffn_experts_output_norm", made)
-            return behind("ffn_output_norm", made)
+            return behind("ffn_output_norm", made * spec.ffn_scale)
 
         if spec.parallel:
             return h + attention(h) + ffn(h)
         for name, part in (("attention_norm", attention), ("ffn_norm", ffn)):
+            if (spec.mixer is None) if part is attention else not spec.neurons:
+                continue
             h = h + part(h)
             h = self._norm(at + name, h) if spec.norms == "sum" else h
         if self.of_layer is not None:
@@ -238,14 +248,18 @@ class ReferenceDecoder:
             mixed = mixed * gate.repeat_interleave(mixed.shape[1] // gate.shape[1], 1)
         if self.block.sub_norms:
             mixed = self._norm(f"layers.{layer}.attention_sub_norm", mixed)
-        return self._linear(f"layers.{layer}.out", self._rounded(mixed))
+        return self._linear(f"layers.{layer}.out", self._rounded(mixed)) * mixer.out_scale
+
+    def _convolved(self, at, mixer, inputs):
+        """Along the tokens, each channel by itself, then SiLU."""
+        padded = torch.cat((torch.zeros(mixer.kernel - 1, mixer.channels), torch.cat(inputs, -1)))
+        taps = self.tensors[at + "conv.weight"][:, 0]
+        sums = sum(padded[j : j + len(inputs[0])] * taps[:, j] for j in range(mixer.kernel))
+        return silu(sums + self.tensors.get(at + "conv.bias", 0.0))
 
     def _delta(self, layer, x):
         mixer, at = self.block.layers[layer].mixer, f"layers.{layer}."
-        inputs = torch.cat([self._linear(at + part, x) for part in ("query", "key", "value")], -1)
-        padded = torch.cat((torch.zeros(mixer.kernel - 1, mixer.channels), inputs))
-        taps = self.tensors[at + "conv.weight"][:, 0]
-        convolved = silu(sum(padded[j : j + len(x)] * taps[:, j] for j in range(mixer.kernel)))
+        convolved = self._convolved(at, mixer, [self._linear(at + part, x) for part in ("query", "key", "value")])
         keys = mixer.rows["query"]
         query, key, value = convolved.split((keys, keys, mixer.mixed_dim), -1)
         owner = torch.arange(mixer.value_heads)
@@ -266,6 +280,33 @@ class ReferenceDecoder:
         made = made * torch.rsqrt(made.square().mean(-1, keepdim=True) + self.block.norm_epsilon)
         made = (made * self.tensors[at + "mixed_norm.weight"]).flatten(1)
         return self._linear(at + "out", made * silu(self._linear(at + "out_gate", x)))
+
+    def _space(self, layer, x):
+        mixer, at = self.block.layers[layer].recurrent, f"layers.{layer}.state."
+
+        def part(name):
+            return self._linear(at + name, x) * getattr(mixer, f"{name.removeprefix('out_')}_scale")
+
+        convolved = self._convolved(at, mixer, [part(name) for name in ("value", "key", "query")])
+        keys, shared = mixer.rows["query"], mixer.value_heads // mixer.key_heads
+        value, key, query = convolved.split((mixer.mixed_dim, keys, keys), -1)
+        query, key = (each.view(len(x), mixer.key_heads, -1).repeat_interleave(shared, 1) for each in (query, key))
+        value = value.view(len(x), mixer.value_heads, -1)
+        steps = torch.nn.functional.softplus(part("decay") + self.tensors[at + "decay_bias"])
+        decay = torch.exp(-self.tensors[at + "decay_log"].exp() * steps)
+        state, mixed = torch.zeros(mixer.value_heads, mixer.key_dim, mixer.value_dim), []
+        for t in range(len(x)):
+            state = state * decay[t, :, None, None]
+            state = state + torch.einsum("hk,hv->hkv", key[t], steps[t, :, None] * value[t])
+            mixed.append(torch.einsum("hkv,hk->hv", state, query[t]))
+        made = torch.stack(mixed) + self.tensors[at + "skip"][:, None] * value
+        made, gate = made.flatten(1), silu(part("out_gate"))
+        made = made * gate if mixer.gate_first else made
+        if mixer.normed:
+            groups = made.view(len(x), mixer.key_heads, -1)
+            groups = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.block.norm_epsilon)
+            made = groups.flatten(1) * self.tensors[at + "mixed_norm.weight"]
+        return self._linear(at + "out", made if mixer.gate_first else made * gate) * mixer.out_scale
 
     def _rounded(self, x):
         """Inputs of a block's products, to 8 bits where the block says so."""
@@ -364,5 +405,5 @@ class ReferenceDecoder:
     def _activation(self, layer, h):
         if self.block.activation == "fatrelu":
             return h * (h > self.block.layers[layer].activation_threshold)
-        h = ACTIVATIONS[self.block.activation](h)
+        h = ACTIVATIONS[self.block.activation](h * self.block.layers[layer].activation_scale)
         return h * (h.abs() >= self.block.layers[layer].activation_cut)

@@ -17,6 +17,7 @@ from flashllm.arch.llama.dense import DENSE
 from flashllm.arch.llama.gemma import GEMMAS
 from flashllm.arch.llama.latent import LATENT_DENSE
 from flashllm.arch.llama.sparse import SPARSE
+from flashllm.arch.llama.state_space import STATE_SPACES
 from flashllm.arch.llama.windowed import WINDOWED
 from flashllm.arch.opt import OPT
 from flashllm.arch.refused import describe_refused
@@ -41,6 +42,7 @@ ARCHITECTURES: dict[str, ArchitectureSpec] = {
         *WITH_ALIBI,
         *MIXTURES,
         *WITH_STATES,
+        *STATE_SPACES,
     )
 }
 
@@ -196,7 +198,7 @@ def bundle_names(architecture: Architecture, layer: int) -> list[str]:
     """How the canonical names of a layer's FFN matrices begin, in the order of its neurons: one of all, or one of each
     expert and one of the shared neurons."""
     if layer not in architecture.mixtures:
-        return [f"layers.{layer}."]
+        return [f"layers.{layer}."] if architecture.width(layer) else []
     experts = [f"layers.{layer}.experts.{expert}." for expert in range(architecture.experts)]
     return [*experts, *([f"layers.{layer}.shared."] if architecture.shared_neurons else [])]
 
@@ -206,6 +208,8 @@ def _bundles(
 ) -> list[tuple[str, int, Mapping[str, str]]]:
     """(name, neurons, state_dict names of its matrices) of each of `bundle_names`."""
     names = bundle_names(architecture, layer)
+    if not names:
+        return []
     if layer not in architecture.mixtures:
         dense = spec.dense_matrices or spec.matrices
         return [(names[0], architecture.width(layer), {key: text.format(i=layer) for key, text in dense.items()})]

@@ -97,6 +97,7 @@ class Attention:
     alibi: Alibi | None = None
     # Of a product with what goes in, that what is mixed is multiplied by; "head_softplus": a number of each head.
     gate: Literal["none", "sigmoid", "softplus", "head_softplus"] = "none"
+    out_scale: float = 1.0  # of the output
     # Of a value's head and its output's, where that is less than head_dim: the cache keeps head_dim, the rest zeros.
     value_dim: int | None = None
     value_scale: float = 1.0  # of the values
@@ -183,31 +184,24 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaRule:
-    """The mixer whose heads each keep a state S [key_dim, value_dim] (gated delta rule: Yang et al., 2024).
+class Recurrent:
+    """What mixers have in common whose heads each keep a state S [key_dim, value_dim] in the place of keys and values.
 
-    Queries, keys and values are projected, convolved along the tokens, each channel by itself, and passed through SiLU;
-    queries and keys are then of length 1. For a value head, of a token:
-
-        S *= exp(-exp(decay_log) * softplus(decay(x) + decay_bias))
-        S += key (sigmoid(beta(x)) * (value - key S));  mixed = query S / sqrt(key_dim)
-
-    What goes on is rms_norm(mixed) * silu(out_gate(x)), the norm of each head with one weight for all.
+    Queries, keys and values are projected, convolved along the tokens, each channel by itself, and passed through SiLU.
     """
 
-    kind: ClassVar[str] = "delta_rule"
+    kind: ClassVar[str]
+    small: ClassVar[tuple[str, ...]] = ("decay",)  # projections to a number for each value head
     query_key_norm: ClassVar[str] = "none"
     rotary: ClassVar[None] = None
     window: ClassVar[None] = None
     latent: ClassVar[None] = None
 
-    key_heads: int  # divide the value heads
+    key_heads: int  # divide the value heads, of which as many share one
     value_heads: int
     key_dim: int
     value_dim: int
     kernel: int  # tokens that a convolution sees, its own included
-    # The key head of value head i: i // r, where r value heads share one, or, of those that lie tiled, i % key_heads.
-    tiled: bool = False
 
     def __post_init__(self) -> None:
         for name in ("key_heads", "value_heads", "key_dim", "value_dim", "kernel"):
@@ -220,8 +214,8 @@ class DeltaRule:
     def rows(self) -> Mapping[str, int]:
         """Outputs of each projection by its canonical name within a layer."""
         key, value = self.key_heads * self.key_dim, self.value_heads * self.value_dim
-        gates = {"beta": self.value_heads, "decay": self.value_heads}
-        return {"query": key, "key": key, "value": value, "out_gate": value, **gates}
+        of_heads = dict.fromkeys(self.small, self.value_heads)
+        return {"query": key, "key": key, "value": value, "out_gate": value, **of_heads}
 
     @property
     def mixed_dim(self) -> int:
@@ -234,17 +228,70 @@ class DeltaRule:
         return 2 * self.key_heads * self.key_dim + self.mixed_dim
 
     @property
+    def norm_dim(self) -> int:
+        """Weights of the norm of what is mixed."""
+        return self.mixed_dim
+
+    @property
     def state_floats(self) -> int:
         """fp32 numbers of a sequence's state: every head's S, and the inputs that the next convolution sees."""
         return self.key_dim * self.mixed_dim + (self.kernel - 1) * self.channels
 
 
-Mixer = Attention | DeltaRule
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaRule(Recurrent):
+    """The gated delta rule (Yang et al., 2024). Queries and keys are of length 1. For a value head, of a token:
+
+        S *= exp(-exp(decay_log) * softplus(decay(x) + decay_bias))
+        S += key (sigmoid(beta(x)) * (value - key S));  mixed = query S / sqrt(key_dim)
+
+    What goes on is rms_norm(mixed) * silu(out_gate(x)), the norm of each head with one weight for all.
+    """
+
+    kind: ClassVar[str] = "delta_rule"
+    small: ClassVar[tuple[str, ...]] = ("beta", "decay")
+
+    # The key head of value head i: i // r, where r value heads share one, or, of those that lie tiled, i % key_heads.
+    tiled: bool = False
+
+    @property
+    def norm_dim(self) -> int:
+        """Weights of the norm of what is mixed."""
+        return self.value_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpace(Recurrent):
+    """A state-space model's mixer (Mamba-2: Dao and Gu, 2024), whose C, B and x are query, key and value here, a key
+    head one of its groups. For a value head, of a token:
+
+        step = softplus(decay(x) + decay_bias);  S *= exp(-exp(decay_log) * step)
+        S += key (step * value);                 mixed = query S + skip * value
+
+    What goes on is rms_norm(mixed * silu(out_gate(x))), the norm over the heads of a key head together, or, where
+    the gate is not first, rms_norm(mixed) * silu(out_gate(x)), or without its norm.
+    """
+
+    kind: ClassVar[str] = "state_space"
+
+    normed: bool = True
+    gate_first: bool = True
+    # What the projections' outputs, but for the convolution's bias, are multiplied by.
+    gate_scale: float = 1.0
+    query_scale: float = 1.0
+    key_scale: float = 1.0
+    value_scale: float = 1.0
+    decay_scale: float = 1.0
+    out_scale: float = 1.0
+
+
+Mixer = Attention | DeltaRule | StateSpace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """A layer: its mixer, which lets tokens see earlier ones, its feed-forward part, and where its norms are.
+    """A layer: its mixer, which lets tokens see earlier ones, its feed-forward part, and where its norms are. It may
+    lack one of the two.
 
     `norms` says where it does h += f(h), for f the mixer and then the feed-forward part:
 
@@ -254,16 +301,19 @@ class LayerSpec:
     A `parallel` layer adds both of the same h.
     """
 
-    mixer: Mixer
+    mixer: Mixer | None
+    second: StateSpace | None = None  # of the same inputs as the mixer; what both make is added
     norms: Literal["input", "sum", "output", "both"] = "input"
     parallel: bool = False
     shared_norm: bool = False  # of a parallel layer: the FFN reads what the mixer reads
-    neurons: int  # of the feed-forward part
+    neurons: int  # of the feed-forward part; 0: there is none
     experts: ExpertsSpec | None = None  # that the neurons belong to; None: the feed-forward part is dense
     # Neurons of a dense part beside the experts, which is resident: the sum of both, each behind a norm of its own, is
     # what comes of the feed-forward part. Each has its own norm before it, too.
     beside: int = 0
     activation_threshold: float = 0.0  # of fatrelu: what is not above it becomes zero
+    activation_scale: float = 1.0  # of any: of what goes into it
+    ffn_scale: float = 1.0  # of the feed-forward part's output
     activation_cut: float = 0.0  # of any: results of a smaller magnitude become zero (Lee et al., 2024: CATS)
 
     def __post_init__(self) -> None:
@@ -271,7 +321,12 @@ class LayerSpec:
             raise ValueError("a parallel layer has its norms before attention and FFN")
         if self.shared_norm and not self.parallel:
             raise ValueError("only a parallel layer shares its norm")
-        check_size("a layer's neurons", self.neurons)
+        if self.neurons or self.mixer is None:
+            check_size("a layer's neurons", self.neurons)
+        if (self.mixer is None or not self.neurons) and (self.norms != "input" or self.parallel):
+            raise ValueError("a layer without a mixer, or without a feed-forward part, has its norm before the other")
+        if self.second is not None and not isinstance(self.mixer, Attention):
+            raise ValueError("a layer's second mixer is beside attention")
         if self.experts is not None and self.neurons != self.experts.neurons:
             raise ValueError(f"{self.experts.neurons} neurons of experts are not {self.neurons}")
         if self.beside and (self.experts is None or self.norms != "both"):
@@ -287,18 +342,23 @@ class LayerSpec:
             raise ValueError("the layer attends to no keys and values")
         return self.mixer
 
+    @property
+    def recurrent(self) -> DeltaRule | StateSpace | None:
+        """What of it keeps a state."""
+        return self.second if self.second is not None or isinstance(self.mixer, Attention) else self.mixer
+
     def has_norm(self, name: str) -> bool:
         """True where it has the norm of this canonical name."""
-        before, behind, of_heads = self.norms != "output", self.norms in ("output", "both"), self.mixer.query_key_norm
-        latent = self.mixer.latent
+        before, behind = self.norms != "output", self.norms in ("output", "both")
+        of_heads = self.mixer is not None and self.mixer.query_key_norm != "none"
+        latent = None if self.mixer is None else self.mixer.latent
         return {
-            "attention_norm": before,
-            "ffn_norm": before and not self.shared_norm,
+            "attention_norm": before and self.mixer is not None,
+            "ffn_norm": before and bool(self.neurons) and not self.shared_norm,
             "attention_output_norm": behind,
             "ffn_output_norm": behind,
-            "query_norm": of_heads != "none" or (latent is not None and latent.query_rank is not None),
-            "key_norm": (of_heads != "none" and self._shared is None) or latent is not None,
-            "mixed_norm": isinstance(self.mixer, DeltaRule),
+            "query_norm": of_heads or (latent is not None and latent.query_rank is not None),
+            "key_norm": (of_heads and self._shared is None) or latent is not None,
             **dict.fromkeys(("ffn_experts_output_norm", "ffn_beside_norm", "ffn_beside_output_norm"), self.beside > 0),
         }.get(name, True)
 
@@ -413,9 +473,9 @@ class BlockSpec:
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention))
 
     @property
-    def delta_rules(self) -> tuple[DeltaRule, ...]:
-        """The mixers of those layers that keep a state."""
-        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, DeltaRule))
+    def recurrent(self) -> tuple[DeltaRule | StateSpace, ...]:
+        """What of its layers keeps a state."""
+        return tuple(layer.recurrent for layer in self.layers if layer.recurrent is not None)
 
     @property
     def heads(self) -> int:
@@ -439,7 +499,7 @@ class BlockSpec:
     @property
     def state_nbytes(self) -> int:
         """Bytes of a sequence's state, however long it is, over all layers."""
-        return 4 * sum(mixer.state_floats for mixer in self.delta_rules)
+        return 4 * sum(mixer.state_floats for mixer in self.recurrent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -479,7 +539,7 @@ class Architecture:
         if self.widths and len(self.widths) != self.num_layers:
             raise ValueError(f"widths has {len(self.widths)} layers, not {self.num_layers}")
         for width in self.widths:
-            check_size("widths", width)
+            check_size("widths", width + 1)  # layers may have none
         if any(type(layer) is not int or not 0 <= layer < self.num_layers for layer in self.dense_layers):
             raise ValueError(f"dense_layers must be layers of {self.num_layers}, not {self.dense_layers}")
         if self.experts and any(self.width(i) != self.d_ff for i in self.mixtures):
@@ -534,8 +594,9 @@ class Architecture:
 
     @property
     def sparse(self) -> bool:
-        """True where most neurons are exactly zero for a token, so that modes sparse and oracle make sense."""
-        return self.activation in SPARSE_ACTIVATIONS
+        """True where most neurons are exactly zero for a token, and may be read apart, so that modes sparse and oracle
+        make sense. Experts of squared ReLU are read whole: to leave their zeros out would pay above 85 % of them."""
+        return self.activation in SPARSE_ACTIVATIONS and not (self.experts and self.activation == "squared_relu")
 
 
 def _check_cap(name: str, cap: float | None) -> None:

@@ -24,6 +24,8 @@ Canonical names, "{i}" for the layer; those a model has no use for are absent:
     layers whose mixer is a `DeltaRule`, with r = value_heads * value_dim: query, key, value, out_gate, out as it says;
         layers.{i}.beta.weight, decay.weight [value_heads, d_model]     layers.{i}.conv.weight [channels, 1, kernel]
         layers.{i}.decay_log, decay_bias [value_heads], in fp32;                layers.{i}.mixed_norm.weight [value_dim]
+    of a `StateSpace`: layers.{i}.state.NAME, for all of these names but beta, with biases; conv.bias [channels];
+        skip [value_heads], in fp32; mixed_norm.weight [r]. Channels are those of values, keys, queries
     of latent attention (`Latent`): layers.{i}.query_down.weight [query_rank, d_model], .bias; query_norm [query_rank];
         layers.{i}.query.weight [heads * (plain + rotated), query_rank or d_model]; key_norm [rank];
         layers.{i}.key.weight [rank + rotated, d_model], .bias: of the row that is kept;
@@ -49,7 +51,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashllm.arch.mixture import ExpertsSpec
-from flashllm.arch.spec import Attention, BlockSpec, Config, DeltaRule, Latent, LayerSpec, PerLayerEmbedding
+from flashllm.arch.spec import (
+    Attention,
+    BlockSpec,
+    Config,
+    DeltaRule,
+    Latent,
+    LayerSpec,
+    Mixer,
+    PerLayerEmbedding,
+    Recurrent,
+    StateSpace,
+)
 from flashllm.errors import FormatError
 
 Shape = tuple[int, ...]
@@ -58,7 +71,7 @@ TOKEN_TABLE = "per_layer_embedding.weight"  # the only tensor but the FFN's that
 
 def is_wide(name: str) -> bool:
     """True for the canonical name of a tensor that is in fp32 whatever the model's dtype."""
-    return name.endswith((".wide_router.weight", ".choice.bias", ".decay_log", ".decay_bias"))
+    return name.endswith((".wide_router.weight", ".choice.bias", ".decay_log", ".decay_bias", ".skip"))
 
 
 def _always(config: Config) -> bool:
@@ -91,8 +104,13 @@ def own_values(layer: LayerSpec) -> bool:
 
 
 def delta_rules(layer: LayerSpec) -> bool:
-    """Layers that keep a state have it."""
+    """Layers that keep a state by the delta rule have it."""
     return isinstance(layer.mixer, DeltaRule)
+
+
+def state_spaces(layer: LayerSpec) -> bool:
+    """Layers with a state-space mixer have it."""
+    return isinstance(layer.recurrent, StateSpace)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,15 +236,40 @@ _ShapeOf = Callable[[BlockSpec, LayerSpec], Shape]
 
 def _projection(part: str) -> dict[str, _ShapeOf]:
     return {
-        f"layers.{{i}}.{part}.weight": lambda block, layer: (layer.mixer.rows[part], _inputs(part, block, layer)),
-        f"layers.{{i}}.{part}.bias": lambda block, layer: (layer.mixer.rows[part],),
+        f"layers.{{i}}.{part}.weight": lambda block, layer: (_mixer(layer).rows[part], _inputs(part, block, layer)),
+        f"layers.{{i}}.{part}.bias": lambda block, layer: (_mixer(layer).rows[part],),
     }
 
 
-def _delta_rule(layer: LayerSpec) -> DeltaRule:
-    if not isinstance(layer.mixer, DeltaRule):
-        raise ValueError("the layer keeps no state")
+def _mixer(layer: LayerSpec) -> Mixer:
+    if layer.mixer is None:
+        raise ValueError("the layer has no mixer")
     return layer.mixer
+
+
+def _recurrent(layer: LayerSpec) -> Recurrent:
+    if layer.recurrent is None:
+        raise ValueError("the layer keeps no state")
+    return layer.recurrent
+
+
+def _recurrence(prefix: str) -> dict[str, _ShapeOf]:
+    """What mixers with a state have besides their projections."""
+    of_heads: _ShapeOf = lambda block, layer: (_recurrent(layer).value_heads,)  # noqa: E731
+    return {
+        f"{prefix}conv.weight": lambda block, layer: (_recurrent(layer).channels, 1, _recurrent(layer).kernel),
+        f"{prefix}conv.bias": lambda block, layer: (_recurrent(layer).channels,),
+        **dict.fromkeys((f"{prefix}decay_log", f"{prefix}decay_bias", f"{prefix}skip"), of_heads),
+        f"{prefix}mixed_norm.weight": lambda block, layer: (_recurrent(layer).norm_dim,),
+    }
+
+
+def _state(part: str) -> dict[str, _ShapeOf]:
+    """A projection of a state-space mixer."""
+    return {
+        f"layers.{{i}}.state.{part}.weight": lambda block, layer: (_recurrent(layer).rows[part], block.d_model),
+        f"layers.{{i}}.state.{part}.bias": lambda block, layer: (_recurrent(layer).rows[part],),
+    }
 
 
 def _latent(layer: LayerSpec) -> Latent:
@@ -243,7 +286,7 @@ def _per_layer(block: BlockSpec) -> PerLayerEmbedding:
 
 def _inputs(part: str, block: BlockSpec, layer: LayerSpec) -> int:
     """Inputs of a projection: d_model, or a rank of latent attention."""
-    latent = layer.mixer.latent
+    latent = _mixer(layer).latent
     if latent is None or part not in ("query", "value"):
         return block.d_model
     return latent.rank if part == "value" else latent.query_rank or block.d_model
@@ -300,15 +343,16 @@ _SHAPES: dict[str, _ShapeOf] = {
         layer.attention.heads * _latent(layer).rank,
         _latent(layer).plain_dim,
     ),
-    "layers.{i}.conv.weight": lambda block, layer: (_delta_rule(layer).channels, 1, _delta_rule(layer).kernel),
-    "layers.{i}.decay_log": lambda block, layer: (_delta_rule(layer).value_heads,),
-    "layers.{i}.decay_bias": lambda block, layer: (_delta_rule(layer).value_heads,),
-    "layers.{i}.mixed_norm.weight": lambda block, layer: (_delta_rule(layer).value_dim,),
+    **_recurrence("layers.{i}."),
+    **_recurrence("layers.{i}.state."),
+    **{name: shape for part in ("query", "key", "value", "out_gate", "decay") for name, shape in _state(part).items()},
+    "layers.{i}.state.out.weight": lambda block, layer: (block.d_model, _recurrent(layer).mixed_dim),
+    "layers.{i}.state.out.bias": lambda block, layer: (block.d_model,),
     **_head_norm("query", lambda mixer: mixer.heads),
     **_head_norm("key", lambda mixer: mixer.kv_heads),
-    "layers.{i}.out.weight": lambda block, layer: (block.d_model, layer.mixer.mixed_dim),
+    "layers.{i}.out.weight": lambda block, layer: (block.d_model, _mixer(layer).mixed_dim),
     "layers.{i}.out.bias": lambda block, layer: (block.d_model,),
-    **_norm("layers.{i}.attention_sub_norm", lambda block, layer: (layer.mixer.mixed_dim,)),
+    **_norm("layers.{i}.attention_sub_norm", lambda block, layer: (_mixer(layer).mixed_dim,)),
     **_norm("layers.{i}.ffn_sub_norm", lambda block, layer: (layer.neurons,)),
     "layers.{i}.scale": lambda block, layer: (1,),
     "layers.{i}.beside_up.weight": lambda block, layer: (layer.beside, block.d_model),

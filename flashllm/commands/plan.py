@@ -141,8 +141,8 @@ def _table(model: "ModelDir", plan: "Plan") -> list[str]:
     share = shares[0] if shares[0] == shares[1] else f"{shares[0]} to {shares[1]}"
     by_popularity = plan.popularity is not None and memory.cache_policy != "window" and not memory.dense_layers
     shared_out = ", shared out by popularity" if by_popularity else ""
-    layers, rules = len(model.block.layers), len(model.block.delta_rules)
-    windowed = sum(layer.mixer.window is not None for layer in model.block.layers)
+    layers, rules = len(model.block.layers), len(model.block.recurrent)
+    windowed = sum(mixer.window is not None for mixer in model.block.attentions)
     state = format_size(model.block.state_nbytes)
     sequences = [
         *([f"{state} of it the state of {rules} of {layers} layers, and checkpoints"] if rules else []),

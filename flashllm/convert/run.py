@@ -190,7 +190,7 @@ class _Conversion:
                     self._write(writer, FFN, rows.data)
                     checksums.append(row_checksums(rows, self._together[layer]))
                 writer.sync()  # before the journal says so
-                self._checksums.append(np.concatenate(checksums))
+                self._checksums.append(np.concatenate([np.empty(0, np.uint64), *checksums]))  # none without neurons
                 self._partial.record(self._step(layer))
             self._files[FFN] = FileEntry(sha256=writer.finish(), nbytes=writer.position)
         if self._files[FFN].nbytes != plan.ffn_nbytes:
@@ -220,7 +220,7 @@ class _Conversion:
                 rows = block[: num_rows - first]
                 writer.reread(rows.reshape(-1).data)
                 checksums.append(row_checksums(rows, together))
-            self._checksums.append(np.concatenate(checksums))
+            self._checksums.append(np.concatenate([np.empty(0, np.uint64), *checksums]))  # none without neurons
             if step != self._step(len(self._checksums) - 1):
                 writer.rewind(mark)
                 self._checksums.pop()

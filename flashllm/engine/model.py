@@ -128,7 +128,7 @@ class Model(OneProcess, Closing):
     def most_drafted(self) -> int:
         """Guessed tokens that a pass may verify: with the certain one before them they are few. None where layers keep
         a state: that of the tokens before a wrong guess would be gone."""
-        if self.directory.block.delta_rules:
+        if self.directory.block.recurrent:
             return 0
         return max(0, min(self._few_tokens, MAX_VERIFIED, self.plan.memory.prompt_tokens) - 1)
 

@@ -82,7 +82,7 @@ def gate_entries(layer: int, d_model: int, d_ff: int) -> list[tuple[str, str, tu
 
 def gates_header(widths: Sequence[int], d_model: int, model_sha256: str, metadata: Mapping[str, str]) -> bytes:
     """Header of a file of gates in 4 bits of layers of these widths; its length does not depend on `model_sha256`."""
-    tensors = [entry for layer, d_ff in enumerate(widths) for entry in gate_entries(layer, d_model, d_ff)]
+    tensors = [entry for layer, d_ff in enumerate(widths) if d_ff for entry in gate_entries(layer, d_model, d_ff)]
     return encode_header(tensors, {**PREDICTOR_METADATA, "model_sha256": model_sha256, **metadata})
 
 
@@ -157,6 +157,7 @@ def predictors_header(
     tensors = [
         entry
         for layer, d_ff in enumerate(widths)
+        if d_ff
         for entry in predictor_entries(f"layers.{layer}.", rank, d_model, d_ff, 16)
     ]
     return encode_header(tensors, {**PREDICTOR_METADATA, "model_sha256": model_sha256, **metadata})
@@ -200,8 +201,8 @@ def encode_predictors(
 
 
 def check_predictors_header(header: SafetensorsHeader, layouts: Sequence[RowLayout], model_sha256: str) -> list[int]:
-    """The ranks by layer, 0 where it is the gate in 4 bits. FormatError for predictors of another model, or other
-    tensors or shapes than theirs."""
+    """The ranks by layer, 0 where it is the gate in 4 bits, or there are no neurons. FormatError for predictors of
+    another model, or other tensors or shapes than theirs."""
     metadata = header.metadata
     if any(metadata.get(key) != value for key, value in PREDICTOR_METADATA.items()):
         raise FormatError(f"{header.path}: is not a predictor file of version {PREDICTOR_METADATA['version']}")
@@ -213,6 +214,9 @@ def check_predictors_header(header: SafetensorsHeader, layouts: Sequence[RowLayo
     ranks = []
     known: set[str] = set()
     for layer, layout in enumerate(layouts):
+        if not layout.d_ff:
+            ranks.append(0)
+            continue
         for kind in ("", PREFETCH):
             if not kind and f"layers.{layer}.gate" in header.tensors and "gate" in layout.matrices:
                 for entry in gate_entries(layer, layout.d_model, layout.d_ff):

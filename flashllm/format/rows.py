@@ -138,9 +138,9 @@ class RowLayout:
                 raise ValueError(f"encoding {encoding!r} is not one of {', '.join(known)}")
         if self.down_encoding == self.encoding:
             raise ValueError(f"down_encoding is written only where it differs from {self.encoding}")
-        for name in ("d_model", "d_ff"):
-            if not 0 < getattr(self, name) <= 2**24:
-                raise ValueError(f"{name} must be from 1 to 2^24, not {getattr(self, name)}")
+        for name, least in (("d_model", 1), ("d_ff", 0)):  # a layer may have no neurons
+            if not least <= getattr(self, name) <= 2**24:
+                raise ValueError(f"{name} must be from {least} to 2^24, not {getattr(self, name)}")
         if self.has_plane and self.d_model % SCALED_TOGETHER:
             raise ValueError(f"columns of {self.down} must be multiples of {SCALED_TOGETHER} weights")
         if self.matrices not in MATRICES:

@@ -186,7 +186,7 @@ class Calibration:
         return self._ops.logits(self._ends(names, vectors), self._states[sequence])
 
     def _run(self, number: int, tensors: Tensors, states: Array, watch: Watch | None = None) -> Array:
-        window, sinks = self._block.layers[number].mixer.window or 0, tensors.vectors.get("sinks")
+        window, sinks = self._block.layers[number].attention.window or 0, tensors.vectors.get("sinks")
         attention = self._attention[number]
         arena = self._arena[: self._blocks * attention.block_nbytes].reshape(self._blocks, -1)
 

@@ -49,6 +49,9 @@ _MOST_PAGE_TABLES = 40_000_000  # planned: those of 20 GB
 _TABLE_ROWS, _TABLE_SLOT_NBYTES, _TABLE_UNIT_NBYTES = 1024, 24, 16
 _PROMPT_SHARE = 16  # bytes for neurons, at least, for each that only prompts use; else these are as few as can be
 STREAM_THREADS = 8  # at most, of reads in file order
+# States that a server's prompt leaves besides the one at its end: behind the tools, before the last message, and where
+# it parts from another.
+_MARKS = 3
 _MIN_CACHE_ROWS = 64  # a layer computes any active set in parts of this many rows, or of an expert's, slowly
 _PREFETCH_SHARE = 32  # neurons of a layer for each row prefetched: about what a device reads while a layer computes
 _GUESSED_EXPERTS = 2  # of the next layer, read before its turn: about what a drive reads while a layer computes
@@ -105,6 +108,7 @@ def plan_memory(
     if cache_policy not in CACHE_POLICIES:
         raise UsageError(f"cache_policy must be one of {', '.join(CACHE_POLICIES)}, not {cache_policy!r}")
     state, table = state_shape(manifest, block, context, cache_bits), manifest.table_layout(block)
+    marked = _MARKS * block.state_nbytes if serves else 0
     caches = _Caches.of(manifest, dense=dense, window=window if cache_policy == "window" else None)
     by_unit = manifest.architecture.unit_rows > 1
     named_rows = max(1, max(manifest.architecture.every_width) // _PREFETCH_SHARE) if prefetch and not by_unit else 0
@@ -124,7 +128,7 @@ def plan_memory(
         + (0 if table is None else io_threads * (table.stride + 2 * PAGE_NBYTES)),
         "workspace": _workspace_nbytes(block, context, max(verified, MOST_PARALLEL if serves else 1)),
         "context": context,
-        "context_blocks": -(-state.nbytes(context) // state.block_nbytes),
+        "context_blocks": -(-(state.nbytes(context) + marked) // state.block_nbytes),
         "cache_policy": cache_policy,
         "prefetch_rows": named_rows,
         "window": window,
@@ -169,7 +173,8 @@ class _Caches:
         architecture, calibration = manifest.architecture, manifest.calibration
         unit, widths = architecture.unit_rows, architecture.every_width
         dense = dense and not architecture.experts
-        dense_layers = tuple(range(architecture.num_layers)) if dense else architecture.dense_layers
+        without = tuple(i for i, width in enumerate(widths) if not width)  # neurons: there is nothing to cache
+        dense_layers = tuple(range(architecture.num_layers)) if dense else architecture.dense_layers or without
         windowed = window is not None and not dense
         needs = [
             layout.num_rows if layer in dense_layers else _whole(layout.d_ff, unit)

@@ -58,9 +58,10 @@ def _part_nbytes(manifest: Manifest, block: BlockSpec) -> int:
     floats = 2 * block.d_model + 2 * (block.query_dim + block.kv_dim)
     floats += max(block.query_dim, block.embed_dim) + 2 * max(block.d_model, block.query_dim)
     floats += block.query_dim if any(mixer.gate != "none" for mixer in block.attentions) else 0
-    # Of a delta rule: what is convolved and what comes of it, gates, mixed values.
-    rules = [2 * mixer.channels + 4 * mixer.mixed_dim + 2 * mixer.value_heads for mixer in block.delta_rules]
+    # Of a state: what is convolved and what comes of it, gates, mixed values.
+    rules = [2 * mixer.channels + 4 * mixer.mixed_dim + 2 * mixer.value_heads for mixer in block.recurrent]
     floats += max(rules, default=0)
+    floats += block.d_model if any(layer.second is not None for layer in block.layers) else 0
     # Latent attention's queries as they are projected, with what lies between, and the heads' outputs.
     floats += max(map(_latent_floats, block.attentions), default=0)
     floats += block.token_row  # of per-layer embeddings, as they are projected
@@ -96,5 +97,9 @@ def _stretch_nbytes(manifest: Manifest, block: BlockSpec) -> int:
             mixture += 2 * block.d_model + _COLUMN_PADS
     floats = (2 if any(layer.parallel for layer in block.layers) else 1) * block.d_model
     floats += block.token_row
-    floats += sum(each.dims for each in {layer.mixer.rotary for layer in block.layers} if each is not None)
+    floats += sum(
+        each.dims
+        for each in {layer.mixer.rotary for layer in block.layers if layer.mixer is not None}
+        if each is not None
+    )
     return 4 * (floats + max(dense, mixture))

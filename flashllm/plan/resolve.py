@@ -108,7 +108,7 @@ def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int)
     if mode == "dense" and not model.architecture.experts:
         notices += _streaming(model, memory, profile)
     notices += _small_cache(model, memory)
-    if config.speculate != "off" and model.block.delta_rules:
+    if config.speculate != "off" and model.block.recurrent:
         notices.append("no tokens are drafted: layers keep a state, which a wrong draft would have changed for good")
     return Plan(
         memory=memory,

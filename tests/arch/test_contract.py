@@ -28,6 +28,7 @@ from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import PREDICTORS
 from flashllm.offload.runtime.accelerator.torch_ops import lacking
 from flashllm.offload.runtime.tiers.source import open_weights
+from flashllm.plan.memory import state_shape
 from flashllm.plan.resolve import check_mode, resolve
 
 TOLERANCE = 2e-4  # of fp32 logits, which are of the order of 1 to 10
@@ -306,7 +307,7 @@ def test_a_cut(made, way):
 
     A state cannot be cut: back to the last whole page behind a prompt, each of which leaves a checkpoint."""
     bits, model, expected = way
-    of_state = {150: 128, 100: 64, 63: 0} if model.directory.block.delta_rules else {}
+    of_state = {150: 128, 100: 64, 63: 0} if model.directory.block.recurrent else {}
     for length in (150, 100, 63):
         with model.new_sequence() as sequence:
             run(model, made.ids[:120], sequence)
@@ -354,6 +355,20 @@ def test_a_copy(made, way):
         same(run(model, made.ids[100:140], first), expected[100:140])
 
 
+def test_what_a_conversation_holds_is_in_the_plan(made):
+    """Prompts that each leave a checkpoint, and tokens between them."""
+    model, _ = made.ways[None]
+    if not model.directory.block.recurrent:
+        return
+    shape = state_shape(model.manifest, model.directory.block, CONTEXT, None)
+    with model.new_sequence() as sequence:
+        others = model._memory.pool.nbytes
+        for first, end in itertools.pairwise((0, 30, 31, 66, 67, 100, 132, 133, 134)):
+            most = model._memory.pool.nbytes - others + sequence.nbytes_to_add(end - first)
+            assert most <= shape.nbytes(end)
+            run(model, made.ids[first:end], sequence)
+
+
 def test_parked_and_taken_up(made, way):
     """By another process, as far as bits go."""
     bits, model, expected = way
@@ -375,7 +390,7 @@ def test_parked_and_taken_up(made, way):
 def test_speculation(made, way):
     """Drafts that fill a page, of which some are wrong, and what follows them: as token by token."""
     _, model, _ = way
-    if model.directory.block.delta_rules:
+    if model.directory.block.recurrent:
         assert model.most_drafted == 0
         with model.new_sequence() as sequence, pytest.raises(UsageError, match="drafted tokens are at most 0"):
             model.step([(sequence, made.ids[:3])], drafted=2)
@@ -405,7 +420,7 @@ def test_offload(made, tmp_path, accelerator):
     """
     path = made.directory if accelerator is None else made.source
     block = ModelDir.open(made.directory).block
-    if block.delta_rules or any(mixer.value_norm for mixer in block.attentions):
+    if block.recurrent or any(mixer.value_norm for mixer in block.attentions):
         said = "keep a state in the place of keys and values|values are normalized|per-layer embeddings"
         with pytest.raises(UnsupportedModelError, match=said):
             open_weights(path)

@@ -577,7 +577,7 @@ MIMO = row(
         ResidentTensor(
             name="layers.{i}.sinks",
             source="self_attn.attention_sink_bias",
-            layers=lambda layer: layer.mixer.window is not None,
+            layers=lambda layer: layer.attention.window is not None,
         ),
     ),
 )

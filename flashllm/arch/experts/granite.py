@@ -15,15 +15,18 @@ _MOE = "model.layers.{i}.block_sparse_moe."
 _MATRICES, _SHARED = matrices("block_sparse_moe.experts.{e}"), in_layer(matrices("shared_mlp"))
 
 
-def _experts(config: Config) -> ExpertsSpec:
+def _experts(config: Config) -> ExpertsSpec | None:
+    if config["num_experts"] == 0:
+        return None
     key = "shared_intermediate_size"
     shared = check_size(key, config[key]) if config[key] else 0
     return experts_of(config, "intermediate_size", RouterSpec(score="softmax_of_chosen"), shared=shared)
 
 
-def _granite(
+def granite(
     model_type: str, defaults: Mapping[str, Any], block: Callable[..., BlockSpec], **others: Any
 ) -> ArchitectureSpec:
+    """A row: without experts, their shared neurons are all there are."""
     one = in_layer(_MATRICES)
     return row(
         model_type,
@@ -42,6 +45,7 @@ def _granite(
         block=lambda config: block(config, experts=_experts(config)),
         matrices=_MATRICES,
         shared_matrices=_SHARED,
+        dense_matrices=_SHARED,
         renamed={
             f"{_MOE}experts.gate_up_proj": f"{_MOE}input_linear.weight",
             f"{_MOE}experts.down_proj": f"{_MOE}output_linear.weight",
@@ -58,7 +62,7 @@ def _granite(
 
 
 GRANITE = (
-    _granite("granitemoe", {**LLAMA_DEFAULTS, **MULTIPLIERS}, granite_block, attention=BIASED),
-    _granite("granitemoeshared", {**LLAMA_DEFAULTS, **MULTIPLIERS}, granite_block, attention=BIASED),
-    _granite("granitemoe_swa", GRANITE_SWA_DEFAULTS, granite_swa_block, attention=(*BIASED, SINKS)),
+    granite("granitemoe", {**LLAMA_DEFAULTS, **MULTIPLIERS}, granite_block, attention=BIASED),
+    granite("granitemoeshared", {**LLAMA_DEFAULTS, **MULTIPLIERS}, granite_block, attention=BIASED),
+    granite("granitemoe_swa", GRANITE_SWA_DEFAULTS, granite_swa_block, attention=(*BIASED, SINKS)),
 )

@@ -63,13 +63,14 @@ def row(
         **others,
     }
     one = in_layer(values["matrices"])
+    halves = tuple(one[matrix] for matrix in ("gate", "up") if matrix in one)
     # transformers 5's names of the router, its bias and shared experts, within a layer, and the checkpoints'.
     newer = {"mlp.gate.weight": f"{router}.weight"} | ({newer_choice: choice} if choice and newer_choice else {})
     renamed = {f"model.layers.{{i}}.{new}": f"model.layers.{{i}}.{old}" for new, old in newer.items() if new != old}
     renamed |= {
         new: shared[matrix]
         for matrix, new in in_layer(matrices("mlp.shared_experts")).items()
-        if (shared := values.get("shared_matrices")) and shared[matrix] != new
+        if (shared := values.get("shared_matrices")) and shared.get(matrix, new) != new
     }
     named = [ResidentTensor(name=f"layers.{{i}}.{'wide_' if is_wide else ''}router.weight", source=f"{router}.weight")]
     named += [] if choice is None else [ResidentTensor(name="layers.{i}.choice.bias", source=choice)]
@@ -82,7 +83,7 @@ def row(
             "ignored": ("model.layers.*.self_attn.rotary_emb.inv_freq",),
             "renamed": renamed,
             "stacked": {  # as transformers 5 has them in memory
-                "model.layers.{i}.mlp.experts.gate_up_proj": (one["gate"], one["up"]),
+                "model.layers.{i}.mlp.experts.gate_up_proj": halves,
                 "model.layers.{i}.mlp.experts.down_proj": (one["down"],),
             },
             **values,

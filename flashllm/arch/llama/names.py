@@ -40,15 +40,13 @@ DEFAULTS: dict[str, Any] = {  # of transformers' LlamaConfig, or of most
 }
 
 
-def projections(query: When, out: When) -> tuple[ResidentTensor, ...]:
-    """Query, key, value, out; biases of the first three, and of the last."""
-    names = (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj"), ("out", "o_proj"))
+def projections(query: When, out: When, source: str = "self_attn") -> tuple[ResidentTensor, ...]:
+    """Query, key, value, out; biases of the first three, and of the last. `source`: what has them in a layer."""
+    parts = (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj"), ("out", "o_proj"))
     return tuple(
         tensor
-        for name, source in names
-        for tensor in linear_tensors(
-            f"layers.{{i}}.{name}", f"self_attn.{source}", bias=out if name == "out" else query
-        )
+        for name, part in parts
+        for tensor in linear_tensors(f"layers.{{i}}.{name}", f"{source}.{part}", bias=out if name == "out" else query)
     )
 
 

@@ -26,7 +26,7 @@ def made_predictors(plan: ConversionPlan, weights: Weights, model_sha256: str) -
     else:
         yield memoryview(untrained_header(plan.architecture, plan.predictor_rank, model_sha256))
     d_model = plan.layout.d_model
-    for layer in range(plan.architecture.num_layers):
+    for layer in (i for i, width in enumerate(plan.architecture.every_width) if width):
         driver = _Driver(plan, weights, layer)
         bias, (norm_weight, norm_bias) = driver.bias(), driver.norm()
         if plan.coded_gates:

@@ -32,7 +32,7 @@ def untrained_header(architecture: Architecture, rank: int, model_sha256: str) -
 
 def untrained_nbytes(architecture: Architecture, rank: int) -> int:
     """Size of the predictor file."""
-    layers = [2 * rank * (architecture.d_model + d_ff) + 4 * (d_ff + 1) for d_ff in architecture.every_width]
+    layers = [2 * rank * (architecture.d_model + d_ff) + 4 * (d_ff + 1) for d_ff in architecture.every_width if d_ff]
     return len(untrained_header(architecture, rank, "0" * 64)) + sum(layers)
 
 

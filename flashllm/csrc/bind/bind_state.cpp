@@ -30,7 +30,7 @@ void init_state(nb::module_& m) {
             std::vector<LayerKv> layers;
             for (const LayerSpec& layer : read_architecture(block).layers)
               layers.push_back({layer.attention.kv_heads, layer.attention.head_dim, layer.attention.window,
-                                layer.attention.is_latent(), layer.delta.state_floats(),
+                                layer.attention.is_latent(), layer.state.state_floats(),
                                 layer.attention.shared});
             new (self) StateShape(layers, context, part_tokens, parse_dtype(dtype), bits);
           },

@@ -117,28 +117,49 @@ void read_attention(const Attributes& from, LayerSpec& layer, ModelSpec& model) 
   from("value_scale", to.value_scale);
   from("latent", to.latent, &read);
   from("gate", to.gate, kGates);
+  from("out_scale", to.out_scale);
   from("value_norm", to.value_norm);
   from("key_is_value", to.key_is_value);
   from("shared", to.shared);
 }
 
-void read_delta_rule(const Attributes& from, LayerSpec& layer, ModelSpec&) {
-  DeltaSpec& to = layer.delta;
+void read_state(const Attributes& from, StateSpec& to) {
   from("key_heads", to.key_heads);
   from("value_heads", to.value_heads);
   from("key_dim", to.key_dim);
   from("value_dim", to.value_dim);
   from("kernel", to.kernel);
-  from("tiled", to.tiled);
+}
+
+void read_delta_rule(const Attributes& from, LayerSpec& layer, ModelSpec&) {
+  read_state(from, layer.state);
+  from("tiled", layer.state.tiled);
+  layer.state.by_delta_rule = true;
+}
+
+void read_state_space(const Attributes& from, LayerSpec& layer, ModelSpec&) {
+  StateSpec& to = layer.state;
+  read_state(from, to);
+  from("gate_first", to.gate_first);
+  from("gate_scale", to.gate_scale);
+  from("query_scale", to.query_scale);
+  from("key_scale", to.key_scale);
+  from("value_scale", to.value_scale);
+  from("decay_scale", to.decay_scale);
+  from("out_scale", to.out_scale);
 }
 
 // By their `kind`.
 constexpr Named<void (*)(const Attributes&, LayerSpec&, ModelSpec&)> kMixers[] = {
-    {"attention", &read_attention}, {"delta_rule", &read_delta_rule}};
+    {"attention", &read_attention}, {"delta_rule", &read_delta_rule}, {"state_space", &read_state_space}};
 
 void read(const Attributes& from, LayerSpec& to, ModelSpec& model) {
-  const Attributes mixer(from.object("mixer"));
-  by_name("a mixer", nb::cast<std::string>(mixer.object("kind")), kMixers)(mixer, to, model);
+  for (const char* name : {"mixer", "second"}) {
+    const nb::object object = from.object(name);
+    if (object.is_none()) continue;
+    const Attributes mixer(object);
+    by_name("a mixer", nb::cast<std::string>(mixer.object("kind")), kMixers)(mixer, to, model);
+  }
   from("norms", to.norms, kNormPlaces);
   from("parallel", to.parallel);
   from("shared_norm", to.shared_norm);
@@ -147,6 +168,8 @@ void read(const Attributes& from, LayerSpec& to, ModelSpec& model) {
   from("beside", to.beside);
   from("activation_threshold", to.activation.threshold);
   from("activation_cut", to.activation.cut);
+  from("activation_scale", to.activation.scale);
+  from("ffn_scale", to.ffn_scale);
 }
 
 void read_per_layer(const Attributes& from, std::size_t& width) { from("dim", width); }

@@ -1,7 +1,6 @@
 #include "ffn/token_ffn.h"
 
 #include <algorithm>
-#include <numeric>
 
 namespace flashllm {
 
@@ -83,16 +82,26 @@ void add_columns(const RowFormat& format, const std::byte* rows, std::size_t cou
       add_rows_few(format.matrix(rows, count, format.down), h, tokens, y, width, pool, level);
     return;
   }
-  std::vector<const void*> columns(count);
-  for (std::size_t i = 0; i < count; ++i) columns[i] = rows + i * format.stride + format.down;
+  // A lone token's columns of value zero are not read.
+  const bool is_alone = tokens == 1;
+  std::vector<const void*> columns;
+  std::vector<std::int32_t> ids;
+  std::vector<float> values;
+  columns.reserve(count);
+  ids.reserve(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    if (is_alone && h.data[i * h.step] == 0.0F) continue;
+    columns.push_back(rows + i * format.stride + format.down);
+    ids.push_back(first + static_cast<std::int32_t>(i));
+    if (is_alone) values.push_back(h.data[i * h.step]);
+  }
+  const float* scales = is_alone ? values.data() : h.data;
   if (plane == nullptr)
-    return sum_scattered({columns.data(), count, width, format.down_codec}, h.data, h.row, tokens, y, pool,
-                         level);
-  std::vector<std::int32_t> ids(count);
-  std::iota(ids.begin(), ids.end(), first);
-  const PlaneColumns of_plane{columns.data(), ids.data(), count, width, format.down_codec, plane};
+    return sum_scattered({columns.data(), columns.size(), width, format.down_codec}, scales, h.row, tokens, y,
+                         pool, level);
+  const PlaneColumns of_plane{columns.data(), ids.data(), columns.size(), width, format.down_codec, plane};
   for (std::size_t t = 0; t < tokens; ++t)
-    sum_scattered(of_plane, h.data + t * h.row, y + t * width, pool, level);
+    sum_scattered(of_plane, scales + t * h.row, y + t * width, pool, level);
 }
 
 void TokenFfn::activations(const RowMatrix& driver, const RowMatrix* up, std::size_t begin, std::size_t end) {

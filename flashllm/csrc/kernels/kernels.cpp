@@ -99,8 +99,10 @@ const KernelTable& kernel_table(SimdLevel level, Dtype dtype) {
 MultiplyAdd multiply_add_kernel(SimdLevel level) { return level_kernels(level).multiply_add; }
 const PairKernels* pair_kernels(SimdLevel level) { return level_kernels(level).pairs; }
 MultiplyCodes multiply_codes_kernel(SimdLevel level) { return level_kernels(level).multiply_codes; }
+StateStep state_step_kernel(SimdLevel level, bool by_delta_rule) {
+  return by_delta_rule ? level_kernels(level).delta_step : level_kernels(level).space_step;
+}
 AddCodes add_codes_kernel(SimdLevel level) { return level_kernels(level).add_codes; }
-DeltaStep delta_step_kernel(SimdLevel level) { return level_kernels(level).delta_step; }
 
 Softmax softmax_kernel(SimdLevel level) { return level_kernels(level).softmax; }
 const AttentionKernels& attention_kernels(SimdLevel level) { return *level_kernels(level).attention; }
@@ -177,13 +179,13 @@ void with_whole_function(Activation activation, const Use& use) {
   }
 }
 
-// The same with its cut. A NaN stays one.
+// The same with its scale and its cut. A NaN stays one.
 template <typename Use>
 void with_function(Activation activation, const Use& use) {
   with_whole_function(activation, [&](auto function) {
-    if (activation.cut == 0.0F) return use(function);
-    use([function, cut = activation.cut](float value) {
-      const float result = function(value);
+    if (activation.cut == 0.0F && activation.scale == 1.0F) return use(function);
+    use([function, cut = activation.cut, scale = activation.scale](float value) {
+      const float result = function(scale * value);
       return std::fabs(result) < cut ? 0.0F : result;
     });
   });

@@ -40,6 +40,7 @@ struct Activation {
   Kind kind = identity;
   float threshold = 0.0F;  // of fatrelu: zero up to it, the value itself above
   float cut = 0.0F;        // of any: results of a smaller magnitude become zero
+  float scale = 1.0F;      // of any: of its inputs
 
   Activation() = default;
   Activation(Kind of, float above = 0.0F, float below = 0.0F) : kind(of), threshold(above), cut(below) {}
@@ -144,17 +145,19 @@ using AddCodes = void (*)(const CodeTokens& a, std::size_t tokens, const CodeWei
                           float* c, std::size_t c_row);
 AddCodes add_codes_kernel(SimdLevel level);  // nullptr where the level has none
 
-// A token at a head of the gated delta rule: from the state S [keys, values] before it to the one behind it,
-// which may lie in the same place:
+// A token at a head of a recurrence: from the state S [keys, values] before it to the one behind it, which
+// may lie in the same place. Of a state-space model, and of the gated delta rule, which also takes away what
+// was there under the key:
+//   S *= decay;  S += key (beta * value);            out = query S
 //   S *= decay;  S += key (beta * (value - key S));  out = query S
 // Every sum is over the keys, in their order.
-struct DeltaHead {
+struct StateHead {
   std::size_t keys, values;
   const float *query, *key, *value;
   float decay, beta;
 };
-using DeltaStep = void (*)(const DeltaHead& head, const float* before, float* state, float* out);
-DeltaStep delta_step_kernel(SimdLevel level);
+using StateStep = void (*)(const StateHead& head, const float* before, float* state, float* out);
+StateStep state_step_kernel(SimdLevel level, bool by_delta_rule);
 
 // scores = softmax(scale * scores), in place
 using Softmax = void (*)(float* scores, std::size_t n, float scale);

@@ -60,6 +60,7 @@ struct AttentionSpec {
   std::size_t head_dim = 0;
   HeadNorm head_norm = HeadNorm::none;
   float query_scale = 1.0F;  // of a query, before its products with the keys
+  float out_scale = 1.0F;    // of the output
   int rotary = -1;           // of the model's rotary embeddings; -1: none
   std::size_t window = 0;    // positions that a query sees, its own included; 0: all before it
   float softcap = 0.0F;      // scores are cap * tanh(score / cap); 0: as they are
@@ -90,31 +91,40 @@ struct AttentionSpec {
   }
 };
 
-// The mixer whose heads keep a state, by the gated delta rule (delta_mixer.h).
-struct DeltaSpec {
-  std::size_t key_heads = 0, value_heads = 0;  // 0: the layer's mixer is attention
+// The mixer whose heads keep a state: by the gated delta rule, or of a state-space model (state_mixer.h).
+struct StateSpec {
+  std::size_t key_heads = 0, value_heads = 0;  // 0: the layer has none
   std::size_t key_dim = 0, value_dim = 0;
-  std::size_t kernel = 0;  // tokens that a convolution sees, its own included
-  bool tiled = false;      // value head i has key head i % key_heads, not i / (value heads a key head)
+  std::size_t kernel = 0;      // tokens that a convolution sees, its own included
+  bool tiled = false;          // value head i has key head i % key_heads, not i / (value heads a key head)
+  bool by_delta_rule = false;  // otherwise it is a state-space model
+  bool gate_first = false;     // what is mixed is multiplied by its gate before its norm, not after
+  // Of the products: what they are multiplied by before they are used, and the output.
+  float gate_scale = 1.0F, query_scale = 1.0F, key_scale = 1.0F, value_scale = 1.0F, decay_scale = 1.0F;
+  float out_scale = 1.0F;
 
   std::size_t keys() const { return key_heads * key_dim; }
   std::size_t values() const { return value_heads * value_dim; }
   std::size_t channels() const { return 2 * keys() + values(); }
+  std::size_t norm_width() const { return by_delta_rule ? value_dim : values() / key_heads; }
   std::size_t state_floats() const {
     return value_heads == 0 ? 0 : key_dim * values() + (kernel - 1) * channels();
   }
 };
 
 struct LayerSpec {
-  AttentionSpec attention;  // its mixer, or
-  DeltaSpec delta;
+  AttentionSpec attention;  // of 0 heads: none
+  StateSpec state;          // the same; of both, their outputs are added
   NormPlace norms = NormPlace::input;
   bool parallel = false;
   bool shared_norm = false;  // of a parallel layer: the FFN reads what the attention reads
-  std::size_t neurons = 0;   // of the FFN
+  std::size_t neurons = 0;   // of the FFN; 0: there is none
+  float ffn_scale = 1.0F;    // of the FFN's output
   ExpertsSpec experts;       // that they belong to; of none where the FFN is dense
   std::size_t beside = 0;    // neurons of a dense part beside the experts, which is resident
   Activation activation;
+
+  bool mixes() const { return attention.heads != 0 || state.value_heads != 0; }
 };
 
 // What all layers have in common.
@@ -129,6 +139,20 @@ struct BlockSpec {
   std::size_t row_width() const { return layers * per_layer; }
 };
 
+// Of a layer's state.
+struct StateWeights {
+  RowMatrix query, key, value, out, out_gate;
+  RowMatrix beta;  // of a delta rule alone
+  RowMatrix decay;
+  const float *convolution = nullptr,
+              *convolution_bias = nullptr;                  // [channels, kernel], [channels] or nullptr
+  const float *decay_log = nullptr, *decay_bias = nullptr;  // [value_heads]
+  const float* skip = nullptr;  // [value_heads] or nullptr: what of a value goes by the state
+  // Of each head with one weight, or, of a state-space model, of all heads that share a key, each such group
+  // with its own; width 0: none.
+  Norm mixed_norm;
+};
+
 // Its parts must live as long as the layer.
 struct BlockWeights {
   LayerSpec spec;
@@ -139,26 +163,24 @@ struct BlockWeights {
   // Of one head, or of the projection; of latent attention of the query between its two projections, and of a
   // key's first elements.
   Norm query_norm, key_norm;
-  Norm value_norm;  // of each head; width 0: none
-  Norm mixed_norm;  // of all heads' outputs, before `out`, or of each head's of a delta rule; width 0: none
+  Norm value_norm;         // of each head; width 0: none
+  Norm mixed_norm;         // of all heads' outputs, before `out`; width 0: none
   NeuronNorm neuron_norm;  // before the down columns
   RowMatrix query, key, value, out;
   RowMatrix query_down,
       key_up;  // of latent attention, whose heads have rows of their own in key_up and value
   RowMatrix per_layer_gate, per_layer_out;  // of per-layer embeddings, with
   Norm per_layer_norm;
-  RowMatrix out_gate;                                       // where the mixer has a gate
-  RowMatrix beta, decay;                                    // of a delta rule, as the rest of these
-  const float* convolution = nullptr;                       // [channels, kernel]
-  const float *decay_log = nullptr, *decay_bias = nullptr;  // [value_heads]
-  float scale = 1.0F;                                       // of the states that leave the layer
-  const float* sinks = nullptr;                             // [heads] or nullptr: see AttentionShape
-  const float* up_bias = nullptr;                           // [neurons] or nullptr
-  const float* gate_bias = nullptr;                         // [neurons] or nullptr
-  const float* down_bias = nullptr;                         // [d_model] or nullptr
-  const std::byte* gate = nullptr;  // [neurons, d_model] in the rows' codec, where rows hold no gate
-  ScalePlane plane;                 // of down columns whose scales lie apart
-  FfnLayer* ffn = nullptr;          // nullptr: this layer has no neuron cache and runs dense
+  RowMatrix out_gate;  // where the mixer has a gate
+  StateWeights state;
+  float scale = 1.0F;                // of the states that leave the layer
+  const float* sinks = nullptr;      // [heads] or nullptr: see AttentionShape
+  const float* up_bias = nullptr;    // [neurons] or nullptr
+  const float* gate_bias = nullptr;  // [neurons] or nullptr
+  const float* down_bias = nullptr;  // [d_model] or nullptr
+  const std::byte* gate = nullptr;   // [neurons, d_model] in the rows' codec, where rows hold no gate
+  ScalePlane plane;                  // of down columns whose scales lie apart
+  FfnLayer* ffn = nullptr;           // nullptr: this layer has no neuron cache and runs dense
 };
 
 }  // namespace flashllm

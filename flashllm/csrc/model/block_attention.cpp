@@ -63,6 +63,8 @@ void BlockAttention::attend(const BlockWeights& weights, const Part& part, float
   if (spec_.rounded_inputs) arithmetic_.round_inputs(count, mixed, outputs);
   arithmetic_.take_inputs(outputs, count, mixed, part.is_prompt());
   arithmetic_.project(weights.out, count, out);
+  for (std::size_t i = 0; spec.out_scale != 1.0F && i < count * weights.out.rows; ++i)
+    out[i] *= spec.out_scale;
 }
 
 void BlockAttention::project_heads(const BlockWeights& weights, const Part& part) {

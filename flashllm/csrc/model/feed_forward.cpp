@@ -386,7 +386,7 @@ int FeedForward::layer_after(std::size_t layer, const Part& part) const {
   const bool ends = layer + 1 == blocks_.size();
   if (ends && part.is_last) return RowStream::kNoLayer;
   const std::size_t next = ends ? 0 : layer + 1;
-  return is_routed(next) ? RowStream::kNoLayer : static_cast<int>(next);
+  return is_routed(next) || blocks_[next].spec.neurons == 0 ? RowStream::kNoLayer : static_cast<int>(next);
 }
 
 }  // namespace flashllm

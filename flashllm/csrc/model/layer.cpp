@@ -23,6 +23,7 @@ unsigned exponent_is_full(float value) {  // of infinities, and of what is no nu
 void Layer::run(std::size_t layer, const BlockWeights& weights, const Part& part, float* states) {
   if (weights.spec.parallel) attended_.resize(part.count * spec_.d_model);
   const float* input = attend(layer, weights, part, states, attended_.data());
+  if (weights.spec.neurons == 0) return;
   ffn_.run({layer, part, input, states, projected_.data()});
   add_ffn(layer, weights, part, states, attended_.data());
 }
@@ -30,24 +31,13 @@ void Layer::run(std::size_t layer, const BlockWeights& weights, const Part& part
 const float* Layer::attend(std::size_t layer, const BlockWeights& weights, const Part& part, float* states,
                            float* attended) {
   const std::size_t count = part.count, n = count * spec_.d_model;
-  const bool before = norms_input(weights.spec.norms), behind = norms_output(weights.spec.norms);
+  const bool before = norms_input(weights.spec.norms);
   normed_.resize(n);
   projected_.resize(std::max(projected_.size(), n));  // parts of a stretch differ in length
-  if (before) arithmetic_.normalize(weights.attention_norm, count, states, normed_.data());
-  if (spec_.rounded_inputs) arithmetic_.round_inputs(count, spec_.d_model, normed_.data());
-  arithmetic_.take_inputs(before ? normed_.data() : states, count, spec_.d_model, part.is_prompt());
-  if (weights.spec.delta.value_heads != 0)
-    delta_.mix(weights, part, projected_.data());
-  else
-    attention_.attend(weights, part, projected_.data());
-  if (behind)
-    arithmetic_.normalize(weights.attention_output_norm, count, projected_.data(), projected_.data());
-  if (weights.spec.parallel) {
-    std::copy_n(projected_.data(), n, attended);
-  } else {
-    add_projected(count, states);
-    if (weights.spec.norms == NormPlace::sum)
-      arithmetic_.normalize(weights.attention_norm, count, states, states);
+  if (weights.spec.mixes()) mix(weights, part, states, attended);
+  if (weights.spec.neurons == 0) {
+    check_finite(layer, states, count);
+    return nullptr;
   }
   if (before && !weights.spec.shared_norm)
     arithmetic_.normalize(weights.ffn_norm, count, states, normed_.data());
@@ -57,9 +47,39 @@ const float* Layer::attend(std::size_t layer, const BlockWeights& weights, const
   return input;
 }
 
+// The mixer, or both, and what they add to the states.
+void Layer::mix(const BlockWeights& weights, const Part& part, float* states, float* attended) {
+  const LayerSpec& spec = weights.spec;
+  const std::size_t count = part.count, n = count * spec_.d_model;
+  const bool before = norms_input(spec.norms), behind = norms_output(spec.norms);
+  if (before) arithmetic_.normalize(weights.attention_norm, count, states, normed_.data());
+  if (spec_.rounded_inputs) arithmetic_.round_inputs(count, spec_.d_model, normed_.data());
+  arithmetic_.take_inputs(before ? normed_.data() : states, count, spec_.d_model, part.is_prompt());
+  // The inputs that are taken are those of the mixer that runs: the second one takes them again.
+  const bool both = spec.attention.heads != 0 && spec.state.value_heads != 0;
+  if (spec.attention.heads != 0) attention_.attend(weights, part, projected_.data());
+  if (both) {
+    second_.resize(n);
+    arithmetic_.take_inputs(before ? normed_.data() : states, count, spec_.d_model, part.is_prompt());
+  }
+  if (spec.state.value_heads != 0)
+    state_.mix(spec.state, weights.state, part, both ? second_.data() : projected_.data());
+  for (std::size_t i = 0; both && i < n; ++i) projected_[i] += second_[i];
+  if (behind)
+    arithmetic_.normalize(weights.attention_output_norm, count, projected_.data(), projected_.data());
+  if (spec.parallel) {
+    std::copy_n(projected_.data(), n, attended);
+  } else {
+    add_projected(count, states);
+    if (spec.norms == NormPlace::sum) arithmetic_.normalize(weights.attention_norm, count, states, states);
+  }
+}
+
 void Layer::add_ffn(std::size_t layer, const BlockWeights& weights, const Part& part, float* states,
                     const float* attended) {
   const std::size_t count = part.count, n = count * spec_.d_model;
+  const float scale = weights.spec.ffn_scale;
+  for (std::size_t i = 0; scale != 1.0F && i < n; ++i) projected_[i] *= scale;
   if (weights.spec.beside != 0) add_beside(weights, part, states);
   if (norms_output(weights.spec.norms)) {
     arithmetic_.round(projected_.data(), n);

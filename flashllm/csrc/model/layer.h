@@ -8,8 +8,8 @@
 #include "model/arithmetic.h"
 #include "model/block.h"
 #include "model/block_attention.h"
-#include "model/delta_mixer.h"
 #include "model/pass.h"
+#include "model/state_mixer.h"
 
 namespace flashllm {
 
@@ -37,7 +37,7 @@ class Layer {
       : spec_(spec),
         arithmetic_(arithmetic),
         attention_(spec, rotary, arithmetic, memory),
-        delta_(arithmetic),
+        state_(arithmetic),
         ffn_(ffn) {}
 
   // The positions of a part's tokens, or of a stretch's, which hold for all layers.
@@ -57,6 +57,7 @@ class Layer {
   float* outputs() { return projected_.data(); }
 
  private:
+  void mix(const BlockWeights& weights, const Part& part, float* states, float* attended);
   void add_projected(std::size_t count, float* states);
   void activate_rows(const BlockWeights& weights, std::size_t count, std::size_t width, float* values);
   void add_beside(const BlockWeights& weights, const Part& part, const float* states);
@@ -66,10 +67,10 @@ class Layer {
   const BlockSpec& spec_;
   Arithmetic& arithmetic_;
   BlockAttention attention_;
-  DeltaMixer delta_;
+  StateMixer state_;
   FfnPart& ffn_;
-  std::vector<float> normed_, projected_, attended_;  // scratch of a part, [tokens, d_model]
-  std::vector<float> gate_, up_;                      // the same, [tokens, per_layer], [tokens, beside]
+  std::vector<float> normed_, projected_, attended_, second_;  // scratch of a part, [tokens, d_model]
+  std::vector<float> gate_, up_;  // the same, [tokens, per_layer], [tokens, beside]
 };
 
 }  // namespace flashllm

@@ -42,7 +42,7 @@ void Model::run_block(std::size_t layer, std::size_t kv_layer, const std::vector
   const LayerSpec& spec = weights_.blocks[layer].spec;
   for (const Token& token : tokens) {
     const LayerKv& kept = token.sequence->shape().layer(kv_layer);
-    require(spec.delta.value_heads == 0 && spec.attention.shared < 0 &&
+    require(spec.attention.heads != 0 && spec.state.value_heads == 0 && spec.attention.shared < 0 &&
                 kept.kv_heads == spec.attention.kv_heads && kept.head_dim == spec.attention.head_dim &&
                 kept.keys_alone == spec.attention.is_latent(),
             "a sequence must have room for this layer's keys and values");
@@ -215,10 +215,12 @@ void RunningPass::attend_part() {
   if (weights.spec.parallel) attended_.resize(hidden_.size());
   float* states = of_part(hidden_, part);
   const float* x = model_.layer_.attend(layer_, weights, part, states, of_part(attended_, part));
-  model_.ffn_.take(*ffn_, {layer_, part, x, states, nullptr});
+  if (x != nullptr) model_.ffn_.take(*ffn_, {layer_, part, x, states, nullptr});
   model_.look();
+  if (x == nullptr) ++progress_.done;
   if (++part_ != stretch_.size()) return;
   part_ = 0;
+  if (x == nullptr) return next_layer();
   model_.ffn_.begin_rows(*ffn_, layer_, stretch_.back());
   phase_ = Phase::rows;
 }

@@ -40,20 +40,18 @@ StateShape::StateShape(const std::vector<LayerKv>& layers, std::size_t context, 
   constexpr std::size_t kMost = std::numeric_limits<std::size_t>::max() / 2;
   std::size_t floats = 0;
   for (const LayerKv& layer : layers) {
-    if (layer.state_floats != 0) {
-      require(layer.state_floats <= kMost / sizeof(float) / layers.size(),
-              "a state of this size exceeds the address space");
-      layers_.push_back({kRecurrent, floats});
-      floats += layer.state_floats;
-      continue;
-    }
+    require(layer.state_floats <= kMost / sizeof(float) / layers.size(),
+            "a state of this size exceeds the address space");
     if (layer.shared >= 0) {
       require(static_cast<std::size_t>(layer.shared) < layers_.size(),
               "a layer shares what an earlier one has");
       layers_.push_back(layers_[static_cast<std::size_t>(layer.shared)]);
       continue;
     }
-    require(layer.kv_heads != 0 && layer.head_dim != 0, "a KV cache's sizes must not be zero");
+    layers_.push_back({kNone, 0, layer.state_floats == 0 ? kNone : floats});
+    floats += layer.state_floats;
+    if (layer.kv_heads == 0) continue;
+    require(layer.head_dim != 0, "a KV cache's sizes must not be zero");
     std::size_t nbytes = 1;
     for (const std::size_t factor : {layers.size(), layer.kv_heads, layer.head_dim, context + kKvBlock,
                                      2 * sizeof(float) * kSystemPage}) {
@@ -67,7 +65,8 @@ StateShape::StateShape(const std::vector<LayerKv>& layers, std::size_t context, 
     if (same == kinds_.end())
       kinds_.push_back(
           {layer, KvBlockFormat(layer.kv_heads, layer.head_dim, dtype, layout, bits, layer.keys_alone)});
-    layers_.push_back({kind, kinds_[kind].layers++});
+    layers_.back().kind = kind;
+    layers_.back().index = kinds_[kind].layers++;
   }
   require(!kinds_.empty(), "a sequence's state needs a layer with keys and values");
   state_nbytes_ = (floats * sizeof(float) + kSystemPage - 1) / kSystemPage * kSystemPage;
@@ -75,7 +74,7 @@ StateShape::StateShape(const std::vector<LayerKv>& layers, std::size_t context, 
 
 const LayerKv& StateShape::layer(std::size_t number) const {
   const Place& place = layers_.at(number);
-  require(place.kind != kRecurrent, "a layer with a state has no keys and values");
+  require(place.kind != kNone, "the layer has no keys and values");
   return kinds_[place.kind].layer;
 }
 
@@ -109,8 +108,9 @@ std::size_t StateShape::nbytes(std::size_t length) const {
     if (is_packed)
       sum += std::min(all, 1 + held_pages(kind, false, all, part_tokens_)) * kind.page_nbytes(false);
   }
-  // The states now, before and after the pass, and those of checkpoints, old and new ones.
-  return sum + (3 + (length < kKvBlock ? 0 : 2 * kCheckpoints)) * state_nbytes_;
+  // The states before and after a pass (has_spare_states), and those of checkpoints: the old ones, and the
+  // one that the pass leaves where it ends.
+  return sum + (2 + (length < kKvBlock ? 0 : kCheckpoints + 1)) * state_nbytes_;
 }
 
 StatePool::StatePool(const StateShape& shape) : shape_(shape) {
@@ -306,10 +306,10 @@ bool SequenceState::has_spare_states() const {
 }
 
 SequenceState::Recurrent SequenceState::recurrent(std::size_t layer, std::size_t position) const {
-  require(layer < shape().layers().size() && shape().layers()[layer].kind == StateShape::kRecurrent &&
+  require(layer < shape().layers().size() && shape().layers()[layer].state != StateShape::kNone &&
               states_now_ != nullptr,
           "a state must be reserved before it is changed");
-  const std::size_t at = shape().layers()[layer].index;
+  const std::size_t at = shape().layers()[layer].state;
   float* now = reinterpret_cast<float*>(states_now_.get()) + at;
   // Memory that was never used is zeros.
   const bool begins = position == length_ && states_ != nullptr;
@@ -324,13 +324,13 @@ std::size_t SequenceState::next_recorded(std::size_t from, std::size_t end) cons
 void SequenceState::record(std::size_t layer, std::size_t position, std::size_t offset, std::size_t floats) {
   const auto found = recorded_.find(position);
   if (found == recorded_.end()) return;
-  const std::size_t at = shape().layers()[layer].index + offset;
+  const std::size_t at = shape().layers()[layer].state + offset;
   std::memcpy(found->second.get() + at * sizeof(float), states_now_.get() + at * sizeof(float),
               floats * sizeof(float));
 }
 
 void SequenceState::append(std::size_t layer, std::size_t position, const float* key, const float* value) {
-  require(layer < shape().layers().size() && shape().layers()[layer].kind != StateShape::kRecurrent &&
+  require(layer < shape().layers().size() && shape().layers()[layer].kind != StateShape::kNone &&
               position >= length_ && position / kKvBlock < tables_[shape().layers()[layer].kind].plain.size(),
           "a position of the KV cache must be reserved before it is written");
   const StateShape::Place& place = shape().layers()[layer];
@@ -348,7 +348,7 @@ bool SequenceState::seal(std::size_t layer, std::size_t page) {
 }
 
 KvView SequenceState::view(std::size_t layer) const {
-  require(layer < shape().layers().size() && shape().layers()[layer].kind != StateShape::kRecurrent,
+  require(layer < shape().layers().size() && shape().layers()[layer].kind != StateShape::kNone,
           "a KV cache's layer beyond those there are");
   const StateShape::Place& place = shape().layers()[layer];
   const KvBlockFormat& format = kind(place.kind).format;

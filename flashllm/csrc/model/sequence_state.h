@@ -33,7 +33,7 @@
 
 namespace flashllm {
 
-// What a layer keeps: of each position, or, where it has `state_floats`, of all of them together.
+// What a layer keeps: of each position, and `state_floats` of all of them together; either may be nothing.
 struct LayerKv {
   std::size_t kv_heads = 0;
   std::size_t head_dim = 0;
@@ -58,10 +58,11 @@ class StateShape {
     // The first page that a query at `position` sees.
     std::size_t first_page(std::size_t position) const;
   };
-  static constexpr std::size_t kRecurrent = std::numeric_limits<std::size_t>::max();
+  static constexpr std::size_t kNone = std::numeric_limits<std::size_t>::max();
   struct Place {
-    std::size_t kind;   // kRecurrent: it has a state
-    std::size_t index;  // among the layers of the kind; of a state: its first float
+    std::size_t kind;   // of its keys and values; kNone: it has none
+    std::size_t index;  // among the layers of the kind
+    std::size_t state;  // the first float of its state; kNone: it has none
   };
 
   // `context`: positions at most; `part_tokens`: that a pass takes at a time, at least; `bits`: of packed
@@ -80,7 +81,8 @@ class StateShape {
   std::size_t max_pages() const { return (context_ + kKvBlock - 1) / kKvBlock; }  // of a kind
   std::size_t block_nbytes() const;  // of a plain page of each kind
   std::size_t part_tokens() const { return part_tokens_; }
-  std::size_t nbytes(std::size_t length) const;  // that a sequence holds at most on its way to `length`
+  // That a sequence holds at most on its way to `length`, without marks.
+  std::size_t nbytes(std::size_t length) const;
   // Of so many new pages of a kind, plain or packed, those that a pass holds at once, at most, where it takes
   // `together` tokens at a time.
   std::size_t held_pages(const Kind& kind, bool is_packed, std::size_t pages, std::size_t together) const;

@@ -11,21 +11,21 @@ bool fits(const RowMatrix& weights, const BlockSpec& spec, std::size_t rows, std
          weights.rows == rows && weights.columns == columns;
 }
 
-void check_delta(const BlockSpec& spec, const BlockWeights& weights) {
-  const DeltaSpec& delta = weights.spec.delta;
-  require(delta.key_heads != 0 && delta.key_dim != 0 && delta.value_dim != 0 && delta.kernel != 0 &&
-              delta.value_heads % delta.key_heads == 0,
-          "a delta rule's sizes must not be zero, and its heads a multiple of key_heads");
-  require(fits(weights.query, spec, delta.keys(), spec.d_model) &&
-              fits(weights.key, spec, delta.keys(), spec.d_model) &&
-              fits(weights.value, spec, delta.values(), spec.d_model) &&
-              fits(weights.out_gate, spec, delta.values(), spec.d_model) &&
-              fits(weights.beta, spec, delta.value_heads, spec.d_model) &&
-              fits(weights.decay, spec, delta.value_heads, spec.d_model) &&
-              fits(weights.out, spec, spec.d_model, delta.values()) && weights.convolution != nullptr &&
+void check_state(const BlockSpec& spec, const StateSpec& state, const StateWeights& weights) {
+  require(state.key_heads != 0 && state.key_dim != 0 && state.value_dim != 0 && state.kernel != 0 &&
+              state.value_heads % state.key_heads == 0,
+          "the sizes of a mixer with a state must not be zero, and its heads a multiple of key_heads");
+  require(fits(weights.query, spec, state.keys(), spec.d_model) &&
+              fits(weights.key, spec, state.keys(), spec.d_model) &&
+              fits(weights.value, spec, state.values(), spec.d_model) &&
+              fits(weights.out_gate, spec, state.values(), spec.d_model) &&
+              (!state.by_delta_rule || fits(weights.beta, spec, state.value_heads, spec.d_model)) &&
+              fits(weights.decay, spec, state.value_heads, spec.d_model) &&
+              fits(weights.out, spec, spec.d_model, state.values()) && weights.convolution != nullptr &&
               weights.decay_log != nullptr && weights.decay_bias != nullptr &&
-              weights.mixed_norm.width == delta.value_dim && !spec.rounded_inputs,
-          "a delta rule's weights do not fit the model");
+              (weights.mixed_norm.width == 0 || weights.mixed_norm.width == state.norm_width()) &&
+              !spec.rounded_inputs,
+          "the weights of a mixer with a state do not fit the model");
 }
 
 // What latent attention has besides.
@@ -86,20 +86,23 @@ void check_attention(const ModelSpec& model, const BlockWeights& weights) {
 void check_block(const ModelSpec& model, const BlockWeights& weights) {
   const BlockSpec& spec = model.block;
   const LayerSpec& layer = weights.spec;
-  if (layer.delta.value_heads != 0)
-    check_delta(spec, weights);
-  else
-    check_attention(model, weights);
+  require(layer.mixes() || layer.neurons != 0, "a block must have a mixer or an FFN");
+  if (layer.state.value_heads != 0) check_state(spec, layer.state, weights.state);
+  if (layer.attention.heads != 0) check_attention(model, weights);
   const auto wide = [&](const Norm& norm, bool wanted) { return !wanted || norm.width == spec.d_model; };
   const bool input = layer.norms != NormPlace::output, output = norms_output(layer.norms);
-  require(wide(weights.attention_norm, input) && wide(weights.ffn_norm, input && !layer.shared_norm) &&
-              wide(weights.attention_output_norm, output) && wide(weights.ffn_output_norm, output),
+  const bool mixes = layer.mixes(), computes = layer.neurons != 0;
+  require(wide(weights.attention_norm, input && mixes) &&
+              wide(weights.ffn_norm, input && computes && !layer.shared_norm) &&
+              wide(weights.attention_output_norm, output && mixes) &&
+              wide(weights.ffn_output_norm, output && computes),
           "a block's norms do not fit the model");
   require(weights.ffn == nullptr || weights.ffn->width() == spec.d_model,
           "a block's FFN does not fit the model");
   require(!spec.rounded_inputs || (layer.norms == NormPlace::input && !layer.parallel),
           "inputs are rounded where a block's norms are, before attention and FFN");
-  require(layer.neurons != 0, "a block's FFN must have neurons");
+  require((mixes && computes) || (layer.norms == NormPlace::input && !layer.parallel && !spec.rounded_inputs),
+          "a block without a mixer, or without an FFN, has its norm before what it has");
   require(layer.beside == 0 || (fits(weights.beside_up, spec, layer.beside, spec.d_model) &&
                                 fits(weights.beside_gate, spec, layer.beside, spec.d_model) &&
                                 fits(weights.beside_down, spec, spec.d_model, layer.beside) && output &&

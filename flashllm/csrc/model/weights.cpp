@@ -35,27 +35,35 @@ ModelWeights read_ends(NamedTensors& tensors, const Architecture& of, bool in_pa
 
 namespace {
 
-// Of a layer whose mixer is a delta rule.
-void read_delta(NamedTensors& tensors, const std::string& layer, const Architecture& of,
-                BlockWeights& weights) {
-  const DeltaSpec& spec = weights.spec.delta;
+// Of a layer's state, out of tensors whose names begin with `name`.
+StateWeights read_state(NamedTensors& tensors, const std::string& name, const Architecture& of,
+                        const StateSpec& spec) {
   const std::size_t d_model = of.model.block.d_model;
-  const auto small = [&](const char* name) {
-    return tensors.matrix(layer + name, spec.value_heads, d_model, codec_of(tensors.dtype()));
+  const auto small = [&](const char* part) {
+    RowMatrix matrix = tensors.matrix(name + part, spec.value_heads, d_model, codec_of(tensors.dtype()));
+    matrix.bias = tensors.floats(name + part + ".bias", spec.value_heads);
+    return matrix;
   };
-  weights.query = tensors.linear(layer + "query", spec.keys(), d_model);
-  weights.key = tensors.linear(layer + "key", spec.keys(), d_model);
-  weights.value = tensors.linear(layer + "value", spec.values(), d_model);
-  weights.out_gate = tensors.linear(layer + "out_gate", spec.values(), d_model);
-  weights.out = tensors.linear(layer + "out", d_model, spec.values());
-  weights.beta = small("beta");
+  StateWeights weights;
+  weights.query = tensors.linear(name + "query", spec.keys(), d_model);
+  weights.key = tensors.linear(name + "key", spec.keys(), d_model);
+  weights.value = tensors.linear(name + "value", spec.values(), d_model);
+  weights.out_gate = tensors.linear(name + "out_gate", spec.values(), d_model);
+  weights.out = tensors.linear(name + "out", d_model, spec.values());
+  if (spec.by_delta_rule) weights.beta = small("beta");
   weights.decay = small("decay");
-  weights.convolution = tensors.floats(layer + "conv.weight", spec.channels() * spec.kernel);
-  weights.decay_log = tensors.wide_floats(layer + "decay_log", spec.value_heads);
-  weights.decay_bias = tensors.wide_floats(layer + "decay_bias", spec.value_heads);
+  weights.convolution = tensors.floats(name + "conv.weight", spec.channels() * spec.kernel);
+  weights.convolution_bias = tensors.floats(name + "conv.bias", spec.channels());
+  weights.decay_log = tensors.wide_floats(name + "decay_log", spec.value_heads);
+  weights.decay_bias = tensors.wide_floats(name + "decay_bias", spec.value_heads);
+  weights.skip = tensors.wide_floats(name + "skip", spec.value_heads);
   NormStyle style = of.norms;
   style.shift = 0.0F;
-  weights.mixed_norm = tensors.norm(layer + "mixed_norm", style, spec.value_dim);
+  if (spec.by_delta_rule)
+    weights.mixed_norm = tensors.norm(name + "mixed_norm", style, spec.value_dim);
+  else if (tensors.contains(name + "mixed_norm.weight"))
+    weights.mixed_norm = tensors.norm(name + "mixed_norm", style, spec.norm_width(), spec.values());
+  return weights;
 }
 
 }  // namespace
@@ -69,9 +77,10 @@ BlockWeights read_block(NamedTensors& tensors, const std::string& layer, const A
   const std::size_t d_model = model.d_model, attended = attention.query_dim(), cached = attention.kv_dim();
   BlockWeights weights;
   weights.spec = spec;
+  const bool mixes = spec.mixes(), computes = spec.neurons != 0;
   if (spec.norms != NormPlace::output) {
-    weights.attention_norm = tensors.norm(layer + "attention_norm", style, d_model);
-    if (!spec.shared_norm) weights.ffn_norm = tensors.norm(layer + "ffn_norm", style, d_model);
+    if (mixes) weights.attention_norm = tensors.norm(layer + "attention_norm", style, d_model);
+    if (computes && !spec.shared_norm) weights.ffn_norm = tensors.norm(layer + "ffn_norm", style, d_model);
   }
   if (norms_output(spec.norms)) {
     weights.attention_output_norm = tensors.norm(layer + "attention_output_norm", style, d_model);
@@ -108,10 +117,9 @@ BlockWeights read_block(NamedTensors& tensors, const std::string& layer, const A
                            style.epsilon, model.rounded_inputs};
     require(static_cast<bool>(weights.neuron_norm), layer + "ffn_sub_norm.weight is missing");
   }
-  if (spec.delta.value_heads != 0) {
-    read_delta(tensors, layer, of, weights);
-    return weights;
-  }
+  if (spec.state.value_heads != 0)
+    weights.state = read_state(tensors, spec.state.by_delta_rule ? layer : layer + "state.", of, spec.state);
+  if (attention.heads == 0) return weights;
   if (attention.is_latent()) {
     const LatentSpec& latent = attention.latent;
     const auto norm = [&](const char* name, std::size_t width) {

@@ -337,7 +337,7 @@ class _Run:
 
     def _window(self, step: Step) -> int:
         """Positions that a token sees in the step's layer; 0: all before it."""
-        return self.r.block.layers[self.r.stage.first + step.layer].mixer.window or 0
+        return self.r.block.layers[self.r.stage.first + step.layer].attention.window or 0
 
     def _positions(self, batch: _Batch, token: int) -> NDArray[np.int64]:
         if token == 0:

@@ -1,8 +1,8 @@
 """Matrices of many experts that a checkpoint keeps stacked in one tensor, as a tensor each.
 
 transformers before version 5 wrote a tensor for each expert, later ones write them so or stacked, with gate and up one
-behind the other. A stack is [experts, rows, columns]; what is read of it are the bytes of the rows asked for. Knows no
-model_type: the architecture says what is stacked (`ArchitectureSpec.stacked`).
+behind the other. A stack is [experts, rows, columns], or [rows, columns] of one; what is read of it are the bytes of
+the rows asked for. Knows no model_type: the architecture says what is stacked (`ArchitectureSpec.stacked`).
 """
 
 import dataclasses

@@ -254,28 +254,34 @@ void online_softmax(float* scores, std::size_t keys, std::size_t columns, std::s
   }
 }
 
-// As DeltaStep says, of V vectors of columns from `at` on.
-template <std::size_t V>
-inline void delta_columns(const DeltaHead& head, std::size_t at, const float* before, float* state,
+// As StateStep says, of V vectors of columns from `at` on.
+template <bool kByDeltaRule, std::size_t V>
+inline void state_columns(const StateHead& head, std::size_t at, const float* before, float* state,
                           float* out) {
   const std::size_t keys = head.keys, row = head.values;
-  Vec sum[V], delta[V];
-  for (Vec& each : sum) each = Vec::zero();
-  for (std::size_t i = 0; i < keys; ++i) {
-    const Vec key = Vec::set(head.key[i]);
-    for (std::size_t v = 0; v < V; ++v)
-      sum[v] = fma(Vec::load_f32(before + i * row + at + v * Vec::kWidth), key, sum[v]);
-  }
   const Vec decay = Vec::set(head.decay), minus = Vec::set(-head.decay), beta = Vec::set(head.beta);
+  Vec sum[V], added[V];
   for (std::size_t v = 0; v < V; ++v) {
-    delta[v] = fma(sum[v], minus, Vec::load_f32(head.value + at + v * Vec::kWidth)) * beta;
+    sum[v] = Vec::zero();
+    added[v] = Vec::load_f32(head.value + at + v * Vec::kWidth);
+  }
+  if constexpr (kByDeltaRule) {
+    for (std::size_t i = 0; i < keys; ++i) {
+      const Vec key = Vec::set(head.key[i]);
+      for (std::size_t v = 0; v < V; ++v)
+        sum[v] = fma(Vec::load_f32(before + i * row + at + v * Vec::kWidth), key, sum[v]);
+    }
+    for (std::size_t v = 0; v < V; ++v) added[v] = fma(sum[v], minus, added[v]);
+  }
+  for (std::size_t v = 0; v < V; ++v) {
+    added[v] = added[v] * beta;
     sum[v] = Vec::zero();
   }
   for (std::size_t i = 0; i < keys; ++i) {
     const Vec key = Vec::set(head.key[i]), query = Vec::set(head.query[i]);
     for (std::size_t v = 0; v < V; ++v) {
       const std::size_t place = i * row + at + v * Vec::kWidth;
-      const Vec now = fma(delta[v], key, Vec::load_f32(before + place) * decay);
+      const Vec now = fma(added[v], key, Vec::load_f32(before + place) * decay);
       now.store(state + place);
       sum[v] = fma(now, query, sum[v]);
     }
@@ -284,21 +290,27 @@ inline void delta_columns(const DeltaHead& head, std::size_t at, const float* be
 }
 
 // A column's sums have one order, whichever way is taken.
-void delta_step(const DeltaHead& head, const float* before, float* state, float* out) {
+template <bool kByDeltaRule>
+void state_step(const StateHead& head, const float* before, float* state, float* out) {
   constexpr std::size_t kTogether = 4;
   std::size_t at = 0;
   for (; at + kTogether * Vec::kWidth <= head.values; at += kTogether * Vec::kWidth)
-    delta_columns<kTogether>(head, at, before, state, out);
-  for (; at + Vec::kWidth <= head.values; at += Vec::kWidth) delta_columns<1>(head, at, before, state, out);
+    state_columns<kByDeltaRule, kTogether>(head, at, before, state, out);
+  for (; at + Vec::kWidth <= head.values; at += Vec::kWidth)
+    state_columns<kByDeltaRule, 1>(head, at, before, state, out);
   for (; at < head.values; ++at) {
+    float added = head.value[at];
+    if constexpr (kByDeltaRule) {
+      float found = 0.0F;
+      for (std::size_t i = 0; i < head.keys; ++i)
+        found = __builtin_fmaf(before[i * head.values + at], head.key[i], found);
+      added = __builtin_fmaf(found, -head.decay, added);
+    }
+    added *= head.beta;
     float sum = 0.0F;
-    for (std::size_t i = 0; i < head.keys; ++i)
-      sum = __builtin_fmaf(before[i * head.values + at], head.key[i], sum);
-    const float delta = __builtin_fmaf(sum, -head.decay, head.value[at]) * head.beta;
-    sum = 0.0F;
     for (std::size_t i = 0; i < head.keys; ++i) {
       const std::size_t place = i * head.values + at;
-      state[place] = __builtin_fmaf(delta, head.key[i], before[place] * head.decay);
+      state[place] = __builtin_fmaf(added, head.key[i], before[place] * head.decay);
       sum = __builtin_fmaf(state[place], head.query[i], sum);
     }
     out[at] = sum;

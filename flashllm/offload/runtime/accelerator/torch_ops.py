@@ -64,7 +64,7 @@ class TorchOps:
         self._block, self._device = block, device
         self._frequencies = {
             rotary: torch.tensor(rotary.inverse_frequency, dtype=torch.float32, device=device.device)
-            for rotary in {layer.mixer.rotary for layer in block.layers}
+            for rotary in {layer.attention.rotary for layer in block.layers}
             if rotary is not None
         }
         self._wide_products = _has_wide_products(device)

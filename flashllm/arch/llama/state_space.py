@@ -1,0 +1,392 @@
+"""Decoders whose layers, or most of them, are state-space models (Mamba-2: Dao and Gu, 2024); the others attend."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from flashllm.arch.experts.granite import granite
+from flashllm.arch.experts.row import experts_of, grouped_router
+from flashllm.arch.experts.row import row as mixture
+from flashllm.arch.family import always, decoder_block, head_size, linear_tensors, never, says
+from flashllm.arch.llama.dense import MULTIPLIERS, granite_block
+from flashllm.arch.llama.names import BIASED, LLAMA_DEFAULTS, projections, row
+from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, StateSpace, check_number, check_size
+from flashllm.arch.tensors import Part, ResidentTensor, attentions, state_spaces
+from flashllm.errors import UnsupportedModelError
+
+Space = Callable[[Config], StateSpace]
+_MAMBA, _ATTENTION, _DENSE, _EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
+_ONCE = {"mamba": _MAMBA, "attention": _ATTENTION}  # what older configs call them
+
+
+def _sized(config: Config, *, key_heads: str, heads: str, dim: Any, state: str, kernel: str) -> StateSpace:
+    """The mixer, its sizes under these keys; `dim`: of a value head."""
+    limit = config["time_step_limit"]
+    infinite = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])  # as JSON has it in any release
+    if limit is not None and list(limit) not in infinite:
+        raise UnsupportedModelError(f"time_step_limit must be [0, Infinity], not {str(limit)[:80]}")
+    return StateSpace(
+        key_heads=check_size(key_heads, config[key_heads]),
+        value_heads=check_size(heads, config[heads]),
+        key_dim=check_size(state, config[state]),
+        value_dim=check_size("mamba_d_head", dim),
+        kernel=check_size(kernel, config[kernel]),
+    )
+
+
+def _space(config: Config, inner: int | None = None) -> StateSpace:
+    """The mixer of a config whose keys begin with "mamba_"; `inner`: numbers of all value heads, where those are not
+    `mamba_expand` times the width."""
+    heads, dim = check_size("mamba_n_heads", config["mamba_n_heads"]), config["mamba_d_head"]
+    width = config["mamba_expand"] * check_size("hidden_size", config["hidden_size"]) if inner is None else inner
+    if config["hidden_act"] != "silu":
+        raise UnsupportedModelError(f"activation {str(config['hidden_act'])[:80]!r} is not supported for this model")
+    dim = width // heads if dim == "auto" else dim
+    if dim * heads != width:
+        raise ValueError(f"{heads} heads of {dim} are not {width} wide")
+    return _sized(
+        config,
+        key_heads="mamba_n_groups",
+        heads="mamba_n_heads",
+        dim=dim,
+        state="mamba_d_state",
+        kernel="mamba_d_conv",
+    )
+
+
+# Where the tensors are
+
+
+def _tensors(
+    source: str,
+    space: Space,
+    *,
+    bias: str,
+    convolution_bias: str,
+    out_bias: str | None = None,
+    normed: Callable[[Config], bool] = always,
+) -> tuple[ResidentTensor, ...]:
+    """Tensors of the mixer of this name within a layer, in whose input projection the rows of the gate, values, keys,
+    queries and decay lie one behind the other. The biases are of those models whose configs say so."""
+
+    def rows_of(name: str) -> Callable[[Config], Part]:
+        def part(config: Config) -> Part:
+            rows, order = space(config).rows, ("out_gate", "value", "key", "query", "decay")
+            return Part(first=sum(rows[each] for each in order[: order.index(name)]), count=rows[name])
+
+        return part
+
+    at, biased = "layers.{i}.state.", says(bias)
+    tensors = (
+        *(
+            tensor
+            for name in ("out_gate", "value", "key", "query", "decay")
+            for tensor in linear_tensors(at + name, f"{source}.in_proj", bias=biased, part=rows_of(name))
+        ),
+        ResidentTensor(name=f"{at}conv.weight", source=f"{source}.conv1d.weight"),
+        ResidentTensor(name=f"{at}conv.bias", source=f"{source}.conv1d.bias", when=says(convolution_bias)),
+        ResidentTensor(name=f"{at}decay_log", source=f"{source}.A_log"),
+        ResidentTensor(name=f"{at}decay_bias", source=f"{source}.dt_bias"),
+        ResidentTensor(name=f"{at}skip", source=f"{source}.D"),
+        ResidentTensor(name=f"{at}mixed_norm.weight", source=f"{source}.norm.weight", when=normed),
+        *linear_tensors(f"{at}out", f"{source}.out_proj", bias=says(out_bias or bias)),
+    )
+    return tuple(replace(tensor, layers=state_spaces) for tensor in tensors)
+
+
+def _attending(tensors: tuple[ResidentTensor, ...]) -> tuple[ResidentTensor, ...]:
+    return tuple(replace(tensor, layers=attentions) for tensor in tensors)
+
+
+def _mixed(block: BlockSpec, kinds: list[str], space: StateSpace) -> BlockSpec:
+    """The block, whose layers of these kinds have the state-space mixer."""
+    layers = zip(block.layers, kinds, strict=True)
+    return replace(block, layers=tuple(replace(of, mixer=space) if kind == _MAMBA else of for of, kind in layers))
+
+
+def _kinds(given: Any, known: tuple[str, ...]) -> list[str]:
+    """The kinds of all layers, in today's names."""
+    if not isinstance(given, list) or not 0 < len(given) <= MAX_LAYERS:
+        raise ValueError("the kinds of layers must be a list")
+    kinds = [_ONCE.get(str(kind), str(kind)) for kind in given]
+    unknown = next((kind for kind in kinds if kind not in known), None)
+    if unknown is not None:
+        raise UnsupportedModelError(f"layers of type {unknown[:80]!r} are not supported for this model")
+    return kinds
+
+
+def _alike(config: Config, **others: Any) -> Config:
+    """The config of a decoder all of whose layers attend to all before."""
+    return {**config, "layer_types": None, "sliding_window": None, **others}
+
+
+# Bamba (IBM, Princeton, CMU and UIUC, 2024): half of each head is turned.
+
+
+def _bamba(config: Config) -> BlockSpec:
+    block = decoder_block(_alike(config), rotary_share=0.5)
+    attends = config["attn_layer_indices"] or []
+    kinds = [_ATTENTION if i in attends else _MAMBA for i in range(len(block.layers))]
+    return _mixed(block, kinds, _space(config))
+
+
+_SIZES: dict[str, Any] = {
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_head": "auto",
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+    "time_step_limit": None,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+
+
+def _of_mamba(space: Space = _space, **others: Any) -> tuple[ResidentTensor, ...]:
+    return _tensors("mamba", space, bias="mamba_proj_bias", convolution_bias="mamba_conv_bias", **others)
+
+
+BAMBA = row(
+    "bamba",
+    defaults={
+        **_SIZES,
+        "vocab_size": 128000,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-5,
+        "attn_layer_indices": None,
+    },
+    block=_bamba,
+    attention=(*_attending(BIASED), *_of_mamba()),
+    matrices={matrix: f"feed_forward.{matrix}_proj" for matrix in ("up", "gate", "down")},
+    norms={"attention_norm": ("input_layernorm", always), "ffn_norm": ("pre_ff_layernorm", always)},
+    names={"final_norm": "final_layernorm"},
+    ffn_bias=says("mlp_bias"),
+)
+
+
+# Granite 4 (IBM, 2025): nothing is turned, four multipliers, and a mixture of experts, or shared neurons alone.
+
+
+def _granite(config: Config, **traits: Any) -> BlockSpec:
+    positions = config["position_embedding_type"]
+    if positions not in (None, "nope", "rope"):
+        raise UnsupportedModelError(f"position_embedding_type {str(positions)[:80]!r} is not supported for this model")
+    alike = _alike(config, intermediate_size=config["shared_intermediate_size"])
+    block = granite_block(alike, positions="rotary" if positions == "rope" else "none", **traits)
+    kinds = config["layer_types"] or [_MAMBA] * len(block.layers)
+    return _mixed(block, _kinds(kinds, (_MAMBA, _ATTENTION)), _space(config))
+
+
+GRANITE = granite(
+    "granitemoehybrid",
+    {
+        **LLAMA_DEFAULTS,
+        **MULTIPLIERS,
+        **_SIZES,
+        "shared_intermediate_size": 1024,
+        "position_embedding_type": None,
+        "sliding_window": None,
+        "layer_types": None,
+    },
+    _granite,
+    attention=(*_attending(BIASED), *_of_mamba()),
+)
+
+
+# Nemotron-H (NVIDIA, 2025) and Nemotron 3: each layer has one of a mixer, attention, neurons of squared ReLU and a
+# mixture of such experts; nothing is turned. transformers holds steps of a prompt above `time_step_min`, and those of
+# single tokens not, as other engines all: so neither is here.
+
+
+def _nemotron_space(config: Config) -> StateSpace:
+    if config["mamba_hidden_act"] != "silu":
+        raise UnsupportedModelError("a mixer whose mamba_hidden_act is not silu is not supported for nemotron_h")
+    return _sized(
+        config,
+        key_heads="n_groups",
+        heads="mamba_num_heads",
+        dim=config["mamba_head_dim"],
+        state="ssm_state_size",
+        kernel="conv_kernel",
+    )
+
+
+def _nemotron_kinds(config: Config) -> list[str]:
+    pattern, kinds = config["hybrid_override_pattern"], config["layers_block_type"]
+    if kinds is None and isinstance(pattern, str):
+        of_sign = {"M": _MAMBA, "*": _ATTENTION, "-": _DENSE, "E": _EXPERTS}
+        kinds = [of_sign.get(sign, sign) for sign in pattern]
+    if kinds is None:
+        kinds = [_MAMBA, _EXPERTS, _ATTENTION, _DENSE]
+    return _kinds(kinds, (_MAMBA, _ATTENTION, _DENSE, _EXPERTS))
+
+
+def _nemotron(config: Config) -> BlockSpec:
+    if config["moe_latent_size"] is not None:
+        raise UnsupportedModelError(
+            "experts that compute in a narrower space of their own (moe_latent_size: Nemotron 3 Super and Ultra) are "
+            "not supported; Nemotron 3 Nano has none"
+        )
+    if config["mlp_bias"]:
+        raise UnsupportedModelError("mlp_bias, biases of neurons, is not supported for nemotron_h")
+    kinds = _nemotron_kinds(config)
+    block = decoder_block(
+        _alike(config, num_hidden_layers=len(kinds)),
+        epsilon="layer_norm_epsilon",
+        activation="mlp_hidden_act",
+        positions="none",
+        gated=False,
+    )
+    plain, space = block.layers[0], _nemotron_space(config)
+    of_kind = {
+        _MAMBA: replace(plain, mixer=space, neurons=0),
+        _ATTENTION: replace(plain, neurons=0),
+        _DENSE: replace(plain, mixer=None),
+    }
+    if _EXPERTS in kinds:
+        key = "moe_shared_expert_intermediate_size"
+        shared = check_size(key, config[key])
+        experts = experts_of(config, "moe_intermediate_size", grouped_router(config), shared=shared)
+        of_kind[_EXPERTS] = replace(plain, mixer=None, neurons=experts.neurons, experts=experts)
+    return replace(block, layers=tuple(of_kind[kind] for kind in kinds))
+
+
+def _of_nemotron(names: Mapping[str, str]) -> dict[str, str]:
+    return {matrix: f"backbone.layers.{{i}}.mixer.{name}.weight" for matrix, name in names.items()}
+
+
+_UNGATED = {"up": "up_proj", "down": "down_proj"}
+NEMOTRON_H = mixture(
+    "nemotron_h",
+    defaults={
+        "vocab_size": 131072,
+        "hidden_size": 4096,
+        "intermediate_size": 21504,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
+        "layer_norm_epsilon": 1e-5,
+        "mlp_hidden_act": "relu2",
+        "mlp_bias": False,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "layers_block_type": None,
+        "hybrid_override_pattern": None,
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "mamba_hidden_act": "silu",
+        "ssm_state_size": 128,
+        "n_groups": 8,
+        "conv_kernel": 4,
+        "time_step_limit": None,
+        "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
+        "moe_latent_size": None,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+        "norm_topk_prob": True,
+    },
+    experts=8,
+    is_wide=True,
+    router="mixer.gate",
+    choice="mixer.gate.e_score_correction_bias",
+    block=_nemotron,
+    attention=(
+        *_attending(projections(never, never, "mixer")),
+        *_tensors("mixer", _nemotron_space, bias="use_bias", convolution_bias="use_conv_bias"),
+    ),
+    norms={"attention_norm": ("norm", always), "ffn_norm": ("norm", always)},
+    names={"base": "backbone.", "embedding": "embeddings", "final_norm": "norm_f"},
+    matrices={matrix: f"mixer.experts.{{e}}.{name}" for matrix, name in _UNGATED.items()},
+    shared_matrices=_of_nemotron({matrix: f"shared_experts.{name}" for matrix, name in _UNGATED.items()}),
+    dense_matrices=_of_nemotron(_UNGATED),
+    renamed={},
+    stacked={
+        f"backbone.layers.{{i}}.mixer.experts.{name}": (f"backbone.layers.{{i}}.mixer.experts.{{e}}.{name}.weight",)
+        for name in _UNGATED.values()
+    },
+)
+
+
+# Falcon-H1 (Zuo et al., 2025): every layer attends and has the mixer, side by side; a multiplier of each product.
+
+
+def _multipliers(config: Config, key: str, count: int) -> list[float]:
+    given = config[key] if config[key] is not None else [1.0] * count
+    if not isinstance(given, list) or len(given) != count:
+        raise ValueError(f"{key} must be a list of {count} numbers")
+    return [check_number(key, each) for each in given]
+
+
+def _falcon_space(config: Config) -> StateSpace:
+    gate, value, key, query, decay = _multipliers(config, "ssm_multipliers", 5)
+    by = check_number("ssm_in_multiplier", config["ssm_in_multiplier"])
+    if config["mamba_proj_bias"] and by != 1.0:
+        raise UnsupportedModelError("mamba_proj_bias with an ssm_in_multiplier is not supported for falcon_h1")
+    return replace(
+        _space(config, config["mamba_d_ssm"]),
+        normed=bool(config["mamba_rms_norm"]),
+        gate_first=not config["mamba_norm_before_gate"],
+        gate_scale=gate * by,
+        value_scale=value * by,
+        key_scale=key * by,
+        query_scale=query * by,
+        decay_scale=decay * by,
+        out_scale=check_number("ssm_out_multiplier", config["ssm_out_multiplier"]),
+    )
+
+
+def _falcon(config: Config) -> BlockSpec:
+    of_gate, of_down = _multipliers(config, "mlp_multipliers", 2)
+    names = ("attention_in_multiplier", "key_multiplier", "attention_out_multiplier")
+    of_input, of_keys, of_output = (check_number(name, config[name]) for name in names)
+    if config["attention_bias"] and of_input != 1.0:
+        raise UnsupportedModelError("attention_bias with an attention_in_multiplier is not supported for falcon_h1")
+    return decoder_block(
+        _alike(config),
+        query_scale=head_size(config) ** -0.5 * of_input**2 * of_keys,
+        out_scale=of_input * of_output,
+        second=_falcon_space(config),
+        activation_scale=of_gate,
+        ffn_scale=of_down,
+        embedding_scale=check_number("embedding_multiplier", config["embedding_multiplier"]),
+        logit_scale=check_number("lm_head_multiplier", config["lm_head_multiplier"]),
+    )
+
+
+FALCON_H1 = row(
+    "falcon_h1",
+    defaults={
+        **_SIZES,
+        "vocab_size": 128000,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "mamba_d_ssm": 1024,
+        "mamba_norm_before_gate": True,
+        "mamba_rms_norm": False,
+        "projectors_bias": False,
+        "ssm_multipliers": None,
+        "mlp_multipliers": None,
+        **dict.fromkeys((f"{name}_multiplier" for name in ("lm_head", "embedding", "key")), 1.0),
+        **dict.fromkeys((f"{of}_{way}_multiplier" for of in ("attention", "ssm") for way in ("in", "out")), 1.0),
+    },
+    block=_falcon,
+    attention=(*BIASED, *_of_mamba(_falcon_space, out_bias="projectors_bias", normed=says("mamba_rms_norm"))),
+    matrices={matrix: f"feed_forward.{matrix}_proj" for matrix in ("up", "gate", "down")},
+    norms={"attention_norm": ("input_layernorm", always), "ffn_norm": ("pre_ff_layernorm", always)},
+    names={"final_norm": "final_layernorm"},
+    ffn_bias=says("mlp_bias"),
+)
+
+STATE_SPACES = (BAMBA, GRANITE, NEMOTRON_H, FALCON_H1)

@@ -1,0 +1,133 @@
+#include "model/state_mixer.h"
+
+#include <cmath>
+
+#include "kernels/norm.h"
+#include "model/recurrence.h"
+
+namespace flashllm {
+
+namespace {
+
+float sigmoid(float x) { return 1.0F / (1.0F + std::exp(-x)); }
+float softplus(float x) { return x > 20.0F ? x : std::log1p(std::exp(x)); }
+
+// x /= |x|, times `scale`: sums of every eighth square, then these.
+void make_unit(float* x, std::size_t n, float scale) {
+  constexpr float kEpsilon = 1e-6F;
+  float sums[8] = {};
+  std::size_t i = 0;
+  for (; i + 8 <= n; i += 8)
+    for (std::size_t lane = 0; lane < 8; ++lane) sums[lane] += x[i + lane] * x[i + lane];
+  for (; i < n; ++i) sums[i % 8] += x[i] * x[i];
+  float total = kEpsilon;
+  for (const float sum : sums) total += sum;
+  const float factor = scale / std::sqrt(total);
+  for (i = 0; i < n; ++i) x[i] *= factor;
+}
+
+void multiply_all(float* x, std::size_t n, float factor) {
+  if (factor == 1.0F) return;
+  for (std::size_t i = 0; i < n; ++i) x[i] *= factor;
+}
+
+}  // namespace
+
+void StateMixer::mix(const StateSpec& spec, const StateWeights& weights, const Part& part, float* out) {
+  const std::size_t count = part.count, keys = spec.keys(), values = spec.values();
+  const std::size_t state = spec.key_dim * values;
+  // The order of a convolution's channels: queries first, or last.
+  const std::size_t first = spec.by_delta_rule ? 0 : (values + keys) * count,
+                    last = spec.by_delta_rule ? 2 * keys * count : 0;
+  const std::size_t middle = (spec.by_delta_rule ? keys : values) * count;
+  inputs_.resize(count * spec.channels());
+  convolved_.resize(count * spec.channels());
+  queries_ = convolved_.data() + first;
+  keys_ = convolved_.data() + middle;
+  values_ = convolved_.data() + last;
+  gate_.resize(count * values);
+  mixed_.resize(count * values);
+  beta_.resize(count * spec.value_heads);
+  decay_.resize(count * spec.value_heads);
+  const auto project = [&](const RowMatrix& matrix, std::size_t width, float scale, float* to) {
+    arithmetic_.project(matrix, count, to);
+    multiply_all(to, count * width, scale);
+  };
+  project(weights.query, keys, spec.query_scale, inputs_.data() + first);
+  project(weights.key, keys, spec.key_scale, inputs_.data() + middle);
+  project(weights.value, values, spec.value_scale, inputs_.data() + last);
+  project(weights.out_gate, values, spec.gate_scale, gate_.data());
+  project(weights.decay, spec.value_heads, spec.decay_scale, decay_.data());
+  if (spec.by_delta_rule) arithmetic_.project(weights.beta, count, beta_.data());
+  const std::size_t outer = spec.by_delta_rule ? keys : values, inner = spec.by_delta_rule ? values : keys;
+  convolve({spec.kernel, {outer, keys, inner}, weights.convolution, weights.convolution_bias, true}, part,
+           state, inputs_.data(), convolved_.data(), arithmetic_.pool());
+  arithmetic_.round(convolved_.data(), convolved_.size());
+  prepare_heads(spec, weights, count);
+  for_each_state(part, 0, state, [&](std::size_t begin, std::size_t n, const float* before, float* now) {
+    go_on(spec, weights, begin, n, before, now);
+  });
+  finish(spec, weights, count);
+  arithmetic_.round(mixed_.data(), mixed_.size());
+  arithmetic_.take_inputs(mixed_.data(), count, values, part.is_prompt());
+  arithmetic_.project(weights.out, count, out);
+  multiply_all(out, count * weights.out.rows, spec.out_scale);
+}
+
+// The decay of each token's heads, and how much a value counts; of a delta rule queries and keys of length 1.
+void StateMixer::prepare_heads(const StateSpec& spec, const StateWeights& weights, std::size_t count) {
+  const float scale = 1.0F / std::sqrt(static_cast<float>(spec.key_dim));
+  arithmetic_.pool().parallel_for(count, Arithmetic::kTokenGrain, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t i = begin * spec.key_heads; spec.by_delta_rule && i < end * spec.key_heads; ++i) {
+      make_unit(queries_ + i * spec.key_dim, spec.key_dim, scale);
+      make_unit(keys_ + i * spec.key_dim, spec.key_dim, 1.0F);
+    }
+    for (std::size_t i = begin * spec.value_heads; i < end * spec.value_heads; ++i) {
+      const std::size_t head = i % spec.value_heads;
+      const float step = softplus(decay_[i] + weights.decay_bias[head]);
+      beta_[i] = spec.by_delta_rule ? sigmoid(beta_[i]) : step;
+      decay_[i] = std::exp(-std::exp(weights.decay_log[head]) * step);
+    }
+  });
+}
+
+// `n` tokens from `first` on, a head after the other, from the states [value_heads, key_dim, value_dim]
+// before them to those behind.
+void StateMixer::go_on(const StateSpec& spec, const StateWeights& weights, std::size_t first, std::size_t n,
+                       const float* before, float* now) {
+  const StateStep step = state_step_kernel(arithmetic_.level(), spec.by_delta_rule);
+  const std::size_t keys = spec.keys(), values = spec.values(), shared = spec.value_heads / spec.key_heads;
+  arithmetic_.pool().parallel_for(spec.value_heads, 1, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t head = begin; head < end; ++head) {
+      const std::size_t at = head * spec.value_dim, state = at * spec.key_dim;
+      const std::size_t key_at = (spec.tiled ? head % spec.key_heads : head / shared) * spec.key_dim;
+      for (std::size_t t = first; t < first + n; ++t) {
+        const float* value = values_ + t * values + at;
+        float* mixed = mixed_.data() + t * values + at;
+        step({spec.key_dim, spec.value_dim, queries_ + t * keys + key_at, keys_ + t * keys + key_at, value,
+              decay_[t * spec.value_heads + head], beta_[t * spec.value_heads + head]},
+             (t == first ? before : now) + state, now + state, mixed);
+        if (weights.skip == nullptr) continue;
+        for (std::size_t j = 0; j < spec.value_dim; ++j) mixed[j] += weights.skip[head] * value[j];
+      }
+    }
+  });
+}
+
+// What is mixed: its norm and its gate.
+void StateMixer::finish(const StateSpec& spec, const StateWeights& weights, std::size_t count) {
+  const std::size_t values = spec.values(), width = weights.mixed_norm.width;
+  arithmetic_.pool().parallel_for(count, Arithmetic::kTokenGrain, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t t = begin; t < end; ++t) {
+      float* mixed = mixed_.data() + t * values;
+      const float* gate = gate_.data() + t * values;
+      for (const bool gates : {spec.gate_first, !spec.gate_first}) {
+        if (!gates && width != 0)
+          normalize_heads(weights.mixed_norm, values / width, !spec.by_delta_rule, mixed);
+        for (std::size_t j = 0; gates && j < values; ++j) mixed[j] *= gate[j] * sigmoid(gate[j]);
+      }
+    }
+  });
+}
+
+}  // namespace flashllm

@@ -1,0 +1,44 @@
+// A layer's mixing by heads that keep a state: by the gated delta rule (Yang et al. 2024), or of a
+// state-space model (Mamba-2: Dao and Gu 2024), from the inputs of its products to its output.
+//
+// Queries, keys and values are convolved along the tokens, each channel by itself, then silu. Each value head
+// goes through the tokens one after the other (kernels.h, StateStep), at every length: bits do not depend on
+// how a prompt is cut. What it mixes has a gate, silu, and a norm.
+//
+//   delta rule:   queries and keys are of length 1; a value counts sigmoid(beta)
+//   state space:  a value counts softplus(decay + its bias), and goes by the state times `skip`, too
+//
+// A sequence's state at a layer, fp32: [value_heads, key_dim, value_dim], then the last kernel - 1 inputs of
+// the convolution [kernel - 1, channels], in the order of its tensor.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "model/arithmetic.h"
+#include "model/block.h"
+#include "model/pass.h"
+
+namespace flashllm {
+
+class StateMixer {
+ public:
+  explicit StateMixer(Arithmetic& arithmetic) : arithmetic_(arithmetic) {}  // keeps the reference
+  // The inputs taken (Arithmetic::take_inputs) -> out [tokens, d_model]. The states of the tokens' sequences
+  // as layer `part.kv_layer` go on.
+  void mix(const StateSpec& spec, const StateWeights& weights, const Part& part, float* out);
+
+ private:
+  void prepare_heads(const StateSpec& spec, const StateWeights& weights, std::size_t count);
+  void go_on(const StateSpec& spec, const StateWeights& weights, std::size_t first, std::size_t n,
+             const float* before, float* now);
+  void finish(const StateSpec& spec, const StateWeights& weights, std::size_t count);
+
+  Arithmetic& arithmetic_;
+  // Scratch of a part: inputs of the convolution and what comes out, each [tokens, heads * dim] of queries,
+  // keys and values, which begin at these; gate and mixed values; [tokens, value_heads].
+  std::vector<float> inputs_, convolved_, gate_, mixed_, beta_, decay_;
+  float *queries_ = nullptr, *keys_ = nullptr, *values_ = nullptr;
+};
+
+}  // namespace flashllm
