@@ -179,7 +179,7 @@ def shape_of(
         heads=mixer.heads,
         kv_heads=mixer.kv_heads,
         head_dim=mixer.head_dim,
-        value_dim=mixer.value_width,
+        value_dim=mixer.value_dim or 0,
         latent=_latent_matrices(block, mixer),
         vocab=block.vocab_size,
         positions=block.context + block.position_offset if block.learned_positions else 0,

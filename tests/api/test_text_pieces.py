@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from flashllm.api import pieces
 from flashllm.api.pieces import Pieces, TooLong
-from flashllm.convert.checkpoint.gguf.tokenizer import WORDS
+from flashllm.convert.checkpoint.gguf.words import RULES
 
 TEXTS = (
     "The quick brown fox jumps over the lazy dog, and it's we'll don't 12345 times. " * 20,
@@ -20,11 +20,12 @@ TEXTS = (
 SPECIAL = ["<|im_start|>", "<|im_end|>"]
 
 
-def by_bytes(rule, *, composed=False, whole_words=False):
+def by_bytes(name):
     """A tokenizer like those of GGUF files with this rule for words."""
-    made = Tokenizer(models.BPE(ignore_merges=whole_words))
-    made.normalizer = normalizers.NFC() if composed else None
-    cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in WORDS[rule]]
+    rule = RULES[name]
+    made = Tokenizer(models.BPE(ignore_merges=rule.whole))
+    made.normalizer = normalizers.NFC() if rule.form == "NFC" else None
+    cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in rule.cuts]
     made.pre_tokenizer = pre_tokenizers.Sequence(
         [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
@@ -62,10 +63,10 @@ def unigram():
 
 SPACE = normalizers.Replace(" ", "▁")
 MAKERS = {
-    **{rule: (lambda rule=rule: by_bytes(rule)) for rule in ("smollm", "gpt-2", "falcon", "gpt-4o", "default")},
-    "qwen2": lambda: by_bytes("qwen2", composed=True),
-    "llama3": lambda: by_bytes("llama3", whole_words=True),
-    "tekken": lambda: by_bytes("tekken", whole_words=True),
+    **{
+        name: (lambda name=name: by_bytes(name))
+        for name in ("smollm", "gpt-2", "falcon", "gpt-4o", "default", "qwen2", "qwen35", "llama3", "tekken")
+    },
     "llama": lambda: of_pieces(normalizers.Sequence([normalizers.Prepend("▁"), SPACE])),
     "metaspace": lambda: of_pieces(splitter=pre_tokenizers.Metaspace(prepend_scheme="first", split=False)),
     "metaspace words": lambda: of_pieces(splitter=pre_tokenizers.Metaspace(prepend_scheme="always", split=True)),

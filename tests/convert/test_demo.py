@@ -288,7 +288,7 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
 def server(checkpoint, tmp_path):
     other = tmp_path / "gpt"
     other.mkdir()
-    (other / "config.json").write_text('{"model_type": "gpt_neo"}')
+    (other / "config.json").write_text('{"model_type": "xlnet"}')
     (other / "model.safetensors").write_bytes(b"x" * 1000)
     tensorflow = tmp_path / "tensorflow"
     tensorflow.mkdir()
@@ -335,7 +335,7 @@ def test_the_real_client_fetches_a_model_and_only_its_needed_files(server, check
 
 def test_an_unsupported_model_costs_no_download(server, tmp_path):
     hub = Hub(server.endpoint, tmp_path / "hub")
-    with pytest.raises(UnsupportedModelError, match=r"some/gpt: .*gpt_neo"):
+    with pytest.raises(UnsupportedModelError, match=r"some/gpt: .*xlnet"):
         hub.download(HubModel(repo="some/gpt"), lambda line: None)
     with pytest.raises(UnsupportedModelError, match=r"some/tensorflow: .*refs/pr"):
         hub.download(HubModel(repo="some/tensorflow"), lambda line: None)
