@@ -230,8 +230,8 @@ class _Caches:
 
     def with_guesses(self, plan: MemoryPlan) -> MemoryPlan:
         """With two buffers for experts that the next layer's router probably chooses."""
-        rows, spare = _GUESSED_EXPERTS * plan.unit_rows, _spare_rows(plan) - plan.bypass_rows
-        if spare >= sum(self.needs) or 2 * rows * _GUESSED_SHARE > spare:
+        rows, cached = _GUESSED_EXPERTS * plan.unit_rows, _spare_rows(plan) - plan.bypass_rows
+        if cached >= sum(self.needs) or 2 * rows * _GUESSED_SHARE > cached - sum(self.minimum):
             return plan
         nbytes = 2 * rows * plan.row_nbytes
         return replace(plan, prefetch_rows=rows, staging=plan.staging + nbytes, work_extra=plan.work_extra + nbytes)

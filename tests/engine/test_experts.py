@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from flashllm import _core
 from flashllm.cli import main
-from flashllm.config import RunConfig
+from flashllm.config import Ablation, RunConfig
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
 from flashllm.errors import Cancelled, ChecksumError, FormatError, NonFiniteError, UnsupportedModelError, UsageError
@@ -96,6 +96,27 @@ def without_shared_checksums(monkeypatch, source, target):
     convert(source, target)
     monkeypatch.undo()
     return target
+
+
+def test_the_plan_has_experts_guessed_where_some_do_not_fit(directory, monkeypatch):
+    monkeypatch.setattr("flashllm.plan.memory._GUESSED_SHARE", 1)  # a tiny model's buffers are a large part
+    model, machine = ModelDir.open(directory), {"available": 10**12, "process": 10**8}
+
+    def plan(limit, **config):
+        return resolve(RunConfig(**RUN, memory=limit, **config), model, **machine)
+
+    roomy = plan(None)
+    least, expert = roomy.memory.minimum_nbytes, SIZE * model.manifest.rows.stride
+    limits = [least + number * expert for number in range(6 * COUNT)]
+    guessed = [limit for limit in limits if plan(limit).prefetch]
+    assert not roomy.prefetch
+    assert guessed
+    assert guessed[0] > least
+    assert plan(guessed[0]).memory.prefetch_rows == 2 * SIZE
+    assert not plan(guessed[0], ablation=Ablation(prefetch=False)).prefetch
+    with Model(model, plan(guessed[0]), RunConfig(**RUN, memory=guessed[0])) as opened_model:
+        generated(opened_model, ids(20))
+        assert opened_model.meter.take().prefetched > 0
 
 
 def test_directories_with_a_checksum_a_row_open_as_they_are(tiny, directory, tmp_path, monkeypatch):
