@@ -185,7 +185,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recurrent:
-    """What mixers have in common whose heads each keep a state S [key_dim, value_dim] in the place of keys and values.
+    """A mixer whose heads each keep a state S [key_dim, value_dim] in place of keys and values.
 
     Queries, keys and values are projected, convolved along the tokens, each channel by itself, and passed through SiLU.
     """
@@ -344,7 +344,7 @@ class LayerSpec:
 
     @property
     def recurrent(self) -> DeltaRule | StateSpace | None:
-        """What of it keeps a state."""
+        """Its mixer that keeps a state; None: it has none."""
         return self.second if self.second is not None or isinstance(self.mixer, Attention) else self.mixer
 
     def has_norm(self, name: str) -> bool:
@@ -474,7 +474,7 @@ class BlockSpec:
 
     @property
     def recurrent(self) -> tuple[DeltaRule | StateSpace, ...]:
-        """What of its layers keeps a state."""
+        """The mixers of its layers that keep a state."""
         return tuple(layer.recurrent for layer in self.layers if layer.recurrent is not None)
 
     @property

@@ -254,7 +254,7 @@ def _recurrent(layer: LayerSpec) -> Recurrent:
 
 
 def _recurrence(prefix: str) -> dict[str, _ShapeOf]:
-    """What mixers with a state have besides their projections."""
+    """Shapes of a recurrent mixer's tensors that are no projections."""
     of_heads: _ShapeOf = lambda block, layer: (_recurrent(layer).value_heads,)  # noqa: E731
     return {
         f"{prefix}conv.weight": lambda block, layer: (_recurrent(layer).channels, 1, _recurrent(layer).kernel),

@@ -239,21 +239,22 @@ def cohere_block(config: Config, theta: float = 500_000.0) -> BlockSpec:
     )
 
 
+COHERE_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 256000,
+    "hidden_size": 8192,
+    "intermediate_size": 22528,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 64,
+    "max_position_embeddings": 8192,
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.0625,
+    "attention_bias": False,
+    "use_qk_norm": False,
+    "tie_word_embeddings": True,
+}
 COHERE = row(
     "cohere",
-    defaults={
-        "vocab_size": 256000,
-        "hidden_size": 8192,
-        "intermediate_size": 22528,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 64,
-        "max_position_embeddings": 8192,
-        "layer_norm_eps": 1e-5,
-        "logit_scale": 0.0625,
-        "attention_bias": False,
-        "use_qk_norm": False,
-        "tie_word_embeddings": True,
-    },
+    defaults=COHERE_DEFAULTS,
     block=cohere_block,
     attention=BIASED,
     norms={"attention_norm": ("input_layernorm", always)},

@@ -169,7 +169,7 @@ def _gemma4(config: Config) -> BlockSpec:
 
 
 def _own_config(config: Config, types: list[str]) -> Mapping[int, Mapping[str, Any]]:
-    """What the config says otherwise of a layer: by its number, or of all that see everything."""
+    """Entries that replace the config's for some layers, by a layer's number."""
     given = config.get("per_layer_config")
     if given is not None:
         if not isinstance(given, dict) or not all(isinstance(each, dict) for each in given.values()):

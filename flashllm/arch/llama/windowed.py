@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from flashllm.arch.family import alternating, always, decoder_block, head_size, says, turning
-from flashllm.arch.llama.dense import MULTIPLIERS, cohere_block, granite_block
+from flashllm.arch.llama.dense import COHERE_DEFAULTS, MULTIPLIERS, cohere_block, granite_block
 from flashllm.arch.llama.gemma import gemma2_block
 from flashllm.arch.llama.names import (
     BARE,
@@ -32,7 +32,7 @@ def with_types(config: Config, period: int, *, first: bool = False) -> dict[str,
 
 
 def slides(config: Config) -> list[bool]:
-    """Whether each layer has a window, of a config with types of layers: however long the model's context is."""
+    """Of each layer, whether it has a window; a window longer than the context is one."""
     return [kind == "sliding_attention" and config["sliding_window"] is not None for kind in config["layer_types"]]
 
 
@@ -99,17 +99,7 @@ def _cohere2(config: Config) -> BlockSpec:
 COHERE2 = row(
     "cohere2",
     defaults={
-        "vocab_size": 256000,
-        "hidden_size": 8192,
-        "intermediate_size": 22528,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 64,
-        "max_position_embeddings": 8192,
-        "layer_norm_eps": 1e-5,
-        "logit_scale": 0.0625,
-        "attention_bias": False,
-        "use_qk_norm": False,
-        "tie_word_embeddings": True,
+        **COHERE_DEFAULTS,
         "sliding_window": 4096,
         "layer_types": None,
         "sliding_window_pattern": 4,
