@@ -23,7 +23,8 @@ def __getattr__(name: str) -> Any:
 
         return FlashModel
     if name == "OffloadEngine":
-        from flashllm.offload.engine import OffloadEngine
+        with needing("OffloadEngine"):
+            from flashllm.offload.engine import OffloadEngine
 
         return OffloadEngine
     raise AttributeError(f"module 'flashllm' has no attribute {name!r}")

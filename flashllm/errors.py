@@ -76,10 +76,16 @@ class PeerLost(FlashError):
 
 @contextmanager
 def needing(what: str, extra: str | None = None) -> Iterator[None]:
-    """Import for `what`: MissingPackage names the extra (or `extra`) where a package of one is not installed."""
+    """Import for `what`: MissingPackage names the extra (or `extra`) where a package of one is not installed, and says
+    what to do where Python found the source folder in the place of the installed package."""
     try:
         yield
     except ModuleNotFoundError as error:
+        if error.name == "flashllm._core":
+            raise MissingPackage(
+                f"{what} needs the compiled core, which this source folder lacks: run Python from another folder than "
+                "the clone's, or install with pip install -e ."
+            ) from error
         package = (error.name or "").partition(".")[0]
         if package not in EXTRA_OF:
             raise

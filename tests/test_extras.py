@@ -140,3 +140,11 @@ def test_the_extra_brings_the_package(package):
 def test_a_package_of_no_extra_is_a_bug_as_ever():
     with pytest.raises(ModuleNotFoundError), needing("this"):
         raise ModuleNotFoundError("", name="numpy")
+
+
+def test_a_source_folder_without_the_core_says_where_to_run():
+    with (
+        pytest.raises(MissingPackage, match=r"FlashModel needs the compiled core, .* another folder"),
+        needing("FlashModel"),
+    ):
+        raise ModuleNotFoundError("No module named 'flashllm._core'", name="flashllm._core")
