@@ -212,8 +212,8 @@ void plane_columns(RowCodec codec, std::size_t group, bool minimums, bool factor
       for (std::size_t i = 0; i + 1 < cut.size(); ++i) {
         const PlaneRows rows(reinterpret_cast<const std::byte*>(codes.data()) + cut[i] * stride, stride,
                              cut[i], kWidth, codec, plane, level);
-        if (!rows.can_add_codes()) return;
-        rows.add_codes(cut[i + 1] - cut[i], values.data() + cut[i] * kPadded, kPadded, tokens, y.data(),
+        if (!rows.can_add_codes(InputForm::int8)) return;
+        rows.add_codes(cut[i + 1] - cut[i], {values.data() + cut[i] * kPadded, 1, kPadded}, tokens, y.data(),
                        kWidth + kColumnPad, pool);
         for (std::size_t n = cut[i]; n < cut[i + 1]; ++n) {
           rows.widen(n - cut[i], 1, 0, kWidth, wide.data(), kWidth);

@@ -17,8 +17,9 @@ constexpr std::size_t kTogether = 512;  // handed to a kernel at a time, at most
 NeuronProducts::NeuronProducts(const FfnLayerOptions& options, ThreadPool& pool, std::size_t most)
     : options_(options), units_(options.units()), pool_(pool) {
   level_kernels(options.simd);
+  // Of neurons read alone, those of value zero are to cost nothing.
   if (has_plane(options.format.down_codec))
-    plane_kernels(options.simd, options.format.down_codec, options.plane);
+    in_codes_ = columns(0, nullptr).can_add_codes(options.format.inputs) && units_.size > 1;
   runs_.reserve(most);
 }
 
@@ -98,7 +99,34 @@ void NeuronProducts::dots(const RowInputs& inputs, const VectorOf& vector_of, co
   });
 }
 
+PlaneRows NeuronProducts::columns(std::int32_t neuron, const std::byte* rows) const {
+  const RowFormat& format = options_.format;
+  return {rows + format.down, format.stride,     static_cast<std::size_t>(neuron),
+          format.d_model,     format.down_codec, options_.plane,
+          options_.simd};
+}
+
+void NeuronProducts::down_in_codes(float* y) {
+  const auto rows_of = [&](const Run& run) {
+    return static_cast<std::size_t>(units_.rows(run.first / units_.size));
+  };
+  codes_.resize(std::max(codes_.size(), runs_.size()));
+  pool_.parallel_for(runs_.size(), 1, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t i = begin; i < end; ++i) {
+      const auto first = static_cast<std::size_t>(runs_[i].first);
+      codes_[i].begin(1, first % kCodeUnit + rows_of(runs_[i]));
+      codes_[i].set(0, first, rows_of(runs_[i]), runs_[i].values, 1);
+    }
+  });
+  const std::size_t width = options_.format.d_model;
+  pool_.parallel_for(width, column_share(width, pool_), [&](std::size_t begin, std::size_t end) {
+    for (std::size_t i = 0; i < runs_.size(); ++i)
+      columns(runs_[i].first, runs_[i].rows).add_codes(rows_of(runs_[i]), codes_[i], begin, end, y);
+  });
+}
+
 void NeuronProducts::down(float* y) {
+  if (in_codes_) return down_in_codes(y);
   const RowFormat& format = options_.format;
   const std::size_t all = num_rows();
   pool_.parallel_for(

@@ -53,11 +53,16 @@ class NeuronProducts {
   void dots(const RowInputs& inputs, const VectorOf& vector_of, const float* bias, Activation activation,
             const Put& put);
 
+  void down_in_codes(float* y);
+  PlaneRows columns(std::int32_t neuron, const std::byte* rows) const;
+
   const FfnLayerOptions& options_;
   const RowUnits units_;
   ThreadPool& pool_;
   std::vector<Run> runs_;
-  std::vector<float> gathered_;  // of tokens that share a unit: their values and sums
+  bool in_codes_ = false;          // whether units' down columns are multiplied by codes
+  std::vector<TokenCodes> codes_;  // a unit's values
+  std::vector<float> gathered_;    // of tokens that share a unit: their values and sums
 };
 
 }  // namespace flashllm

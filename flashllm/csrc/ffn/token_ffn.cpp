@@ -70,6 +70,11 @@ void add_columns(const RowFormat& format, const std::byte* rows, std::size_t cou
                  const ScalePlane* plane, TileRows h, std::size_t tokens, float* y, ThreadPool& pool,
                  SimdLevel level) {
   const std::size_t width = format.d_model;
+  if (plane != nullptr) {
+    const PlaneRows columns(rows + format.down, format.stride, static_cast<std::size_t>(first), width,
+                            format.down_codec, *plane, level);
+    if (columns.can_add_codes(format.inputs)) return columns.add_codes(count, h, tokens, y, width, pool);
+  }
   // Columns are widened for all tokens, where those are enough to pay for it. Whole vectors; the scalar level
   // rounds a vector's end once.
   const std::size_t pays = plane != nullptr ? 2 : 3;

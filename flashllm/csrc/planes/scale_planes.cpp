@@ -43,46 +43,57 @@ constexpr std::size_t kWindow = 32;     // neurons whose values share a scale
 constexpr std::size_t kTokenGrain = 8;  // tokens a thread takes at a time
 constexpr std::size_t kColumnGrain = 4 * kCodeColumns;
 
-// Values [count, padded] of neurons as codes, `lead` zeros before them.
-struct TokenCodes {
-  std::vector<std::int16_t> codes;
-  std::vector<float> scales, sums;
-
-  explicit TokenCodes(std::size_t tokens)
-      : codes(tokens * kCodeTerms), scales(tokens * CodeWeights::kWindows), sums(scales.size()) {}
-  void set(const float* values, std::size_t padded, std::size_t lead, std::size_t count, std::size_t token) {
-    float window[kWindow];
-    for (std::size_t slot = 0; slot < lead + count; slot += kWindow) {
-      for (std::size_t i = 0; i < kWindow; ++i) {
-        const std::size_t at = slot + i - lead;  // beyond `count` before the first one, too
-        window[i] = at < count ? values[at * padded + token] : 0.0F;
-      }
-      std::int16_t* to = codes.data() + token * kCodeTerms + slot;
-      const std::size_t w = token * CodeWeights::kWindows + slot / kWindow;
-      scales[w] = to_codes(window, kWindow, to);
-      sums[w] = scales[w] * static_cast<float>(std::accumulate(to, to + kWindow, 0));
-    }
-  }
-};
+std::size_t in_windows(std::size_t terms) { return (terms + kWindow - 1) / kWindow * kWindow; }
 
 }  // namespace
 
-void PlaneRows::add_codes(std::size_t count, const float* values, std::size_t padded, std::size_t tokens,
-                          float* y, std::size_t y_stride, ThreadPool& pool) const {
+void TokenCodes::begin(std::size_t tokens, std::size_t terms) {
+  terms_ = in_windows(terms);
+  codes_.resize(tokens * terms_);
+  scales_.resize(tokens * terms_ / kWindow);
+  sums_.resize(scales_.size());
+}
+
+void TokenCodes::set(std::size_t token, std::size_t id, std::size_t count, const float* values,
+                     std::size_t step) {
+  const std::size_t lead = id % kWindow;
+  float window[kWindow];
+  for (std::size_t slot = 0; slot < lead + count; slot += kWindow) {
+    for (std::size_t i = 0; i < kWindow; ++i) {
+      const std::size_t at = slot + i - lead;  // beyond `count` before the first one, too
+      window[i] = at < count ? values[at * step] : 0.0F;
+    }
+    std::int16_t* to = codes_.data() + token * terms_ + slot;
+    const std::size_t w = (token * terms_ + slot) / kWindow;
+    scales_[w] = to_codes(window, kWindow, to);
+    sums_[w] = scales_[w] * static_cast<float>(std::accumulate(to, to + kWindow, 0));
+  }
+}
+
+void PlaneRows::add_codes(std::size_t count, TileRows values, std::size_t tokens, float* y,
+                          std::size_t y_stride, ThreadPool& pool) const {
+  TokenCodes all;
+  if (tokens == 1) {
+    all.begin(1, first_ % kWindow + count);
+    all.set(0, first_, count, values.data, values.step);
+    pool.parallel_for(k_, column_share(k_, pool),
+                      [&](std::size_t begin, std::size_t end) { add_codes(count, all, begin, end, y); });
+    return;
+  }
   const AddCodes add = add_codes_kernel(level_);
-  TokenCodes all(tokens);
+  all.begin(tokens, kCodeTerms);
   for (std::size_t done = 0, some = 0; done < count; done += some) {
-    const std::size_t lead = (first_ + done) % kWindow;
+    const std::size_t id = first_ + done, lead = id % kWindow;
     some = std::min(count - done, kCodeTerms - lead);
-    const std::size_t terms = (lead + some + kWindow - 1) / kWindow * kWindow;
     pool.parallel_for(tokens, kTokenGrain, [&](std::size_t begin, std::size_t end) {
-      for (std::size_t m = begin; m < end; ++m) all.set(values + done * padded, padded, lead, some, m);
+      for (std::size_t m = begin; m < end; ++m)
+        all.set(m, id, some, values.data + m * values.row + done * values.step, values.step);
     });
     pool.parallel_for(k_, kColumnGrain, [&](std::size_t begin, std::size_t end) {
       CodeWeights weights;
       for (std::size_t j = begin; j < end; j += kCodeColumns) {
-        kernels_.pair(data_ + done * stride_, stride_, first_ + done, some, plane_, k_, j, weights);
-        add({all.codes.data(), all.scales.data(), all.sums.data()}, tokens, weights, terms, y + j, y_stride);
+        kernels_.pair(data_ + done * stride_, stride_, id, some, plane_, k_, j, weights);
+        add(all.of(0), tokens, weights, in_windows(lead + some), y + j, y_stride);
       }
     });
   }

@@ -16,6 +16,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "kernels/matmul.h"
 #include "kernels/row_codecs.h"
@@ -36,6 +37,12 @@ struct ScalePlane {
   bool is_there() const { return scales != nullptr || powers != nullptr; }
 };
 
+// Columns of `count` neurons from `id` on, `stride` bytes apart.
+struct PlaneRun {
+  const void* rows;
+  std::size_t stride, id, count;
+};
+
 // The inner loops of one level, codec and form of plane.
 struct PlaneKernels {
   // y[j] += sum_i values[i] * weight j of the column rows[i] of neuron ids[i], in the order of i; j in
@@ -52,6 +59,10 @@ struct PlaneKernels {
   // kCodeTerms; or nullptr where the level has no AddCodes. Values of ids beyond these neurons must be zeros.
   void (*pair)(const void* rows, std::size_t stride, std::size_t id, std::size_t count,
                const ScalePlane& plane, std::size_t k, std::size_t first, CodeWeights& to);
+  // y[j] += what AddCodes has for one token, whose values are codes in windows of 32 ids from a multiple of
+  // 32 on; j in [begin, end), both multiples of kCodeUnit; or nullptr
+  void (*add_run)(const PlaneRun& run, const CodeTokens& values, const ScalePlane& plane, std::size_t k,
+                  std::size_t begin, std::size_t end, float* y);
 };
 // Throws CoreError for a codec without a plane, one of other scales, and where the processor lacks the level.
 const PlaneKernels& plane_kernels(SimdLevel level, RowCodec codec, const ScalePlane& plane);
@@ -72,6 +83,25 @@ void sum_block(const PlaneColumns& columns, const float* values, std::size_t beg
 void sum_scattered(const PlaneColumns& columns, const float* values, float* y, ThreadPool& pool,
                    SimdLevel level);
 
+// Values of some neurons as codes of 16 bits, for each of some tokens: 32 ids from a multiple of 32 on share
+// a scale. Beside the neurons, values are zeros.
+class TokenCodes {
+ public:
+  // Room for neurons [id, id + count), or for more: rows of `terms`.
+  void begin(std::size_t tokens, std::size_t terms);
+  // values[i * step] of neuron id + i
+  void set(std::size_t token, std::size_t id, std::size_t count, const float* values, std::size_t step);
+  CodeTokens of(std::size_t token) const {
+    const std::size_t window = token * (terms_ / 32);
+    return {codes_.data() + token * terms_, scales_.data() + window, sums_.data() + window};
+  }
+
+ private:
+  std::size_t terms_ = 0;
+  std::vector<std::int16_t> codes_;
+  std::vector<float> scales_, sums_;
+};
+
 // The columns of neurons `first` on, `stride` bytes apart, for products of many tokens.
 class PlaneRows : public WideRows {
  public:
@@ -89,13 +119,20 @@ class PlaneRows : public WideRows {
     kernels_.widen(data_ + begin * stride_, stride_, first_ + begin, count, plane_, k_, first, width, to,
                    stride);
   }
-  bool can_add_codes() const {
-    return kernels_.pair != nullptr && (plane_.group == 16 || plane_.group % 32 == 0);
+  // Whether a token's values are codes where its vectors take `inputs`.
+  bool can_add_codes(InputForm inputs) const {
+    return inputs != InputForm::f32 && kernels_.pair != nullptr &&
+           (plane_.group == 16 || plane_.group % 32 == 0);
   }
-  // add_rows of `count` columns and fp32 values [count, padded], which become codes of 16 bits: 32 neurons
-  // from a multiple of 32 on share a scale for each token. Wants can_add_codes().
-  void add_codes(std::size_t count, const float* values, std::size_t padded, std::size_t tokens, float* y,
-                 std::size_t y_stride, ThreadPool& pool) const;
+  // y[m] += the sum of `count` columns times values [m * row + i * step] of token m and neuron i, as codes.
+  // Wants can_add_codes(). A token's bits do not depend on how many there are.
+  void add_codes(std::size_t count, TileRows values, std::size_t tokens, float* y, std::size_t y_stride,
+                 ThreadPool& pool) const;
+  // The same of a token whose values are codes already; j in [begin, end), by the calling thread.
+  void add_codes(std::size_t count, const TokenCodes& values, std::size_t begin, std::size_t end,
+                 float* y) const {
+    kernels_.add_run({data_, stride_, first_, count}, values.of(0), plane_, k_, begin, end, y);
+  }
 
  private:
   const std::byte* data_;

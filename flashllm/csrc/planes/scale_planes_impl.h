@@ -173,9 +173,74 @@ void pair_plane_rows(const void* rows, std::size_t stride, std::size_t id, std::
     _mm256_store_si256(words + 3, _mm256_cvtepi8_epi16(_mm256_extracti128_si256(odd, 1)));
   }
 }
-#define FLASHLLM_PAIR_ROWS pair_plane_rows<Scales>
+
+// Two neurons' codes of a unit, as Pairs::in_order() says.
+template <typename Scales>
+inline void pair_units(const std::uint8_t* low, const std::uint8_t* high, Pairs* to) {
+  const __m256i a = signed_codes<Scales>(low), b = signed_codes<Scales>(high);
+  Pairs::widen(_mm256_unpacklo_epi8(a, b), to);
+  Pairs::widen(_mm256_unpackhi_epi8(a, b), to + kUnitVectors / 2);
+}
+
+// As PlaneKernels says. Of a window, all neurons are read for a unit of outputs before the next unit.
+template <typename Scales>
+void add_plane_run(const PlaneRun& run, const CodeTokens& values, const ScalePlane& plane, std::size_t k,
+                   std::size_t begin, std::size_t end, float* y) {
+  struct Term {
+    const std::uint8_t *low, *high;
+    const std::int16_t* values;
+  };
+  constexpr std::size_t kWindow = 32;
+  const std::size_t scaled = plane.group < kWindow ? 16 : kWindow, lead = run.id % kWindow;
+  const auto* rows = static_cast<const std::uint8_t*>(run.rows);
+  for (std::size_t slot = 0; slot < lead + run.count; slot += kWindow) {
+    Term terms[kWindow / 2];
+    std::size_t ends[2] = {}, count = 0;
+    Scales of[2];
+    for (std::size_t i = 0; i < kWindow; i += 2) {
+      // Beside the run's, values are zeros, and the nearest neuron's codes do.
+      const auto neuron = [&](std::size_t at) {
+        return at < lead ? 0 : at - lead < run.count ? at - lead : run.count - 1;
+      };
+      const std::int16_t* pair = values.codes + slot + i;
+      if (i % scaled == 0) of[i / scaled] = Scales(plane, run.id + neuron(slot + i), k);
+      if ((pair[0] | pair[1]) != 0)
+        terms[count++] = {rows + neuron(slot + i) * run.stride, rows + neuron(slot + i + 1) * run.stride,
+                          pair};
+      ends[i / scaled] = count;
+    }
+    const std::size_t w = slot / kWindow;
+    const Vec scale = Vec::set(values.scales[w]), total_of_codes = Vec::set(values.sums[w]);
+    for (std::size_t j = begin; j < end; j += kCodeUnit) {
+      const std::size_t at = j / 8 * Scales::kBits;
+      Vec total[kUnitVectors];
+      for (std::size_t v = 0; v < kUnitVectors; ++v) total[v] = Vec::load_f32(y + j + v * Vec::kWidth);
+      UnitScales scales[2];
+      for (std::size_t u = 0; u * scaled < kWindow; ++u) of[u].load(plane, j, scales[u]);
+      if constexpr (Scales::kMinimums)
+        for (std::size_t v = 0; v < kUnitVectors; ++v)
+          total[v] = fma(scales[0].minimum[v], total_of_codes, total[v]);
+      const Term* term = terms;
+      for (std::size_t u = 0; u * scaled < kWindow; ++u) {
+        Pairs sum[kUnitVectors];
+        for (Pairs& each : sum) each = Pairs::zero();
+        for (; term != terms + ends[u]; ++term) {
+          Pairs codes[kUnitVectors];
+          pair_units<Scales>(term->low + at, term->high + at, codes);
+          const Pairs by = Pairs::everywhere(term->values);
+          for (std::size_t v = 0; v < kUnitVectors; ++v) sum[v] = add_products(by, codes[v], sum[v]);
+        }
+        Pairs::in_order(sum);
+        for (std::size_t v = 0; v < kUnitVectors; ++v)
+          total[v] = fma(sum[v].floats() * scales[u].scale[v], scale, total[v]);
+      }
+      for (std::size_t v = 0; v < kUnitVectors; ++v) total[v].store(y + j + v * Vec::kWidth);
+    }
+  }
+}
+#define FLASHLLM_PAIR_ROWS pair_plane_rows<Scales>, add_plane_run<Scales>
 #else
-#define FLASHLLM_PAIR_ROWS nullptr
+#define FLASHLLM_PAIR_ROWS nullptr, nullptr
 #endif
 
 template <typename Scales>
