@@ -20,6 +20,7 @@ ARCHITECTURES = {
     "hunyuan_v1_moe": "hunyuan-moe",
     "hunyuan_v1_dense": "hunyuan-dense",
     "exaone_moe": "exaone-moe",
+    "gemma4_text": "gemma4",
 }
 WITH_LATENT = ("deepseek2", "minicpm3")
 _DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -110,6 +111,41 @@ def write_windows(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
 
 
+def _gemma4_full(config: dict[str, Any]) -> dict[str, int]:
+    """Sizes of layers that see everything, as the last layer does."""
+    return config["per_layer_config"][str(config["num_hidden_layers"] - 1)]
+
+
+def write_gemma4(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Sizes of layers with a window and of those that see everything."""
+    count, shared, full = config["num_hidden_layers"], config["num_kv_shared_layers"], _gemma4_full(config)
+    slides = [kind == "sliding_attention" for kind in config["layer_types"]]
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_sliding_window_pattern(slides)
+    writer.add_key_length(full["head_dim"])
+    writer.add_value_length(full["head_dim"])
+    writer.add_key_length_swa(config["head_dim"])
+    writer.add_value_length_swa(config["head_dim"])
+    writer.add_rope_dimension_count(full["head_dim"])
+    writer.add_rope_dimension_count_swa(config["head_dim"])
+    writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+    width, heads = config["intermediate_size"], config["num_key_value_heads"]
+    if config["use_double_wide_mlp"]:
+        writer.add_feed_forward_length([width] * (count - shared) + [2 * width] * shared)
+    if "num_key_value_heads" in full:
+        writer.add_head_count_kv([heads if each else full["num_key_value_heads"] for each in slides])
+
+
+def gemma4_tensors(state: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The state dict, and by how much each pair turns slower in layers that see everything: the last ones do not."""
+    bare = ("layer_scalar", ".experts.gate_up_proj", ".experts.down_proj")
+    pairs = _gemma4_full(config)["head_dim"] // 2
+    turning = int(pairs * config["rope_parameters"]["full_attention"]["partial_rotary_factor"])
+    factors = {"rope_freqs.weight": torch.tensor([1.0] * turning + [1e30] * (pairs - turning))}
+    return {f"{name}.weight" if name.endswith(bare) else name: tensor for name, tensor in state.items()} | factors
+
+
 def write_latent(writer: gguf.GGUFWriter, config: dict[str, Any], whole: bool) -> None:
     """Sizes of latent attention: those of the plain heads in the old form."""
     rotated, rank = config["qk_rope_head_dim"], config["kv_lora_rank"]
@@ -143,7 +179,7 @@ def write_router(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         return
     writer.add_expert_count(count)
     writer.add_expert_used_count(
-        next(config[key] for key in ("moe_k", "moe_topk", "num_experts_per_tok") if key in config)
+        next(config[key] for key in ("moe_k", "moe_topk", "top_k_experts", "num_experts_per_tok") if key in config)
     )
     for key, add in (
         ("moe_intermediate_size", writer.add_expert_feed_forward_length),

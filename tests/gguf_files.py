@@ -11,7 +11,16 @@ import gguf
 import numpy as np
 import torch
 from gguf_families import ARCHITECTURES as FAMILIES
-from gguf_families import WITH_LATENT, family_tensors, write_delta, write_latent, write_router, write_windows
+from gguf_families import (
+    WITH_LATENT,
+    family_tensors,
+    gemma4_tensors,
+    write_delta,
+    write_gemma4,
+    write_latent,
+    write_router,
+    write_windows,
+)
 from safetensors.torch import load_file
 
 KINDS = gguf.GGMLQuantizationType
@@ -23,6 +32,7 @@ ARCHITECTURES = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen
     "cohere": "command-r",
 }  # other names
 _INTERLEAVED = ("llama", "bamboo", "granite", "granitemoe", "arcee", "smollm3")
+_GEMMA4 = {"scale": "ffn_gate_inp.scale", "per_expert_scale": "ffn_down_exps.scale"}  # which its table lacks
 _SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron")
 
 
@@ -146,8 +156,10 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str, whole: boo
     table = "llama" if architecture == "bamboo" else architecture  # as PowerInfer's own table
     key = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == table)
     names = gguf.get_tensor_name_map(key, config["num_hidden_layers"])
-    tensors = {}
-    for name, tensor in family_tensors(_merged(load_file(folder / "model.safetensors")), config, whole).items():
+    tensors, state = {}, load_file(folder / "model.safetensors")
+    if architecture == "gemma4":
+        state = gemma4_tensors(state, config)
+    for name, tensor in family_tensors(_merged(state), config, whole).items():
         values = tensor.float()
         if architecture in _INTERLEAVED and (".q_proj" in name or ".k_proj" in name):
             values = interleaved(values, heads if ".q_proj" in name else groups)
@@ -155,7 +167,11 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str, whole: boo
             values = ungrouped(values, heads, groups)
         if architecture in _SHIFTED and name.endswith("norm.weight"):
             values = values + 1
-        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        stored = _GEMMA4.get(name.rpartition("router.")[2]) if architecture == "gemma4" else None
+        if stored is not None:
+            stored = f"blk.{name.split('.')[2]}.{stored}"
+        else:
+            stored = names.get_name(name, try_suffixes=(".weight", ".bias")) if name[0] != "r" else name
         assert stored is not None, name
         tensors[stored + ".weight" if name.endswith(".sinks") else stored] = values.numpy()
     if config.get("rope_parameters", {}).get("rope_type") == "llama3":
@@ -222,6 +238,8 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: dict[str, 
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
         writer.add_rope_dimension_count(int(head_dim * share))
+    if architecture == "gemma4":
+        write_gemma4(writer, config)
     writer.add_rope_freq_base(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
     if rope.get("rope_type") in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))

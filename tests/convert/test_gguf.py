@@ -174,13 +174,44 @@ WINDOWED = {
     name: Variant(name, {"num_hidden_layers": 5, "layer_types": None, "sliding_window": 50, **config})
     for name, config in (("afmoe", {"mup_enabled": True, "route_scale": 2.5}), ("cohere2", {"logit_scale": 0.5}))
 }
-MORE = [*WINDOWED, "exaone4", "exaone4 without windows", "seed_oss", "ernie4_5", "hunyuan_v1_dense", "glm4"]
+GEMMA4 = ["gemma4", "gemma4 experts", "gemma4 shared keys, rows of ids"]
+MORE = [*WINDOWED, *GEMMA4, "exaone4", "exaone4 without windows", "seed_oss", "ernie4_5", "hunyuan_v1_dense", "glm4"]
 
 
 @pytest.mark.parametrize("variant", ROUTED + MORE)
 def test_routers_dense_layers_windows_and_biases(tmp_path, variant):
     source = make_checkpoint(tmp_path / "hf", WINDOWED.get(variant) or VARIANTS_OF_FOLDERS[variant])
     _same_model(tmp_path, source, write_gguf(source, tmp_path / "model.gguf"))
+
+
+def test_keys_and_values_that_no_layer_uses_are_left_out_and_said(tmp_path):
+    """Of layers that use another's, published Gemma 4 has them all the same."""
+    source = make_checkpoint(tmp_path / "hf", VARIANTS_OF_FOLDERS["gemma4 shared keys, rows of ids"])
+    expected = convert(write_gguf(source, tmp_path / "model.gguf"), tmp_path / "expected")
+    state = load_file(source / "model.safetensors")
+    for part in ("k_proj", "v_proj", "k_norm"):
+        state[f"model.layers.3.self_attn.{part}.weight"] = state[f"model.layers.2.self_attn.{part}.weight"].clone()
+    save_file(state, source / "model.safetensors", {"format": "pt"})
+    lines = []
+    found = convert(write_gguf(source, tmp_path / "more.gguf"), tmp_path / "found", say=lines.append)
+    assert _weights(found) == _weights(expected)
+    assert lines[0] == "left out: keys and values of layers that use another's (3 tensors)"
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("feed_forward_length", [96, 96, 96, 96, 192]),
+        ("attention.head_count_kv", [2, 2, 2, 2]),
+        ("shared_kv_layers", 9),
+    ],
+)
+def test_gemma_4_whose_layers_differ_in_other_ways_is_refused(tmp_path, key, values):
+    source = make_checkpoint(tmp_path / "hf", VARIANTS_OF_FOLDERS["gemma4 shared keys, rows of ids"])
+    key = f"gemma4.{key.replace('shared', 'attention.shared')}"
+    path = write_gguf(source, tmp_path / "model.gguf", metadata={key: values})
+    with pytest.raises((FormatError, UnsupportedModelError), match=r"model\.gguf"):
+        _open(path)
 
 
 @pytest.mark.parametrize("variant", ["qwen3_next", "qwen3_5", "qwen3_5 tied", "qwen3_5_moe"])
@@ -303,8 +334,9 @@ def _same_model(root, source, path):
 def _check_config(path):
     """transformers' config class takes every key as it is."""
     taken = AutoConfig.from_pretrained(path)
+    taken.allow_global_per_layer_attribute_access = True
     for key, said in json.loads((path / "config.json").read_text()).items():
-        found = getattr(taken, key)
+        found = getattr(taken, key) if key != "per_layer_config" else taken.to_dict()[key]
         assert ({**found, **said} if isinstance(said, dict) else said) == found, key  # it may add to a dict
 
 

@@ -1,9 +1,10 @@
 """The table of GGUF architectures that are mixtures of experts, `MIXTURES`. Reads plain values."""
 
+from dataclasses import replace
 from typing import Any
 
 from flashllm.convert.checkpoint.gguf.file import GgufContent
-from flashllm.convert.checkpoint.gguf.models import MULTIPLIERS
+from flashllm.convert.checkpoint.gguf.models import MODELS, MULTIPLIERS
 from flashllm.convert.checkpoint.gguf.row import (
     DELTA,
     INTERLEAVED,
@@ -175,6 +176,15 @@ MIXTURES: dict[str, GgufModel] = {
         optional=_NORMALIZED,
         constants=_WHOLE | {"norm_topk_prob": True},
         finish=_mixture,
+    ),
+    "gemma4": replace(
+        MODELS["gemma4"],
+        keys={
+            **MODELS["gemma4"].keys,
+            "num_experts": "expert_count",
+            "top_k_experts": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+        },
     ),
     "gpt-oss": GgufModel(
         model_type="gpt_oss",

@@ -59,6 +59,14 @@ class Metadata:
         """So many integers."""
         return self._list(key, "integers", count, lambda each: type(each) is int)
 
+    def by_layer(self, key: str, count: int) -> list[int]:
+        """An integer of each of so many layers, at least 0; one that is given alone is all layers'."""
+        value = self._value(key)
+        values = self.integers(key, count) if isinstance(value, list) else [self.integer(key, least=0)] * count
+        if min(values) < 0:
+            raise self._wrong(key, "integers of at least 0", value)
+        return values
+
     def flags(self, key: str, count: int) -> list[bool]:
         """So many of true and false."""
         return self._list(key, "true and false", count, lambda each: type(each) is bool)
