@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from gguf_families import ARCHITECTURES as FAMILIES
 from gguf_families import (
+    TABLES,
     WITH_LATENT,
     family_tensors,
     gemma4_tensors,
@@ -153,7 +154,7 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str, whole: boo
     groups = config.get("num_key_value_heads") or heads
     if architecture == "falcon":
         groups = config["num_kv_heads"] if config["new_decoder_architecture"] else 1 if config["multi_query"] else heads
-    table = "llama" if architecture == "bamboo" else architecture  # as PowerInfer's own table
+    table = TABLES.get(architecture, architecture)
     key = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == table)
     names = gguf.get_tensor_name_map(key, config["num_hidden_layers"])
     tensors, state = {}, load_file(folder / "model.safetensors")
@@ -171,7 +172,8 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str, whole: boo
         if stored is not None:
             stored = f"blk.{name.split('.')[2]}.{stored}"
         else:
-            stored = names.get_name(name, try_suffixes=(".weight", ".bias")) if name[0] != "r" else name
+            is_stored = name.startswith(("blk.", "rope_"))
+            stored = name if is_stored else names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         tensors[stored + ".weight" if name.endswith(".sinks") else stored] = values.numpy()
     if config.get("rope_parameters", {}).get("rope_type") == "llama3":
@@ -215,7 +217,7 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: dict[str, 
     writer.add_embedding_length(config["hidden_size"])
     if width := config.get("intermediate_size") or config.get("ffn_hidden_size"):
         writer.add_feed_forward_length(width)
-    writer.add_head_count(heads)
+    writer.add_head_count(config.get("num_attention_heads_per_layer") or heads)
     kv_heads = config.get("num_key_value_heads") or config.get("num_kv_heads") or heads
     one = config.get("multi_query") and not config.get("new_decoder_architecture")
     writer.add_head_count_kv(1 if one or (architecture == "deepseek2" and not whole) else kv_heads)
@@ -246,7 +248,9 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: dict[str, 
         writer.add_rope_scaling_factor(rope["factor"])
         if "original_max_position_embeddings" in rope:
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    if architecture == "phi3":
+        if "attention_factor" in rope:
+            writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
+    if architecture == "phi3" or (architecture == "phimoe" and rope.get("rope_type") == "longrope"):
         trained = config["original_max_position_embeddings"]
         writer.add_rope_scaling_orig_ctx_len(trained)
         if rope.get("rope_type") == "longrope":

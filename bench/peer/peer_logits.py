@@ -77,6 +77,13 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name
         {},
     ),
     "afmoe": ("afmoe", _WINDOWS, {}),
+    "bailingmoe2": ("bailing_moe", {}, {}),
+    "laguna": ("laguna", {}, {}),
+    "laguna, gate of every number": (
+        "laguna gate of every number",
+        {"mlp_layer_types": ["dense", "sparse", "sparse"], "sliding_window": 0},
+        {},
+    ),
     "exaone4": ("exaone4 without windows", {}, {}),
     "cohere2": ("cohere2", _WINDOWS, {}),
     "glm4": ("glm4", {}, {}),

@@ -64,6 +64,10 @@ def model_config(content: GgufContent) -> dict[str, Any]:
     for key, name in model.optional.items():
         if f"{prefix}.{name}" in metadata:
             config[key] = _read(metadata, prefix, name)
+    for key, name in model.lists.items():
+        config[key] = metadata.integers_of_layers(f"{prefix}.{name}", config["num_hidden_layers"])
+    if "num_attention_heads" not in config:
+        config["num_attention_heads"] = config["num_attention_heads_per_layer"][0]
     config["vocab_size"] = embedding.shape[0]
     config["tie_word_embeddings"] = "output.weight" not in content.tensors
     layers, experts = config["num_hidden_layers"], _read(metadata, prefix, "expert_count", 0) or 1
@@ -145,7 +149,7 @@ def _longrope(content: GgufContent, prefix: str, kind: str, dims: int) -> dict[s
     UnsupportedModelError for other models, whose rule is not known.
     """
     path, metadata = content.path, content.metadata
-    if prefix not in ("phi3", "minicpm3") or kind not in ("none", "longrope"):
+    if prefix not in ("phi3", "phimoe", "minicpm3") or kind not in ("none", "longrope"):
         raise UnsupportedModelError(
             f"{path}: factors for long texts are known of Phi-3 and MiniCPM 3 alone, without other scaling; convert "
             "the model's Hugging Face folder"

@@ -59,12 +59,12 @@ class Metadata:
         """So many integers."""
         return self._list(key, "integers", count, lambda each: type(each) is int)
 
-    def by_layer(self, key: str, count: int) -> list[int]:
-        """An integer of each of so many layers, at least 0; one that is given alone is all layers'."""
-        value = self._value(key)
-        values = self.integers(key, count) if isinstance(value, list) else [self.integer(key, least=0)] * count
-        if min(values) < 0:
-            raise self._wrong(key, "integers of at least 0", value)
+    def integers_of_layers(self, key: str, count: int, *, least: int = 1) -> list[int]:
+        """An integer from `least` on for each of `count` layers: a list, or one for all."""
+        values = self._value(key)
+        values = self.integers(key, count) if isinstance(values, list) else [values] * count
+        if any(type(each) is not int or not least <= each <= _MAX_INTEGER for each in values):
+            raise self._wrong(key, f"integers from {least} to {_MAX_INTEGER}", values)
         return values
 
     def flags(self, key: str, count: int) -> list[bool]:

@@ -75,7 +75,7 @@ def _gemma4(config: dict[str, Any], content: GgufContent) -> None:
     metadata, count, full_size = content.metadata, config["num_hidden_layers"], config["head_dim"]
     full = [kind == "full_attention" for kind in config["layer_types"]]
     config["head_dim"] = size = metadata.integer(own_key(content, "attention.key_length_swa"), full_size)
-    heads = metadata.by_layer(own_key(content, "attention.head_count_kv"), count)
+    heads = metadata.integers_of_layers(own_key(content, "attention.head_count_kv"), count, least=0)
     config["num_key_value_heads"] = heads[full.index(False)] if False in full else heads[0]
     sizes = [
         {"head_dim": full_size if each else size, "num_key_value_heads": of}
@@ -83,7 +83,7 @@ def _gemma4(config: dict[str, Any], content: GgufContent) -> None:
     ]
     own_sizes = [{key: value for key, value in each.items() if value != config[key]} for each in sizes]
     config["per_layer_config"] = {str(layer): each for layer, each in enumerate(own_sizes) if each}
-    widths = metadata.by_layer(own_key(content, "feed_forward_length"), count)
+    widths = metadata.integers_of_layers(own_key(content, "feed_forward_length"), count, least=0)
     own = count - config["num_kv_shared_layers"]
     config["intermediate_size"] = widths[0]
     config["use_double_wide_mlp"] = double = own < count and widths[-1] == 2 * widths[0]
