@@ -20,10 +20,14 @@ ARCHITECTURES = {
     "hunyuan_v1_moe": "hunyuan-moe",
     "hunyuan_v1_dense": "hunyuan-dense",
     "exaone_moe": "exaone-moe",
+    "gemma4_text": "gemma4",
+    "bailing_moe": "bailingmoe2",
 }
+TABLES = {"bamboo": "llama", "laguna": "dots1"}  # architectures that the gguf package lacks -> one with such names
 WITH_LATENT = ("deepseek2", "minicpm3")
 _DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-_SIGMOID = ("deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1", "minimax_m2", "exaone_moe", "afmoe")
+_SIGMOID = ("deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1", "minimax_m2", "exaone_moe", "afmoe", "laguna")
+_SIGMOID = (*_SIGMOID, "bailing_moe")
 _COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 
 
@@ -39,7 +43,10 @@ def family_tensors(state: dict[str, torch.Tensor], config: dict[str, Any], whole
         elif ".linear_attn." in name or (config["model_type"] in _DELTA and name.endswith("norm.weight")):
             result |= _delta_tensors(name, tensor, config)
         elif name.endswith("e_score_correction_bias"):
-            result[name.removesuffix("_bias") + ".bias"] = tensor.reshape(-1)
+            stem = name.replace(".experts.e_score", ".gate.e_score")  # Laguna's
+            result[stem.removesuffix("_bias") + ".bias"] = tensor.reshape(-1)
+        elif name.endswith("self_attn.g_proj.weight"):
+            result[f"blk.{name.split('.')[2]}.attn_gate.weight"] = tensor
         elif name.endswith("expert_bias"):
             result[f"{name}.bias"] = tensor
         elif name.endswith("_linear.weight") and (part := name.rpartition(".input_linear")[0]):  # Granite's
@@ -105,9 +112,48 @@ def write_delta(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def write_windows(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    """Which layers have one: EXAONE's."""
-    if writer.arch in ("exaone4", "exaone-moe") and config.get("sliding_window") is not None:
+    """Which layers have one: EXAONE's, and Laguna's, which turn by another rule."""
+    if writer.arch in ("exaone4", "exaone-moe", "laguna") and config.get("sliding_window"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    if writer.arch == "laguna":
+        rope = config["rope_parameters"]["sliding_attention"]
+        writer.add_rope_freq_base_swa(rope["rope_theta"])
+        writer.add_rope_dimension_count_swa(int(config["head_dim"] * rope.get("partial_rotary_factor", 1.0)))
+
+
+def _gemma4_full(config: dict[str, Any]) -> dict[str, int]:
+    """Sizes of layers that see everything, as the last layer does."""
+    return config["per_layer_config"][str(config["num_hidden_layers"] - 1)]
+
+
+def write_gemma4(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Sizes of layers with a window and of those that see everything."""
+    count, shared, full = config["num_hidden_layers"], config["num_kv_shared_layers"], _gemma4_full(config)
+    slides = [kind == "sliding_attention" for kind in config["layer_types"]]
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_sliding_window_pattern(slides)
+    writer.add_key_length(full["head_dim"])
+    writer.add_value_length(full["head_dim"])
+    writer.add_key_length_swa(config["head_dim"])
+    writer.add_value_length_swa(config["head_dim"])
+    writer.add_rope_dimension_count(full["head_dim"])
+    writer.add_rope_dimension_count_swa(config["head_dim"])
+    writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+    width, heads = config["intermediate_size"], config["num_key_value_heads"]
+    if config["use_double_wide_mlp"]:
+        writer.add_feed_forward_length([width] * (count - shared) + [2 * width] * shared)
+    if "num_key_value_heads" in full:
+        writer.add_head_count_kv([heads if each else full["num_key_value_heads"] for each in slides])
+
+
+def gemma4_tensors(state: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The state dict, and by how much each pair turns slower in layers that see everything: the last ones do not."""
+    bare = ("layer_scalar", ".experts.gate_up_proj", ".experts.down_proj")
+    pairs = _gemma4_full(config)["head_dim"] // 2
+    turning = int(pairs * config["rope_parameters"]["full_attention"]["partial_rotary_factor"])
+    factors = {"rope_freqs.weight": torch.tensor([1.0] * turning + [1e30] * (pairs - turning))}
+    return {f"{name}.weight" if name.endswith(bare) else name: tensor for name, tensor in state.items()} | factors
 
 
 def write_latent(writer: gguf.GGUFWriter, config: dict[str, Any], whole: bool) -> None:
@@ -143,7 +189,7 @@ def write_router(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         return
     writer.add_expert_count(count)
     writer.add_expert_used_count(
-        next(config[key] for key in ("moe_k", "moe_topk", "num_experts_per_tok") if key in config)
+        next(config[key] for key in ("moe_k", "moe_topk", "top_k_experts", "num_experts_per_tok") if key in config)
     )
     for key, add in (
         ("moe_intermediate_size", writer.add_expert_feed_forward_length),
@@ -160,6 +206,7 @@ def write_router(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         ("n_group", writer.add_expert_group_count),
         ("topk_group", writer.add_expert_group_used_count),
         ("routed_scaling_factor", writer.add_expert_weights_scale),
+        ("moe_routed_scaling_factor", writer.add_expert_weights_scale),
     ):
         if config.get(key) is not None:
             add(config[key])
@@ -174,6 +221,6 @@ def write_router(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
     if config["model_type"] in ("minimax_m2", "hunyuan_v1_moe"):
         writer.add_expert_feed_forward_length(config["intermediate_size"])
-    norms = config.get("norm_topk_prob") or config["model_type"] == "afmoe"
+    norms = config.get("norm_topk_prob") or config["model_type"] in ("afmoe", "laguna", "bailing_moe")
     if config["model_type"] in (*_SIGMOID, "deepseek_v2") and norms:
         writer.add_expert_weights_norm(True)

@@ -11,7 +11,17 @@ import gguf
 import numpy as np
 import torch
 from gguf_families import ARCHITECTURES as FAMILIES
-from gguf_families import WITH_LATENT, family_tensors, write_delta, write_latent, write_router, write_windows
+from gguf_families import (
+    TABLES,
+    WITH_LATENT,
+    family_tensors,
+    gemma4_tensors,
+    write_delta,
+    write_gemma4,
+    write_latent,
+    write_router,
+    write_windows,
+)
 from safetensors.torch import load_file
 
 KINDS = gguf.GGMLQuantizationType
@@ -23,6 +33,7 @@ ARCHITECTURES = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen
     "cohere": "command-r",
 }  # other names
 _INTERLEAVED = ("llama", "bamboo", "granite", "granitemoe", "arcee", "smollm3")
+_GEMMA4 = {"scale": "ffn_gate_inp.scale", "per_expert_scale": "ffn_down_exps.scale"}  # which its table lacks
 _SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron")
 
 
@@ -143,11 +154,13 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str, whole: boo
     groups = config.get("num_key_value_heads") or heads
     if architecture == "falcon":
         groups = config["num_kv_heads"] if config["new_decoder_architecture"] else 1 if config["multi_query"] else heads
-    table = "llama" if architecture == "bamboo" else architecture  # as PowerInfer's own table
+    table = TABLES.get(architecture, architecture)
     key = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == table)
     names = gguf.get_tensor_name_map(key, config["num_hidden_layers"])
-    tensors = {}
-    for name, tensor in family_tensors(_merged(load_file(folder / "model.safetensors")), config, whole).items():
+    tensors, state = {}, load_file(folder / "model.safetensors")
+    if architecture == "gemma4":
+        state = gemma4_tensors(state, config)
+    for name, tensor in family_tensors(_merged(state), config, whole).items():
         values = tensor.float()
         if architecture in _INTERLEAVED and (".q_proj" in name or ".k_proj" in name):
             values = interleaved(values, heads if ".q_proj" in name else groups)
@@ -155,7 +168,12 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str, whole: boo
             values = ungrouped(values, heads, groups)
         if architecture in _SHIFTED and name.endswith("norm.weight"):
             values = values + 1
-        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        stored = _GEMMA4.get(name.rpartition("router.")[2]) if architecture == "gemma4" else None
+        if stored is not None:
+            stored = f"blk.{name.split('.')[2]}.{stored}"
+        else:
+            is_stored = name.startswith(("blk.", "rope_"))
+            stored = name if is_stored else names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         tensors[stored + ".weight" if name.endswith(".sinks") else stored] = values.numpy()
     if config.get("rope_parameters", {}).get("rope_type") == "llama3":
@@ -199,7 +217,7 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: dict[str, 
     writer.add_embedding_length(config["hidden_size"])
     if width := config.get("intermediate_size") or config.get("ffn_hidden_size"):
         writer.add_feed_forward_length(width)
-    writer.add_head_count(heads)
+    writer.add_head_count(config.get("num_attention_heads_per_layer") or heads)
     kv_heads = config.get("num_key_value_heads") or config.get("num_kv_heads") or heads
     one = config.get("multi_query") and not config.get("new_decoder_architecture")
     writer.add_head_count_kv(1 if one or (architecture == "deepseek2" and not whole) else kv_heads)
@@ -222,13 +240,17 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: dict[str, 
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
         writer.add_rope_dimension_count(int(head_dim * share))
+    if architecture == "gemma4":
+        write_gemma4(writer, config)
     writer.add_rope_freq_base(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
     if rope.get("rope_type") in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
         if "original_max_position_embeddings" in rope:
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    if architecture == "phi3":
+        if "attention_factor" in rope:
+            writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
+    if architecture == "phi3" or (architecture == "phimoe" and rope.get("rope_type") == "longrope"):
         trained = config["original_max_position_embeddings"]
         writer.add_rope_scaling_orig_ctx_len(trained)
         if rope.get("rope_type") == "longrope":

@@ -44,6 +44,8 @@ _MINICPM3 = {
     },
     "max_position_embeddings": 512,
 }
+_FULL, _SLIDES = "full_attention", "sliding_attention"
+_SHARED = {"layer_types": [_SLIDES, _SLIDES, _FULL, _SLIDES, _FULL]}  # llama.cpp takes the last two that have any
 _WINDOWS = {"num_hidden_layers": 5, "layer_types": None, "sliding_window": 50}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name -> variant, its config, how written
     "llama": ("llama", {}, {}),
@@ -75,11 +77,21 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name
         {},
     ),
     "afmoe": ("afmoe", _WINDOWS, {}),
+    "bailingmoe2": ("bailing_moe", {}, {}),
+    "laguna": ("laguna", {}, {}),
+    "laguna, gate of every number": (
+        "laguna gate of every number",
+        {"mlp_layer_types": ["dense", "sparse", "sparse"], "sliding_window": 0},
+        {},
+    ),
     "exaone4": ("exaone4 without windows", {}, {}),
     "cohere2": ("cohere2", _WINDOWS, {}),
     "glm4": ("glm4", {}, {}),
     "seed_oss": ("seed_oss", {"attention_out_bias": False, "mlp_bias": False}, {}),
     "ernie4_5": ("ernie4_5", {"use_bias": False}, {}),
+    "gemma4": ("gemma4", {}, {}),
+    "gemma4, shared keys, rows of ids": ("gemma4 shared keys, rows of ids", _SHARED, {}),
+    "gemma4, experts": ("gemma4 experts", {}, {}),
     "hunyuan-dense": ("hunyuan_v1_dense", {"attention_bias": False}, {}),
 }
 LEAST = 0.99  # of the positions have the same likeliest token

@@ -16,7 +16,7 @@ from arch_models import Variant, make_checkpoint
 from gguf_files import KINDS, write_gguf
 from safetensors.torch import load_file, save_file
 from tiny_models import SENTENCES
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from flashllm import FlashModel
 from flashllm.arch.registry import block_spec
@@ -167,20 +167,74 @@ def test_latent_attention_in_both_forms(tmp_path, variant, whole):
 ROUTED = [
     *("glm4_moe", "glm4_moe groups", "glm4_moe norms of heads, biases", "dots1", "minimax_m2 half turned"),
     *("minimax_m2", "ernie4_5_moe", "ernie4_5_moe every other layer", "granitemoe", "granitemoeshared"),
-    *("hunyuan_v1_moe", "exaone_moe"),
+    *("hunyuan_v1_moe", "exaone_moe", "bailing_moe", "phimoe", "laguna"),
 ]
 # Windows in all layers but every fourth, and scaled embeddings, are not stored.
 WINDOWED = {
     name: Variant(name, {"num_hidden_layers": 5, "layer_types": None, "sliding_window": 50, **config})
     for name, config in (("afmoe", {"mup_enabled": True, "route_scale": 2.5}), ("cohere2", {"logit_scale": 0.5}))
 }
-MORE = [*WINDOWED, "exaone4", "exaone4 without windows", "seed_oss", "ernie4_5", "hunyuan_v1_dense", "glm4"]
+WINDOWED["laguna, all full"] = Variant("laguna", {"gating": "per-element", "sliding_window": 0})
+_YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 16}
+WINDOWED["laguna, two rotations"] = Variant(
+    "laguna",
+    {
+        "num_hidden_layers": 5,
+        "layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention"],
+        "num_attention_heads_per_layer": [4, 8, 8, 8, 4],
+        "sliding_window": 50,
+        "rope_parameters": {
+            "full_attention": _YARN | {"attention_factor": 1.5, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    },
+)
+WINDOWED["phimoe, long"] = Variant(
+    "phimoe",
+    {
+        "rope_parameters": VARIANTS_OF_FOLDERS["phi3 longrope"].config["rope_parameters"]
+        | {"short_mscale": 1.243163121016122, "long_mscale": 1.243163121016122},
+        "original_max_position_embeddings": 160,
+    },
+)
+GEMMA4 = ["gemma4", "gemma4 experts", "gemma4 shared keys, rows of ids"]
+MORE = [*WINDOWED, *GEMMA4, "exaone4", "exaone4 without windows", "seed_oss", "ernie4_5", "hunyuan_v1_dense", "glm4"]
 
 
 @pytest.mark.parametrize("variant", ROUTED + MORE)
 def test_routers_dense_layers_windows_and_biases(tmp_path, variant):
     source = make_checkpoint(tmp_path / "hf", WINDOWED.get(variant) or VARIANTS_OF_FOLDERS[variant])
     _same_model(tmp_path, source, write_gguf(source, tmp_path / "model.gguf"))
+
+
+def test_keys_and_values_that_no_layer_uses_are_left_out_and_said(tmp_path):
+    """Of layers that use another's, published Gemma 4 has them all the same."""
+    source = make_checkpoint(tmp_path / "hf", VARIANTS_OF_FOLDERS["gemma4 shared keys, rows of ids"])
+    expected = convert(write_gguf(source, tmp_path / "model.gguf"), tmp_path / "expected")
+    state = load_file(source / "model.safetensors")
+    for part in ("k_proj", "v_proj", "k_norm"):
+        state[f"model.layers.3.self_attn.{part}.weight"] = state[f"model.layers.2.self_attn.{part}.weight"].clone()
+    save_file(state, source / "model.safetensors", {"format": "pt"})
+    lines = []
+    found = convert(write_gguf(source, tmp_path / "more.gguf"), tmp_path / "found", say=lines.append)
+    assert _weights(found) == _weights(expected)
+    assert lines[0] == "left out: keys and values of layers that use another's (3 tensors)"
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("feed_forward_length", [96, 96, 96, 96, 192]),
+        ("attention.head_count_kv", [2, 2, 2, 2]),
+        ("shared_kv_layers", 9),
+    ],
+)
+def test_gemma_4_whose_layers_differ_in_other_ways_is_refused(tmp_path, key, values):
+    source = make_checkpoint(tmp_path / "hf", VARIANTS_OF_FOLDERS["gemma4 shared keys, rows of ids"])
+    key = f"gemma4.{key.replace('shared', 'attention.shared')}"
+    path = write_gguf(source, tmp_path / "model.gguf", metadata={key: values})
+    with pytest.raises((FormatError, UnsupportedModelError), match=r"model\.gguf"):
+        _open(path)
 
 
 @pytest.mark.parametrize("variant", ["qwen3_next", "qwen3_5", "qwen3_5 tied", "qwen3_5_moe"])
@@ -271,6 +325,15 @@ def test_routers_that_score_by_other_rules_are_refused(tmp_path, monkeypatch):
         _open(path)
 
 
+@pytest.mark.parametrize("variant", ["afmoe", "bailing_moe", "laguna"])
+def test_routers_whose_weights_are_not_normalised_are_refused(tmp_path, monkeypatch, variant):
+    path = write_gguf(make_checkpoint(tmp_path / "hf", VARIANTS_OF_FOLDERS[variant]), tmp_path / "model.gguf")
+    name = {"bailing_moe": "bailingmoe2"}.get(variant, variant)
+    _patch_metadata(monkeypatch, {f"{name}.expert_weights_norm": None})
+    with pytest.raises(UnsupportedModelError, match=f"{name} with weights that are not normalised"):
+        _open(path)
+
+
 @pytest.mark.parametrize(("scale", "expected"), [(None, {"attention_factor": 1.0}), (0.1, {"mscale_all_dim": 1.0})])
 def test_what_yarn_multiplies_scores_by(tmp_path, monkeypatch, scale, expected):
     source = make_checkpoint(tmp_path / "hf", VARIANTS_OF_FOLDERS["deepseek_v2 yarn rope"])
@@ -301,10 +364,14 @@ def _same_model(root, source, path):
 
 
 def _check_config(path):
-    """transformers' config class takes every key as it is."""
+    """transformers' config class takes every key as it is, where it has one."""
+    config = json.loads((path / "config.json").read_text())
+    if config["model_type"] not in CONFIG_MAPPING:
+        return
     taken = AutoConfig.from_pretrained(path)
-    for key, said in json.loads((path / "config.json").read_text()).items():
-        found = getattr(taken, key)
+    taken.allow_global_per_layer_attribute_access = True
+    for key, said in config.items():
+        found = getattr(taken, key) if key != "per_layer_config" else taken.to_dict()[key]
         assert ({**found, **said} if isinstance(said, dict) else said) == found, key  # it may add to a dict
 
 

@@ -345,6 +345,7 @@ def _laguna(config: Config) -> BlockSpec:
         {
             **config,
             "layer_types": config["layer_types"] or ["full_attention"] * count,
+            "sliding_window": config["sliding_window"] or None,
         },
         query_key_norm="head",
         gate="head_softplus" if config["gating"] in (True, "per-head") else "softplus",

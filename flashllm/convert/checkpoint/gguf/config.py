@@ -15,6 +15,7 @@ from flashllm.convert.checkpoint.gguf.tensors import model_of
 from flashllm.errors import FormatError, UnsupportedModelError
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_STILL = 1e20  # a factor as large as that: the pair does not turn
 _OPTIONAL = {"num_key_value_heads": "num_attention_heads"}  # what a key is where the metadata lacks it
 _MAX_EXPERTS = 1 << 20  # of all layers: each is a few objects
 # Keys after the architecture's name whose values are no sizes: True for numbers that must be above 0.
@@ -42,6 +43,8 @@ _OR_NONE = (
     "expert_shared_count",
     "leading_dense_block_count",
     "nextn_predict_layers",
+    "attention.shared_kv_layers",
+    "embedding_length_per_layer_input",
 )
 
 
@@ -61,6 +64,10 @@ def model_config(content: GgufContent) -> dict[str, Any]:
     for key, name in model.optional.items():
         if f"{prefix}.{name}" in metadata:
             config[key] = _read(metadata, prefix, name)
+    for key, name in model.lists.items():
+        config[key] = metadata.integers_of_layers(f"{prefix}.{name}", config["num_hidden_layers"])
+    if "num_attention_heads" not in config:
+        config["num_attention_heads"] = config["num_attention_heads_per_layer"][0]
     config["vocab_size"] = embedding.shape[0]
     config["tie_word_embeddings"] = "output.weight" not in content.tensors
     layers, experts = config["num_hidden_layers"], _read(metadata, prefix, "expert_count", 0) or 1
@@ -131,7 +138,7 @@ def _rope(content: GgufContent, prefix: str, head_dim: int) -> dict[str, Any]:
             if kind == "yarn" and f"{prefix}.rope.scaling.yarn_{key}" in metadata:
                 rope[key] = _read(metadata, prefix, f"rope.scaling.yarn_{key}")
     if ROPE_FACTORS in content.tensors:
-        rope |= _llama3(content.tensors[ROPE_FACTORS], theta, dims, content.path)
+        rope |= _factored(content.tensors[ROPE_FACTORS], theta, dims, content.path)
     return rope
 
 
@@ -142,7 +149,7 @@ def _longrope(content: GgufContent, prefix: str, kind: str, dims: int) -> dict[s
     UnsupportedModelError for other models, whose rule is not known.
     """
     path, metadata = content.path, content.metadata
-    if prefix not in ("phi3", "minicpm3") or kind not in ("none", "longrope"):
+    if prefix not in ("phi3", "phimoe", "minicpm3") or kind not in ("none", "longrope"):
         raise UnsupportedModelError(
             f"{path}: factors for long texts are known of Phi-3 and MiniCPM 3 alone, without other scaling; convert "
             "the model's Hugging Face folder"
@@ -163,9 +170,15 @@ def _longrope(content: GgufContent, prefix: str, kind: str, dims: int) -> dict[s
     return rope
 
 
-def _llama3(stored: StoredTensor, theta: float, dims: int, path: Path) -> dict[str, Any]:
-    """Llama 3.1's parameters, from what they make of each pair's frequency. UnsupportedModelError for other factors."""
+def _factored(stored: StoredTensor, theta: float, dims: int, path: Path) -> dict[str, Any]:
+    """Llama 3.1's parameters, from what they make of each pair's frequency; or Gemma 4's, where some pairs do not turn.
+
+    UnsupportedModelError for other factors.
+    """
     factors = _factors(stored, ROPE_FACTORS, path).astype(np.float64)
+    turning = int((factors == 1).sum())
+    if turning < len(factors) == dims // 2 and (factors[:turning] == 1).all() and (factors[turning:] >= _STILL).all():
+        return {"rope_type": "proportional", "partial_rotary_factor": turning / len(factors)}
     low, high, trained = (
         _LLAMA3["low_freq_factor"],
         _LLAMA3["high_freq_factor"],

@@ -1,10 +1,12 @@
 """The table of GGUF architectures that are mixtures of experts, `MIXTURES`. Reads plain values."""
 
+from dataclasses import replace
 from typing import Any
 
 from flashllm.convert.checkpoint.gguf.file import GgufContent
-from flashllm.convert.checkpoint.gguf.models import MULTIPLIERS
+from flashllm.convert.checkpoint.gguf.models import MODELS, MULTIPLIERS
 from flashllm.convert.checkpoint.gguf.row import (
+    ARCHITECTURE,
     DELTA,
     INTERLEAVED,
     LATENT,
@@ -78,13 +80,61 @@ def _exaone(config: dict[str, Any], content: GgufContent) -> None:
     _dense_first(config)
 
 
+def _must_normalize(content: GgufContent) -> None:
+    """Of weights the file must say that they are normalised: UnsupportedModelError where it does not."""
+    if not content.metadata.flag(own_key(content, "expert_weights_norm"), False):
+        name = content.metadata.text(ARCHITECTURE)
+        raise UnsupportedModelError(f"{content.path}: {name} with weights that are not normalised is not supported")
+
+
 def _afmoe(config: dict[str, Any], content: GgufContent) -> None:
-    """Embeddings are scaled, though no key says so; of weights it must be said that they are normalised."""
+    """Embeddings are scaled, though no key says so."""
+    _must_normalize(content)
     windows(config, content)
     config["attention_bias"] = has_tensor(content, "attn_q.bias")
     config["route_scale"] = config.get("route_scale") or 1.0
-    if not config.pop("route_norm", False):
-        raise UnsupportedModelError(f"{content.path}: AFMoE with weights that are not normalised is not supported")
+
+
+def _ling(config: dict[str, Any], content: GgufContent) -> None:
+    _must_normalize(content)
+    _routed(config, content)
+
+
+def _phimoe(config: dict[str, Any], content: GgufContent) -> None:
+    """By the model's own code. llama.cpp reads these files otherwise: root mean squares for layer norms, and weights
+    of both experts from one softmax."""
+    config["attention_bias"] = has_tensor(content, "attn_q.bias")
+    config["lm_head_bias"] = "output.bias" in content.tensors
+    rope = config["rope_parameters"]
+    if rope["rope_type"] == "longrope":
+        del rope["attention_factor"]  # computed by Phi-3's rule; Phi-3.5-MoE's config.json says another
+        rope |= {"short_mscale": 1.243163121016122, "long_mscale": 1.243163121016122}
+
+
+def _laguna(config: dict[str, Any], content: GgufContent) -> None:
+    """Layers without a window are the first and every fourth, where the file does not say; the others turn by a rule of
+    their own. The gate's shape says whether it is each head's or each number's."""
+    _must_normalize(content)
+    windows(config, content, first=0)
+    if config["sliding_window"] is None:
+        del config["sliding_window"]  # which transformers takes as a number alone
+    _dense_first(config)
+    config["moe_routed_scaling_factor"] = config.get("moe_routed_scaling_factor") or 1.0
+    gate = content.tensors.get("blk.0.attn_gate.weight")
+    each = gate is not None and gate.shape[0] != config["num_attention_heads"]
+    config["gating"] = "per-element" if each else True
+    metadata, full, dim = content.metadata, config["rope_parameters"], config["head_dim"]
+    dims = metadata.integer(own_key(content, "rope.dimension_count"), dim)
+    if full["rope_type"] == "yarn" and (scale := own_key(content, "rope.scaling.yarn_attn_factor")) in metadata:
+        full["attention_factor"] = metadata.number(scale)
+    config["rope_parameters"] = {
+        "full_attention": full,
+        "sliding_attention": {
+            "rope_type": "default",
+            "rope_theta": metadata.number(own_key(content, "rope.freq_base_swa"), full["rope_theta"], positive=True),
+            "partial_rotary_factor": metadata.integer(own_key(content, "rope.dimension_count_swa"), dims) / dim,
+        },
+    }
 
 
 def _dense_first(config: dict[str, Any]) -> None:
@@ -175,6 +225,15 @@ MIXTURES: dict[str, GgufModel] = {
         optional=_NORMALIZED,
         constants=_WHOLE | {"norm_topk_prob": True},
         finish=_mixture,
+    ),
+    "gemma4": replace(
+        MODELS["gemma4"],
+        keys={
+            **MODELS["gemma4"].keys,
+            "num_experts": "expert_count",
+            "top_k_experts": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+        },
     ),
     "gpt-oss": GgufModel(
         model_type="gpt_oss",
@@ -267,11 +326,58 @@ MIXTURES: dict[str, GgufModel] = {
             "num_shared_experts": "expert_shared_count",
             "num_dense_layers": "leading_dense_block_count",
             "route_scale": "expert_weights_scale",
-            "route_norm": "expert_weights_norm",
             "sliding_window": "attention.sliding_window",
         },
         constants={"hidden_act": "silu", "mup_enabled": True, "num_shared_experts": 0, "num_dense_layers": 0},
         finish=_afmoe,
+        score=SIGMOID,
+    ),
+    "bailingmoe2": GgufModel(
+        model_type="bailing_moe",
+        keys=_EXPERTS | {"moe_intermediate_size": "expert_feed_forward_length"},
+        optional={
+            "num_shared_experts": "expert_shared_count",
+            "first_k_dense_replace": "leading_dense_block_count",
+            "n_group": "expert_group_count",
+            "topk_group": "expert_group_used_count",
+            "routed_scaling_factor": "expert_weights_scale",
+        },
+        constants={
+            "n_group": 1,
+            "topk_group": 1,
+            "hidden_act": "silu",
+            "num_shared_experts": 0,
+            "first_k_dense_replace": 0,
+            "score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "use_qk_norm": True,
+        },
+        finish=_ling,
+        score=SIGMOID,
+    ),
+    "phimoe": GgufModel(
+        model_type="phimoe",
+        keys=RMS | {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
+        constants={"hidden_act": "silu"},
+        finish=_phimoe,
+    ),
+    "laguna": GgufModel(
+        model_type="laguna",
+        keys={key: name for key, name in _EXPERTS.items() if key != "num_attention_heads"}
+        | {
+            "moe_intermediate_size": "expert_feed_forward_length",
+            "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+        },
+        lists={"num_attention_heads_per_layer": "attention.head_count"},
+        optional={
+            "first_k_dense_replace": "leading_dense_block_count",
+            "moe_routed_scaling_factor": "expert_weights_scale",
+            "sliding_window": "attention.sliding_window",
+        },
+        constants={"hidden_act": "silu", "first_k_dense_replace": 0},
+        table="dots1",
+        names={"self_attn.g_proj.weight": "attn_gate.weight"},
+        finish=_laguna,
         score=SIGMOID,
     ),
 }

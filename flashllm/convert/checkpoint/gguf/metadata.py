@@ -59,6 +59,14 @@ class Metadata:
         """So many integers."""
         return self._list(key, "integers", count, lambda each: type(each) is int)
 
+    def integers_of_layers(self, key: str, count: int, *, least: int = 1) -> list[int]:
+        """An integer from `least` on for each of `count` layers: a list, or one for all."""
+        values = self._value(key)
+        values = self.integers(key, count) if isinstance(values, list) else [values] * count
+        if any(type(each) is not int or not least <= each <= _MAX_INTEGER for each in values):
+            raise self._wrong(key, f"integers from {least} to {_MAX_INTEGER}", values)
+        return values
+
     def flags(self, key: str, count: int) -> list[bool]:
         """So many of true and false."""
         return self._list(key, "true and false", count, lambda each: type(each) is bool)

@@ -24,6 +24,7 @@ from flashllm.convert.checkpoint.gguf.row import (
     biases,
     grouped_rows,
     has_tensor,
+    own_key,
     windows,
 )
 from flashllm.errors import UnsupportedModelError
@@ -62,6 +63,42 @@ def _gemma3(config: dict[str, Any], content: GgufContent) -> None:
         "full_attention": config["rope_parameters"],
         "sliding_attention": {"rope_type": "default", "rope_theta": local},
     }
+
+
+def _gemma4(config: dict[str, Any], content: GgufContent) -> None:
+    """Layers that see everything have heads of another size and number, whose keys may be their values; the last ones
+    attend to the keys of others, and may be twice as wide. The head's size that all files say is that of the former.
+
+    UnsupportedModelError where layers' widths differ otherwise.
+    """
+    windows(config, content)
+    metadata, count, full_size = content.metadata, config["num_hidden_layers"], config["head_dim"]
+    full = [kind == "full_attention" for kind in config["layer_types"]]
+    config["head_dim"] = size = metadata.integer(own_key(content, "attention.key_length_swa"), full_size)
+    heads = metadata.integers_of_layers(own_key(content, "attention.head_count_kv"), count, least=0)
+    config["num_key_value_heads"] = heads[full.index(False)] if False in full else heads[0]
+    sizes = [
+        {"head_dim": full_size if each else size, "num_key_value_heads": of}
+        for each, of in zip(full, heads, strict=True)
+    ]
+    own_sizes = [{key: value for key, value in each.items() if value != config[key]} for each in sizes]
+    config["per_layer_config"] = {str(layer): each for layer, each in enumerate(own_sizes) if each}
+    widths = metadata.integers_of_layers(own_key(content, "feed_forward_length"), count, least=0)
+    own = count - config["num_kv_shared_layers"]
+    config["intermediate_size"] = widths[0]
+    config["use_double_wide_mlp"] = double = own < count and widths[-1] == 2 * widths[0]
+    if widths != widths[:1] * own + [(1 + double) * widths[0]] * (count - own):
+        raise UnsupportedModelError(f"{content.path}: Gemma 4 whose layers differ in other ways is not supported")
+    config["attention_k_eq_v"] = any(
+        each and f"blk.{layer}.attn_v.weight" not in content.tensors for layer, each in enumerate(full[:own])
+    )
+    rows = content.tensors.get("per_layer_token_embd.weight")
+    config["vocab_size_per_layer_input"] = config["vocab_size"] if rows is None else rows.shape[0]
+    config["enable_moe_block"] = "num_experts" in config
+    sliding = {"rope_type": "default", "rope_theta": metadata.number(own_key(content, "rope.freq_base_swa"), 10000.0)}
+    if (turned := metadata.integer(own_key(content, "rope.dimension_count_swa"), size)) != size:
+        sliding["partial_rotary_factor"] = turned / size
+    config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": sliding}
 
 
 def _phi3(config: dict[str, Any], content: GgufContent) -> None:
@@ -122,6 +159,24 @@ MODELS: dict[str, GgufModel] = {
         shifted=True,
         dtype="bfloat16",
         finish=_gemma3,
+    ),
+    "gemma4": GgufModel(
+        model_type="gemma4_text",
+        keys={key: name for key, name in RMS.items() if key not in ("intermediate_size", "num_key_value_heads")}
+        | {"sliding_window": "attention.sliding_window"},
+        optional={
+            "num_kv_shared_layers": "attention.shared_kv_layers",
+            "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        constants=_GELU | {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
+        names={
+            "layer_scalar": "layer_output_scale.weight",
+            "router.scale": "ffn_gate_inp.scale",
+            "router.per_expert_scale": "ffn_down_exps.scale",
+        },
+        dtype="bfloat16",
+        finish=_gemma4,
     ),
     "phi3": GgufModel(
         model_type="phi3",

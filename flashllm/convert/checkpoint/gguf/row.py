@@ -42,6 +42,7 @@ class GgufModel:
     model_type: str  # transformers'
     keys: Mapping[str, str]  # config.json's key -> the metadata's
     optional: Mapping[str, str] = field(default_factory=dict)  # the same, of keys a config.json may leave out
+    lists: Mapping[str, str] = field(default_factory=dict)  # the same, of a number for each layer
     constants: Mapping[str, Any] = field(default_factory=dict)  # config.json's, which the metadata does not say
     orders: Mapping[str, Order] = field(default_factory=dict)  # of rows, by a part of the file's name of a tensor
     shifted: bool = False  # whether 1 was added to the norms' weights
@@ -87,15 +88,16 @@ def own_key(content: GgufContent, name: str) -> str:
     return f"{content.metadata.text(ARCHITECTURE)}.{name}"
 
 
-def windows(config: dict[str, Any], content: GgufContent, *, period: int = 4) -> None:
-    """Types of layers: those that the metadata marks have a window, or all but every `period`-th; none without one."""
+def windows(config: dict[str, Any], content: GgufContent, *, first: int = 3) -> None:
+    """Types of layers: those that the metadata marks have a window, or all but every fourth from `first`; none without
+    one."""
     count, key = config["num_hidden_layers"], own_key(content, "attention.sliding_window_pattern")
     if not config.get("sliding_window"):
         slides = [False] * count
     elif key in content.metadata:
         slides = content.metadata.flags(key, count + content.metadata.integer(own_key(content, NEXT), 0, least=0))
     else:
-        slides = [(layer + 1) % period != 0 for layer in range(count)]
+        slides = [(layer - first) % 4 != 0 for layer in range(count)]
     config["sliding_window"] = config.get("sliding_window") or None
     config["layer_types"] = ["sliding_attention" if each else "full_attention" for each in slides[:count]]
 

@@ -28,6 +28,7 @@ from flashllm.convert.checkpoint.mixtures.gguf_experts import experts_apart
 from flashllm.errors import FormatError, UnsupportedModelError
 
 _LAYER = re.compile(r"blk\.(\d+)\.")
+_OWN_KEYS = re.compile(r"blk\.(\d+)\.attn_(?:k|v|k_norm)\.")
 _PREDICTORS = (".fc1.", ".fc2.")  # parts of their tensors' names there
 
 
@@ -83,6 +84,11 @@ def named_tensors(content: GgufContent, config: Mapping[str, Any]) -> tuple[dict
     if drafting := content.metadata.integer(own_key(content, NEXT), 0, least=0):
         left = {name: stored for name, stored in left.items() if name not in behind}
     said = f"left out: {drafting} layers that draft tokens ({len(behind)} tensors)" if drafting and behind else None
+    first = layers - config.get("num_kv_shared_layers", 0)
+    in_vain = {name for name in left if (match := _OWN_KEYS.match(name)) and int(match[1]) >= first}
+    if in_vain:
+        left = {name: stored for name, stored in left.items() if name not in in_vain}
+        said = f"left out: keys and values of layers that use another's ({len(in_vain)} tensors)"
     cut, left = experts_apart(left, spec, layers, resolve(config).experts)
     found = {name: GgufTensor(stored) for name, stored in cut.items()}
     own = {claim.source: claim.name for claim in claims(config).values()}
