@@ -190,7 +190,7 @@ void add_plane_run(const PlaneRun& run, const CodeTokens& values, const ScalePla
     const std::uint8_t *low, *high;
     const std::int16_t* values;
   };
-  constexpr std::size_t kWindow = 32;
+  constexpr std::size_t kWindow = 32, kUnitNbytes = kCodeUnit / 8 * Scales::kBits;
   const std::size_t scaled = plane.group < kWindow ? 16 : kWindow, lead = run.id % kWindow;
   const auto* rows = static_cast<const std::uint8_t*>(run.rows);
   for (std::size_t slot = 0; slot < lead + run.count; slot += kWindow) {
@@ -213,6 +213,9 @@ void add_plane_run(const PlaneRun& run, const CodeTokens& values, const ScalePla
     const Vec scale = Vec::set(values.scales[w]), total_of_codes = Vec::set(values.sums[w]);
     for (std::size_t j = begin; j < end; j += kCodeUnit) {
       const std::size_t at = j / 8 * Scales::kBits;
+      if (slot + 2 * kWindow <= lead + run.count && at % kCacheLine < kUnitNbytes)
+        for (std::size_t i = 0; i < kWindow; ++i)
+          __builtin_prefetch(rows + (slot + kWindow + i - lead) * run.stride + at, 0, 2);
       Vec total[kUnitVectors];
       for (std::size_t v = 0; v < kUnitVectors; ++v) total[v] = Vec::load_f32(y + j + v * Vec::kWidth);
       UnitScales scales[2];
