@@ -186,7 +186,8 @@ FfnLayerOptions read_ffn(NamedTensors& tensors, const RowFormat& rows, std::size
     require(!rows.gated(), "a resident gate is of rows that hold none");
     options.gate = tensors.matrix(name + "gate", neurons, rows.d_model, rows.codec).data;
   }
-  if (has_plane(rows.down_codec)) options.plane = tensors.plane(name + "down.", neurons, rows.d_model);
+  if (has_plane(rows.down_codec) && neurons > 0)
+    options.plane = tensors.plane(name + "down.", neurons, rows.d_model);
   require(rows.gated() || options.gate != nullptr || options.gate_bias == nullptr,
           "an FFN without a gate has no gate bias");
   return options;
