@@ -127,6 +127,19 @@ _SIZES["nemotron_h"] = {
 }
 _SIZES["falcon_h1"] = {**_GROUPED, **_MAMBA, "mamba_d_ssm": 192}
 _SIZES["bamba"] = {**_GROUPED, **_MAMBA, "attn_layer_indices": [1]}
+_SIZES["lfm2"] = {
+    **_GROUPED,
+    "block_auto_adjust_ff_dim": False,
+    "layer_types": ["conv", "full_attention", "conv"],
+}
+_SIZES["lfm2_moe"] = {
+    **_SIZES["lfm2"],
+    "moe_intermediate_size": 48,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "num_dense_layers": 1,
+    "routed_scaling_factor": 2.5,
+}
 _SIZES["gemma4_text"] = {
     **_GROUPED,
     "head_dim": 16,
@@ -439,6 +452,24 @@ VARIANTS = {
 
 _GROUPS = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
 VARIANTS |= {
+    "lfm2": Variant("lfm2"),
+    "lfm2 biases": Variant(
+        "lfm2",
+        {
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "tie_word_embeddings": False,
+            "block_auto_adjust_ff_dim": True,
+            "block_ffn_dim_multiplier": 1.3,
+            "block_multiple_of": 32,
+            "layer_types": ["full_attention", "conv", "conv"],
+        },
+    ),
+    "lfm2_moe": Variant("lfm2_moe"),
+    "lfm2_moe without a bias": Variant(
+        "lfm2_moe",
+        {"use_expert_bias": False, "norm_topk_prob": False, "num_dense_layers": 0, "conv_bias": True},
+    ),
     "bamba": Variant("bamba"),
     "bamba one group, biases": Variant(
         "bamba",
@@ -776,7 +807,7 @@ def make_checkpoint(path: Path, variant: Variant, *, dtype: str = "float32", see
                 parameter.copy_(1.0 + noise)
             elif name.endswith("A_log"):
                 parameter.copy_(noise - 2.0)
-            elif name.endswith("conv1d.weight"):
+            elif name.endswith(("conv1d.weight", "conv.conv.weight")):
                 parameter.copy_(0.5 * noise)
             elif name.endswith("bias"):
                 parameter.copy_(0.1 * noise)

@@ -126,7 +126,8 @@ class ReferenceDecoder:
             if kind == "attention":
                 made = self._attention(layer, x, positions)
             else:
-                made = self._delta(layer, x) if kind == "delta_rule" else self._space(layer, x)
+                computed = {"delta_rule": self._delta, "state_space": self._space, "short_convolution": self._short}
+                made = computed[kind](layer, x)
             made = made if spec.second is None else made + self._space(layer, x)
             return behind("attention_output_norm", made)
 
@@ -251,15 +252,21 @@ class ReferenceDecoder:
         return self._linear(f"layers.{layer}.out", self._rounded(mixed)) * mixer.out_scale
 
     def _convolved(self, at, mixer, inputs):
-        """Along the tokens, each channel by itself, then SiLU."""
+        """Along the tokens, each channel by itself."""
         padded = torch.cat((torch.zeros(mixer.kernel - 1, mixer.channels), torch.cat(inputs, -1)))
         taps = self.tensors[at + "conv.weight"][:, 0]
         sums = sum(padded[j : j + len(inputs[0])] * taps[:, j] for j in range(mixer.kernel))
-        return silu(sums + self.tensors.get(at + "conv.bias", 0.0))
+        return sums + self.tensors.get(at + "conv.bias", 0.0)
+
+    def _short(self, layer, x):
+        mixer, at = self.block.layers[layer].mixer, f"layers.{layer}.state."
+        query, key, value = (self._linear(at + part, x) for part in ("query", "key", "value"))
+        return self._linear(at + "out", query * self._convolved(at, mixer, [key * value]))
 
     def _delta(self, layer, x):
         mixer, at = self.block.layers[layer].mixer, f"layers.{layer}."
-        convolved = self._convolved(at, mixer, [self._linear(at + part, x) for part in ("query", "key", "value")])
+        convolved = [self._linear(at + part, x) for part in ("query", "key", "value")]
+        convolved = silu(self._convolved(at, mixer, convolved))
         keys = mixer.rows["query"]
         query, key, value = convolved.split((keys, keys, mixer.mixed_dim), -1)
         owner = torch.arange(mixer.value_heads)
@@ -287,7 +294,7 @@ class ReferenceDecoder:
         def part(name):
             return self._linear(at + name, x) * getattr(mixer, f"{name.removeprefix('out_')}_scale")
 
-        convolved = self._convolved(at, mixer, [part(name) for name in ("value", "key", "query")])
+        convolved = silu(self._convolved(at, mixer, [part(name) for name in ("value", "key", "query")]))
         keys, shared = mixer.rows["query"], mixer.value_heads // mixer.key_heads
         value, key, query = convolved.split((mixer.mixed_dim, keys, keys), -1)
         query, key = (each.view(len(x), mixer.key_heads, -1).repeat_interleave(shared, 1) for each in (query, key))

@@ -3,6 +3,7 @@
 By its conversion/*.py of 2026. Knows nothing of flashllm.
 """
 
+import re
 from typing import Any
 
 import gguf
@@ -22,13 +23,23 @@ ARCHITECTURES = {
     "exaone_moe": "exaone-moe",
     "gemma4_text": "gemma4",
     "bailing_moe": "bailingmoe2",
+    "granitemoehybrid": "granitehybrid",
+    "falcon_h1": "falcon-h1",
 }
 TABLES = {"bamboo": "llama", "laguna": "dots1"}  # architectures that the gguf package lacks -> one with such names
 WITH_LATENT = ("deepseek2", "minicpm3")
 _DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _SIGMOID = ("deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1", "minimax_m2", "exaone_moe", "afmoe", "laguna")
 _SIGMOID = (*_SIGMOID, "bailing_moe")
+WITH_MAMBA = ("granitemoehybrid", "falcon_h1", "nemotron_h")
 _COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+
+
+def architecture_of(config: dict[str, Any]) -> str:
+    """The file's name of an architecture, where more than the model_type says it."""
+    if config["model_type"] == "nemotron_h":
+        return "nemotron_h_moe" if "moe" in config["layers_block_type"] else "nemotron_h"
+    return ARCHITECTURES.get(config["model_type"], config["model_type"])
 
 
 def family_tensors(state: dict[str, torch.Tensor], config: dict[str, Any], whole: bool) -> dict[str, torch.Tensor]:
@@ -51,11 +62,86 @@ def family_tensors(state: dict[str, torch.Tensor], config: dict[str, Any], whole
             result[f"{name}.bias"] = tensor
         elif name.endswith("_linear.weight") and (part := name.rpartition(".input_linear")[0]):  # Granite's
             gate, up = tensor.chunk(2, dim=-2)
-            owner = part.replace("block_sparse_moe", "mlp.experts").replace("shared_mlp", "mlp.shared_experts")
+            shared = "mlp.shared_experts" if config.get("num_local_experts") else "mlp"
+            owner = part.replace("block_sparse_moe", "mlp.experts").replace("shared_mlp", shared)
             result |= {f"{owner}.gate_proj.weight": gate.contiguous(), f"{owner}.up_proj.weight": up.contiguous()}
+        elif name.endswith("shared_mlp.output_linear.weight") and not config["num_local_experts"]:
+            result[name.replace("shared_mlp.output_linear", "mlp.down_proj")] = tensor
+        elif config["model_type"] in WITH_MAMBA:
+            result |= _mamba_tensors(name, tensor, config)
         else:
             result[name] = tensor
     return result
+
+
+def _mamba_tensors(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Vectors of a head have a dimension more, the mixed norm is by groups; Falcon-H1's multipliers are multiplied."""
+    groups = config.get("mamba_n_groups") or config["n_groups"]
+    owner, _, part = name.rpartition(".")
+    experts = re.match(r"backbone\.(layers\.\d+\.)mixer\.(experts\..+)", name)
+    if part == "A_log":
+        tensor = -torch.exp(tensor)[:, None]
+    elif part == "D":
+        tensor = tensor[:, None]
+    elif part == "dt_bias":
+        name = f"{owner}.dt_proj.bias"
+    elif name.endswith("conv1d.weight"):
+        tensor = tensor.squeeze(1)
+    elif name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+        tensor = tensor.reshape(groups, -1)
+    elif experts:
+        name = f"model.{experts[1]}mlp.{experts[2]}"
+    if config["model_type"] == "falcon_h1":
+        tensor = tensor * _falcon_factor(name, tensor, config)
+    return {name: tensor}
+
+
+def _falcon_factor(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
+    """By which the converter multiplies a tensor: of the mixer's input a column."""
+    of_gate, of_down = config["mlp_multipliers"]
+    into = config["attention_in_multiplier"]
+    factors = {
+        "down_proj.weight": of_down,
+        "gate_proj.weight": of_gate,
+        "k_proj.weight": config["key_multiplier"] * into,
+        "q_proj.weight": into,
+        "v_proj.weight": into,
+        "o_proj.weight": config["attention_out_multiplier"],
+        "out_proj.weight": config["ssm_out_multiplier"],
+        "lm_head.weight": config["lm_head_multiplier"],
+        "embed_tokens.weight": config["embedding_multiplier"],
+    }
+    if name.endswith("mamba.in_proj.weight"):
+        inner, states = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+        rows = torch.tensor([inner, inner, states, states, config["mamba_n_heads"]])
+        return torch.tensor(config["ssm_multipliers"]).repeat_interleave(rows)[:, None] * config["ssm_in_multiplier"]
+    return torch.tensor(next((by for end, by in factors.items() if name.endswith("." + end) or name == end), 1.0))
+
+
+def write_mamba(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Sizes of the mixer, and layers without attention or neurons."""
+    kinds = config.get("layer_types") or config.get("layers_block_type") or []
+    if config["model_type"] == "nemotron_h":
+        names = ("conv_kernel", "ssm_state_size", "n_groups", "mamba_num_heads", "mamba_head_dim")
+        of_kind = "mlp" if writer.arch == "nemotron_h" else "moe"
+        size = config["intermediate_size" if of_kind == "mlp" else "moe_intermediate_size"]
+        writer.add_feed_forward_length([size if kind == of_kind else 0 for kind in kinds])
+        writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
+        if of_kind == "moe":
+            writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
+    else:
+        names = tuple(f"mamba_{name}" for name in ("d_conv", "d_state", "n_groups", "n_heads", "d_head"))
+    if config.get("shared_intermediate_size"):
+        writer.add_rope_scaling_finetuned(False)
+        writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+    kernel, state, groups, heads, dim = (config[name] for name in names)
+    writer.add_ssm_conv_kernel(kernel)
+    writer.add_ssm_state_size(state)
+    writer.add_ssm_group_count(groups)
+    writer.add_ssm_inner_size(heads * dim)
+    writer.add_ssm_time_step_rank(heads)
+    if config["model_type"] != "falcon_h1":
+        writer.add_head_count_kv([config["num_key_value_heads"] * (kind == "full_attention") for kind in kinds])
 
 
 def _delta_tensors(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -181,7 +267,7 @@ def write_latent(writer: gguf.GGUFWriter, config: dict[str, Any], whole: bool) -
 def write_router(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     """What there is of experts' number, choice and weights."""
     count = next((config[key] for key in _COUNTS if config.get(key)), None)
-    if count is None:
+    if count is None or writer.arch == "nemotron_h":
         if ARCHITECTURES.get(config["model_type"]) == "deepseek2":  # Youtu: all layers are dense
             writer.add_leading_dense_block_count(config["num_hidden_layers"])
             writer.add_expert_feed_forward_length(config["intermediate_size"])
@@ -222,5 +308,5 @@ def write_router(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     if config["model_type"] in ("minimax_m2", "hunyuan_v1_moe"):
         writer.add_expert_feed_forward_length(config["intermediate_size"])
     norms = config.get("norm_topk_prob") or config["model_type"] in ("afmoe", "laguna", "bailing_moe")
-    if config["model_type"] in (*_SIGMOID, "deepseek_v2") and norms:
+    if config["model_type"] in (*_SIGMOID, "deepseek_v2", "nemotron_h") and norms:
         writer.add_expert_weights_norm(True)

@@ -14,11 +14,14 @@ from gguf_families import ARCHITECTURES as FAMILIES
 from gguf_families import (
     TABLES,
     WITH_LATENT,
+    WITH_MAMBA,
+    architecture_of,
     family_tensors,
     gemma4_tensors,
     write_delta,
     write_gemma4,
     write_latent,
+    write_mamba,
     write_router,
     write_windows,
 )
@@ -32,7 +35,10 @@ ARCHITECTURES = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen
     "gpt_neox": "gptneox",
     "cohere": "command-r",
 }  # other names
-_INTERLEAVED = ("llama", "bamboo", "granite", "granitemoe", "arcee", "smollm3")
+_INTERLEAVED = (
+    *("llama", "bamboo", "granite", "granitemoe", "granitehybrid", "arcee", "smollm3"),
+    *("nemotron_h", "nemotron_h_moe"),
+)
 _GEMMA4 = {"scale": "ffn_gate_inp.scale", "per_expert_scale": "ffn_down_exps.scale"}  # which its table lacks
 _SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron")
 
@@ -102,7 +108,8 @@ def write_gguf(
     `drop` leaves out a tensor; `split` makes so many files, of which `path` is given the first's name.
     """
     config = json.loads((folder / "config.json").read_text())
-    architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
+    config.setdefault("num_hidden_layers", len(config.get("layers_block_type") or ()))
+    architecture = ARCHITECTURES.get(config["model_type"]) or architecture_of(config)
     tensors = _tensors(folder, config, architecture, whole_latent)
     if predictors is not None:  # its convert.py, postprocess_transpose
         tensors = {
@@ -136,7 +143,7 @@ def write_gguf(
             writer.add_uint16("split.count", split)
         for name in sorted(tensors)[number::split]:
             values = tensors[name]
-            is_matrix = values.ndim > 1 and not name.endswith(".bias")
+            is_matrix = values.ndim > 1 and not name.endswith((".bias", ".ssm_a", ".ssm_d", ".ssm_norm.weight"))
             of_kind = (kind if isinstance(kind, str) else kind(name)) if is_matrix else vectors
             writer.add_tensor(name, coded(values, of_kind), raw_dtype=KINDS[of_kind])
         writer.write_header_to_file()
@@ -225,6 +232,8 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: dict[str, 
     write_windows(writer, config)
     if "linear_num_value_heads" in config:
         write_delta(writer, config)
+    if config["model_type"] in WITH_MAMBA:
+        write_mamba(writer, config)
     for key in ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"):
         if key in config:
             writer.add_layer_norm_eps(config[key])

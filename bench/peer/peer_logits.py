@@ -31,6 +31,7 @@ from flashllm.convert.run import convert
 from flashllm.engine.model import Model
 
 _HEADS = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}  # llama.cpp knows one size
+_TWICE = {"mamba_expand": 2, "mamba_n_heads": 4}  # the width: llama.cpp knows no other of Granite's
 _DEPTH = {"scale_depth": 1.4, "dim_model_base": 256}  # MiniCPM 3's, which no file says
 _MINICPM3 = {
     **_DEPTH,
@@ -92,7 +93,35 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name
     "gemma4": ("gemma4", {}, {}),
     "gemma4, shared keys, rows of ids": ("gemma4 shared keys, rows of ids", _SHARED, {}),
     "gemma4, experts": ("gemma4 experts", {}, {}),
+    "nemotron_h": ("nemotron_h dense, biases", {"use_bias": False}, {}),
+    "nemotron_h_moe": ("nemotron_h", {"hybrid_override_pattern": "ME*EMM"}, {}),
+    "nemotron_h_moe, one group": ("nemotron_h", {"hybrid_override_pattern": "ME*EMM", "n_groups": 1}, {}),
+    "granitehybrid": ("granitemoehybrid", _TWICE, {}),
+    "granitehybrid, dense": ("granitemoehybrid", _TWICE | {"num_local_experts": 0, "intermediate_size": 80}, {}),
+    "falcon-h1": ("falcon_h1", {}, {}),
+    "falcon-h1, norm": ("falcon_h1 gate first", {"projectors_bias": False}, {}),
     "hunyuan-dense": ("hunyuan_v1_dense", {"attention_bias": False}, {}),
+}
+_SIZES = dict.fromkeys(
+    ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 256
+) | {"shared_intermediate_size": 256, "moe_shared_expert_intermediate_size": 256, "num_attention_heads": 8}
+
+
+def _q4_k(name: str) -> str:
+    """Of a matrix, as llama-quantize has it; what is small or decides a route stays."""
+    return "F32" if any(part in name for part in ("conv1d", "gate_inp")) else "Q4_K"
+
+
+ARCHITECTURES |= {
+    f"{name} Q4_K": (ARCHITECTURES[name][0], ARCHITECTURES[name][1] | _SIZES | config, {"kind": _q4_k})
+    for name, config in (
+        ("qwen3next", {"head_dim": 32, "linear_num_value_heads": 16}),
+        ("qwen35", {"head_dim": 32, "linear_num_value_heads": 16}),
+        ("qwen35moe", {"head_dim": 32, "linear_num_value_heads": 16}),
+        ("nemotron_h_moe", {"head_dim": 32, "mamba_num_heads": 8, "mamba_head_dim": 64}),
+        ("granitehybrid", {"mamba_n_heads": 8, "mamba_d_head": 64}),
+        ("falcon-h1", {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_ssm": 512}),
+    )
 }
 LEAST = 0.99  # of the positions have the same likeliest token
 
@@ -130,7 +159,7 @@ def llama_logits(path: Path, ids: list[int], out: Path) -> None:
 
 def own_logits(directory: Path, ids: list[int]) -> NDArray[np.float32]:
     """flashllm's, of a converted directory."""
-    with Model.open(directory, RunConfig(threads=1)) as model:
+    with Model.open(directory, RunConfig(threads=1, mode="dense")) as model:
         logits: NDArray[np.float32] = model.step([(model.new_sequence(), ids)], all_logits=True)
         return logits
 

@@ -12,6 +12,7 @@ from flashllm.arch.alibi import WITH_ALIBI
 from flashllm.arch.experts import MIXTURES
 from flashllm.arch.gpt import GPT_LIKE
 from flashllm.arch.llama.bitnet import BITNET
+from flashllm.arch.llama.convolution import WITH_CONVOLUTIONS
 from flashllm.arch.llama.delta import WITH_STATES
 from flashllm.arch.llama.dense import DENSE
 from flashllm.arch.llama.gemma import GEMMAS
@@ -43,6 +44,7 @@ ARCHITECTURES: dict[str, ArchitectureSpec] = {
         *MIXTURES,
         *WITH_STATES,
         *STATE_SPACES,
+        *WITH_CONVOLUTIONS,
     )
 }
 

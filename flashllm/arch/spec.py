@@ -185,23 +185,67 @@ class Attention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recurrent:
-    """A mixer whose heads each keep a state S [key_dim, value_dim] in place of keys and values.
-
-    Queries, keys and values are projected, convolved along the tokens, each channel by itself, and passed through SiLU.
-    """
+    """A mixer that keeps a state in place of keys and values, part of which are the last inputs of a convolution along
+    the tokens, each channel by itself."""
 
     kind: ClassVar[str]
-    small: ClassVar[tuple[str, ...]] = ("decay",)  # projections to a number for each value head
     query_key_norm: ClassVar[str] = "none"
     rotary: ClassVar[None] = None
     window: ClassVar[None] = None
     latent: ClassVar[None] = None
 
+    kernel: int  # tokens that the convolution sees, its own included
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConvolution(Recurrent):
+    """A convolution between two gates (Liquid AI, 2025: LFM2): query(x) * convolution(key(x) * value(x)), each `width`
+    numbers."""
+
+    kind: ClassVar[str] = "short_convolution"
+    value_heads: ClassVar[int] = 0  # that keep a state of their own
+
+    width: int
+
+    def __post_init__(self) -> None:
+        check_size("width", self.width)
+        if check_size("kernel", self.kernel) == 1:
+            raise ValueError("a convolution must see tokens before its own")
+
+    @property
+    def rows(self) -> Mapping[str, int]:
+        """Outputs of each projection by its canonical name within a layer."""
+        return dict.fromkeys(("query", "key", "value"), self.width)
+
+    @property
+    def mixed_dim(self) -> int:
+        """Inputs of the output projection."""
+        return self.width
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution."""
+        return self.width
+
+    @property
+    def state_floats(self) -> int:
+        """fp32 numbers of a sequence's state: the inputs that the next convolution sees."""
+        return (self.kernel - 1) * self.width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadStates(Recurrent):
+    """A mixer whose heads each keep a state S [key_dim, value_dim].
+
+    Queries, keys and values are projected, convolved, and passed through SiLU.
+    """
+
+    small: ClassVar[tuple[str, ...]] = ("decay",)  # projections to a number for each value head
+
     key_heads: int  # divide the value heads, of which as many share one
     value_heads: int
     key_dim: int
     value_dim: int
-    kernel: int  # tokens that a convolution sees, its own included
 
     def __post_init__(self) -> None:
         for name in ("key_heads", "value_heads", "key_dim", "value_dim", "kernel"):
@@ -239,7 +283,7 @@ class Recurrent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaRule(Recurrent):
+class DeltaRule(HeadStates):
     """The gated delta rule (Yang et al., 2024). Queries and keys are of length 1. For a value head, of a token:
 
         S *= exp(-exp(decay_log) * softplus(decay(x) + decay_bias))
@@ -261,7 +305,7 @@ class DeltaRule(Recurrent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateSpace(Recurrent):
+class StateSpace(HeadStates):
     """A state-space model's mixer (Mamba-2: Dao and Gu, 2024), whose C, B and x are query, key and value here, a key
     head one of its groups. For a value head, of a token:
 
@@ -285,7 +329,8 @@ class StateSpace(Recurrent):
     out_scale: float = 1.0
 
 
-Mixer = Attention | DeltaRule | StateSpace
+Keeping = DeltaRule | StateSpace | ShortConvolution  # a state
+Mixer = Attention | Keeping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,7 +388,7 @@ class LayerSpec:
         return self.mixer
 
     @property
-    def recurrent(self) -> DeltaRule | StateSpace | None:
+    def recurrent(self) -> Keeping | None:
         """Its mixer that keeps a state; None: it has none."""
         return self.second if self.second is not None or isinstance(self.mixer, Attention) else self.mixer
 
@@ -473,7 +518,7 @@ class BlockSpec:
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention))
 
     @property
-    def recurrent(self) -> tuple[DeltaRule | StateSpace, ...]:
+    def recurrent(self) -> tuple[Keeping, ...]:
         """The mixers of its layers that keep a state."""
         return tuple(layer.recurrent for layer in self.layers if layer.recurrent is not None)
 

@@ -26,6 +26,7 @@ Canonical names, "{i}" for the layer; those a model has no use for are absent:
         layers.{i}.decay_log, decay_bias [value_heads], in fp32;                layers.{i}.mixed_norm.weight [value_dim]
     of a `StateSpace`: layers.{i}.state.NAME, for all of these names but beta, with biases; conv.bias [channels];
         skip [value_heads], in fp32; mixed_norm.weight [r]. Channels are those of values, keys, queries
+    of a `ShortConvolution`: layers.{i}.state.query, key, value, out, conv, the same
     of latent attention (`Latent`): layers.{i}.query_down.weight [query_rank, d_model], .bias; query_norm [query_rank];
         layers.{i}.query.weight [heads * (plain + rotated), query_rank or d_model]; key_norm [rank];
         layers.{i}.key.weight [rank + rotated, d_model], .bias: of the row that is kept;
@@ -56,11 +57,13 @@ from flashllm.arch.spec import (
     BlockSpec,
     Config,
     DeltaRule,
+    HeadStates,
+    Keeping,
     Latent,
     LayerSpec,
     Mixer,
     PerLayerEmbedding,
-    Recurrent,
+    ShortConvolution,
     StateSpace,
 )
 from flashllm.errors import FormatError
@@ -111,6 +114,11 @@ def delta_rules(layer: LayerSpec) -> bool:
 def state_spaces(layer: LayerSpec) -> bool:
     """Layers with a state-space mixer have it."""
     return isinstance(layer.recurrent, StateSpace)
+
+
+def short_convolutions(layer: LayerSpec) -> bool:
+    """Layers with a convolution between two gates have it."""
+    return isinstance(layer.mixer, ShortConvolution)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,25 +255,31 @@ def _mixer(layer: LayerSpec) -> Mixer:
     return layer.mixer
 
 
-def _recurrent(layer: LayerSpec) -> Recurrent:
+def _recurrent(layer: LayerSpec) -> Keeping:
     if layer.recurrent is None:
         raise ValueError("the layer keeps no state")
     return layer.recurrent
 
 
+def _heads(layer: LayerSpec) -> HeadStates:
+    if not isinstance(layer.recurrent, HeadStates):
+        raise ValueError("no heads of the layer keep a state")
+    return layer.recurrent
+
+
 def _recurrence(prefix: str) -> dict[str, _ShapeOf]:
     """Shapes of a recurrent mixer's tensors that are no projections."""
-    of_heads: _ShapeOf = lambda block, layer: (_recurrent(layer).value_heads,)  # noqa: E731
+    of_heads: _ShapeOf = lambda block, layer: (_heads(layer).value_heads,)  # noqa: E731
     return {
         f"{prefix}conv.weight": lambda block, layer: (_recurrent(layer).channels, 1, _recurrent(layer).kernel),
         f"{prefix}conv.bias": lambda block, layer: (_recurrent(layer).channels,),
         **dict.fromkeys((f"{prefix}decay_log", f"{prefix}decay_bias", f"{prefix}skip"), of_heads),
-        f"{prefix}mixed_norm.weight": lambda block, layer: (_recurrent(layer).norm_dim,),
+        f"{prefix}mixed_norm.weight": lambda block, layer: (_heads(layer).norm_dim,),
     }
 
 
 def _state(part: str) -> dict[str, _ShapeOf]:
-    """A projection of a state-space mixer."""
+    """A projection of a mixer whose tensors have names of their own."""
     return {
         f"layers.{{i}}.state.{part}.weight": lambda block, layer: (_recurrent(layer).rows[part], block.d_model),
         f"layers.{{i}}.state.{part}.bias": lambda block, layer: (_recurrent(layer).rows[part],),

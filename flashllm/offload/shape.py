@@ -141,9 +141,9 @@ def check_mixers(block: BlockSpec, name: str) -> None:
     """UnsupportedModelError where layers of the model of this name do not attend to keys and values of their own."""
     if block.recurrent:
         raise UnsupportedModelError(
-            f"{name}: layers keep a state in the place of keys and values (delta rule, state space), which "
-            "the throughput engine does not do for a batch; use `flashllm generate`, `chat` or `serve`, and convert "
-            "without --calibrate"
+            f"{name}: layers keep a state in the place of keys and values (delta rule, state space, short "
+            "convolution), which the throughput engine does not do for a batch; use `flashllm generate`, `chat` or "
+            "`serve`, and convert without --calibrate"
         )
     if block.per_layer is not None:
         raise UnsupportedModelError(

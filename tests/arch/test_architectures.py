@@ -101,7 +101,7 @@ def test_every_language_model_of_transformers_runs_or_has_a_sentence_with_help(m
         ("longcat_flash", "a mixture of experts with latent attention"),
         ("dbrx", "a mixture of experts whose architecture nobody"),
         ("mamba2", "keep a state in its place"),
-        ("lfm2", "keep a state in its place"),
+        ("rwkv", "keep a state in its place"),
         ("t5", "an encoder-decoder model"),
         ("whisper", "an encoder-decoder model"),
         ("bert", "an encoder, which"),

@@ -138,6 +138,14 @@ def _mixer(**values):
     return _layers(lambda i, layer: replace(layer, mixer=replace(layer.mixer, **values)))
 
 
+def _attending(**values):
+    def change(i, layer):
+        attends = layer.mixer is not None and layer.mixer.kind == "attention"
+        return replace(layer, mixer=replace(layer.mixer, **values)) if attends else layer
+
+    return _layers(change)
+
+
 def _router(**values):
     def change(i, layer):
         if layer.experts is None:
@@ -213,6 +221,11 @@ def _block(**values):
         ("ernie4_5", _style("half")),
         ("vaultgemma", _block(norm_shift=0.0)),
         ("olmo", _block(norm_epsilon=0.01)),
+        ("lfm2", _attending(query_key_norm="none")),
+        ("lfm2", _attending(rotary=None)),
+        ("lfm2_moe", _router(score="softmax")),
+        ("lfm2_moe", _router(normalized=False)),
+        ("lfm2_moe", _router(factor=1.0)),
     ],
 )
 def test_a_trait_that_is_otherwise_shows(name, change, variant_of):
@@ -222,6 +235,25 @@ def test_a_trait_that_is_otherwise_shows(name, change, variant_of):
     decoder = ReferenceDecoder(directory)
     decoder.block = change(decoder.block)
     assert np.abs(decoder.logits(ids).numpy() - expected_logits(open_model(source), ids)).max() > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["lfm2", "lfm2_moe"])
+def test_a_short_convolution_that_is_otherwise_shows(name, variant_of):
+    """Parts of its projection in another order, its taps turned round, SiLU behind it: logits differ."""
+    source, directory = variant_of(name)
+    ids = tokens(CONTEXT)
+    expected = expected_logits(open_model(source), ids)
+    for change in ("order", "taps", "silu"):
+        decoder = ReferenceDecoder(directory)
+        at, convolved = "layers.0.state.", decoder._convolved
+        if change == "order":
+            named = [f"{at}{part}.weight" for part in ("query", "key")]
+            decoder.tensors.update(zip(named, [decoder.tensors[each] for each in reversed(named)], strict=True))
+        elif change == "taps":
+            decoder.tensors[f"{at}conv.weight"] = decoder.tensors[f"{at}conv.weight"].flip(-1)
+        else:
+            decoder._convolved = lambda *args, convolved=convolved: torch.nn.functional.silu(convolved(*args))
+        assert np.abs(decoder.logits(ids).numpy() - expected).max() > 10 * TOLERANCE, change
 
 
 def test_a_model_without_sparsity_runs_densely_alone(made):

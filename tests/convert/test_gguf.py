@@ -93,7 +93,9 @@ def test_a_model_converts_to_the_same_weights_as_its_folder(tmp_path, variant):
         assert ours[key] == pytest.approx(theirs[key]), key
 
 
-WITH_STATES = ("qwen35", "qwen35moe", "qwen3next")  # whose value heads lie in another order: see below
+WITH_STATES = (  # whose tensors have another form, or whose value heads another order: see below
+    *("qwen35", "qwen35moe", "qwen3next", "nemotron_h", "nemotron_h_moe", "granitehybrid", "falcon-h1"),
+)
 
 
 @pytest.mark.parametrize("architecture", [name for name in supported() if name not in ("llama", *WITH_STATES)])
@@ -243,15 +245,69 @@ def test_value_heads_are_computed_as_they_lie(tmp_path, variant):
     source = make_checkpoint(tmp_path / "hf", VARIANTS_OF_FOLDERS[variant])
     convert(source, tmp_path / "expected")
     convert(write_gguf(source, tmp_path / "model.gguf"), tmp_path / "found")
-    blocks = [block_spec(json.loads((tmp_path / name / "config.json").read_text())) for name in ("found", "expected")]
+    blocks = _blocks(tmp_path)
     assert [layer.mixer.kind == "delta_rule" and layer.mixer.tiled for layer in blocks[0].layers] == [
         variant != "qwen3_next" and layer.mixer.kind == "delta_rule" for layer in blocks[1].layers
     ]
-    _check_config(tmp_path / "found")
+    _same_logits(tmp_path, source)
+
+
+MAMBA = {
+    "nemotron_h_moe": Variant(
+        "nemotron_h", {"hybrid_override_pattern": "E*MEE", "n_group": 2, "topk_group": 1, "use_conv_bias": False}
+    ),
+    "nemotron_h": Variant("nemotron_h", {"hybrid_override_pattern": "M-*-M-"}),
+    "granitehybrid": VARIANTS_OF_FOLDERS["granitemoehybrid"],
+    "granitehybrid biases": Variant("granitemoehybrid", {"attention_bias": True, "mamba_conv_bias": False}),
+    "granitehybrid dense": Variant("granitemoehybrid", {"num_local_experts": 0, "tie_word_embeddings": True}),
+    "falcon-h1": VARIANTS_OF_FOLDERS["falcon_h1"],
+    "falcon-h1 normed": Variant(
+        "falcon_h1",
+        {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "attention_bias": True, "mlp_bias": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MAMBA)
+def test_mixers_of_mamba_are_computed_as_they_lie(tmp_path, name):
+    """Falcon-H1's multipliers are in its file's weights."""
+    source = make_checkpoint(tmp_path / "hf", MAMBA[name])
+    convert(source, tmp_path / "expected")
+    convert(write_gguf(source, tmp_path / "model.gguf"), tmp_path / "found")
+    blocks = _blocks(tmp_path)
+    if name != "falcon-h1":
+        assert blocks[0] == blocks[1]
+    _same_logits(tmp_path, source)
+
+
+def test_a_hybrid_that_rotates_is_refused(tmp_path):
+    """Bamba's, whose rows llama.cpp's converter reorders as if heads were rotated whole."""
+    source = make_checkpoint(tmp_path / "hf", MAMBA["granitehybrid"])
+    path = write_gguf(source, tmp_path / "model.gguf", metadata={"granitehybrid.rope.scaling.finetuned": True})
+    with pytest.raises(UnsupportedModelError, match="rotation"):
+        _open(path)
+
+
+def test_a_mixer_whose_heads_do_not_fit_is_refused(tmp_path):
+    source = make_checkpoint(tmp_path / "hf", MAMBA["granitehybrid"])
+    for width, what in ((193, "do not share out 193"), (192 + 6, "no multiple of the width")):
+        path = write_gguf(source, tmp_path / "model.gguf", metadata={"granitehybrid.ssm.inner_size": width})
+        with pytest.raises(FormatError, match=what):
+            _open(path)
+
+
+def _blocks(root):
+    """Of the file, and of its folder."""
+    return [block_spec(json.loads((root / name / "config.json").read_text())) for name in ("found", "expected")]
+
+
+def _same_logits(root, source):
+    """The file's, the folder's and transformers'."""
+    _check_config(root / "found")
     ids = torch.randint(4, 300, (40,), generator=torch.Generator().manual_seed(5)).tolist()
     logits = []
     for name in ("found", "expected"):
-        with Model.open(tmp_path / name, RunConfig(threads=1)) as model:
+        with Model.open(root / name, RunConfig(threads=1, mode="dense")) as model:
             sequence = model.new_sequence()
             prompt = model.step([(sequence, ids)], all_logits=True)
             logits.append(np.concatenate([prompt, *(model.step([(sequence, [token])]) for token in ids[:4])]))

@@ -53,8 +53,10 @@ MIXTURES = {
     "gpt_oss": ("intermediate_size",),
     "qwen3_5_moe_text": ("moe_intermediate_size", "shared_expert_intermediate_size"),
     "minimax_m2": ("intermediate_size",),
+    "nemotron_h": ("moe_intermediate_size", "moe_shared_expert_intermediate_size"),
     "deepseek_v3": ("moe_intermediate_size", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"),
 }
+_NEMOTRON = {"hybrid_override_pattern": "ME*E", "mamba_num_heads": 8, "mamba_head_dim": 32}  # whole blocks
 OF_FILES = (
     "kv_b_apart",
     "linear_value_heads_tiled",
@@ -79,6 +81,7 @@ def make(root, kind, model_type="llama"):
     if model_type in MIXTURES:
         config |= dict.fromkeys(MIXTURES[model_type], 256)
         config |= {"linear_value_head_dim": 128} if "qwen3_5" in model_type else {}
+        config |= _NEMOTRON if model_type == "nemotron_h" else {}
         config["norm_topk_prob"] = model_type == "qwen3_moe"  # llama.cpp's rule
     source = make_checkpoint(root / "hf", Variant(model_type, config))
 

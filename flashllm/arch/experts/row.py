@@ -3,7 +3,7 @@
 Knows no model_type.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -46,15 +46,16 @@ def row(
     is_wide: bool = False,
     choice: str | None = None,
     newer_choice: str | None = None,
+    derived: Callable[[Config], Mapping[str, Any]] = lambda config: {},
     **others: Any,
 ) -> ArchitectureSpec:
     """A model_type whose config says how many experts there are, or means `experts`. Names within a layer: of the
     `router`, which computes in fp32 where it `is_wide`, and of the bias of the `choice`, if there is one, which
     transformers 5 may call `newer_choice`."""
 
-    def derived(config: Config) -> Mapping[str, Any]:
+    def counted(config: Config) -> Mapping[str, Any]:
         given = (config.get(key) for key in _COUNTS)
-        return {"num_experts": next((count for count in given if count is not None), experts)}
+        return {**derived(config), "num_experts": next((count for count in given if count is not None), experts)}
 
     values: dict[str, Any] = {
         "matrices": matrices("mlp.experts.{e}"),
@@ -77,7 +78,7 @@ def row(
     return decoder(
         model_type,
         defaults={**_DEFAULTS, **defaults},
-        derived=derived,
+        derived=counted,
         ffn_tensors=tuple(replace(tensor, layers=mixtures) for tensor in (*named, *values.pop("ffn_tensors", ()))),
         **{
             "ignored": ("model.layers.*.self_attn.rotary_emb.inv_freq",),

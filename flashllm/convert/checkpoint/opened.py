@@ -9,6 +9,7 @@ from types import MappingProxyType
 from flashllm.arch.llama.bitnet import MODEL_TYPE as BITNET
 from flashllm.arch.registry import resolve
 from flashllm.convert.checkpoint.folder import open_folder
+from flashllm.convert.checkpoint.fp8 import widened
 from flashllm.convert.checkpoint.gguf.config import model_config
 from flashllm.convert.checkpoint.gguf.file import SUFFIX, GgufContent, open_gguf
 from flashllm.convert.checkpoint.gguf.tensors import assumed_line, model_of, named_tensors
@@ -34,7 +35,8 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
     """
     path = Path(path)
     if path.is_dir():
-        with open_folder(path) as checkpoint:
+        with open_folder(path) as folder:
+            checkpoint = widened(folder)
             _check_whole(checkpoint)
             yield ternary(unstacked(apart(text_part(checkpoint))))
     elif path.is_file() and path.suffix.lower() == SUFFIX:
@@ -47,8 +49,8 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
 
 
 def _check_whole(checkpoint: Checkpoint) -> None:
-    """UnsupportedModelError for a folder of codes: AWQ, GPTQ, bitsandbytes, FP8. What the config does not say, the
-    tensors do."""
+    """UnsupportedModelError for a folder of codes: AWQ, GPTQ, bitsandbytes, other FP8. What the config does not say,
+    the tensors do."""
     model_type = checkpoint.config.get("model_type")
     said = checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config")
     method = said.get("quant_method") if isinstance(said, dict) else said

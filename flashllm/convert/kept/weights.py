@@ -220,7 +220,8 @@ def _kept_down(
     code = plane_code_of([(kind.bits, kind.form) for kind in kinds.values()])
     if code is None or d_model % UNIT or any(len(layer) > 1 for layer in forms):
         return _Down()
-    return _Down(code.name, tuple(form for layer in forms for form in layer))
+    usual = next(iter(kinds.values())).form.name  # what layers without neurons name
+    return _Down(code.name, tuple(next(iter(layer), usual) for layer in forms))
 
 
 def most_common(encodings: Iterable[str]) -> str | None:

@@ -149,9 +149,18 @@ void read_state_space(const Attributes& from, LayerSpec& layer, ModelSpec&) {
   from("out_scale", to.out_scale);
 }
 
+void read_convolution(const Attributes& from, LayerSpec& layer, ModelSpec&) {
+  layer.state.value_heads = 1;
+  from("width", layer.state.value_dim);
+  from("kernel", layer.state.kernel);
+}
+
 // By their `kind`.
 constexpr Named<void (*)(const Attributes&, LayerSpec&, ModelSpec&)> kMixers[] = {
-    {"attention", &read_attention}, {"delta_rule", &read_delta_rule}, {"state_space", &read_state_space}};
+    {"attention", &read_attention},
+    {"delta_rule", &read_delta_rule},
+    {"state_space", &read_state_space},
+    {"short_convolution", &read_convolution}};
 
 void read(const Attributes& from, LayerSpec& to, ModelSpec& model) {
   for (const char* name : {"mixer", "second"}) {

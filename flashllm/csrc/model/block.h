@@ -91,9 +91,11 @@ struct AttentionSpec {
   }
 };
 
-// The mixer whose heads keep a state: by the gated delta rule, or of a state-space model (state_mixer.h).
+// The mixer that keeps a state: of heads, by the gated delta rule or of a state-space model, or of a
+// convolution alone (state_mixer.h).
 struct StateSpec {
-  std::size_t key_heads = 0, value_heads = 0;  // 0: the layer has none
+  std::size_t key_heads = 0;    // 0: a convolution alone, of [value_dim] channels
+  std::size_t value_heads = 0;  // 0: the layer has none
   std::size_t key_dim = 0, value_dim = 0;
   std::size_t kernel = 0;      // tokens that a convolution sees, its own included
   bool tiled = false;          // value head i has key head i % key_heads, not i / (value heads a key head)
@@ -103,8 +105,11 @@ struct StateSpec {
   float gate_scale = 1.0F, query_scale = 1.0F, key_scale = 1.0F, value_scale = 1.0F, decay_scale = 1.0F;
   float out_scale = 1.0F;
 
+  bool convolves_alone() const { return key_heads == 0; }
   std::size_t keys() const { return key_heads * key_dim; }
   std::size_t values() const { return value_heads * value_dim; }
+  // Of the products that are queries, and keys: of a convolution alone they are gates.
+  std::size_t key_rows() const { return convolves_alone() ? values() : keys(); }
   std::size_t channels() const { return 2 * keys() + values(); }
   std::size_t norm_width() const { return by_delta_rule ? value_dim : values() / key_heads; }
   std::size_t state_floats() const {
@@ -141,8 +146,9 @@ struct BlockSpec {
 
 // Of a layer's state.
 struct StateWeights {
-  RowMatrix query, key, value, out, out_gate;
-  RowMatrix beta;  // of a delta rule alone
+  RowMatrix query, key, value, out;
+  RowMatrix out_gate;  // of heads alone, as what follows the convolution
+  RowMatrix beta;      // of a delta rule alone
   RowMatrix decay;
   const float *convolution = nullptr,
               *convolution_bias = nullptr;                  // [channels, kernel], [channels] or nullptr

@@ -12,20 +12,22 @@ bool fits(const RowMatrix& weights, const BlockSpec& spec, std::size_t rows, std
 }
 
 void check_state(const BlockSpec& spec, const StateSpec& state, const StateWeights& weights) {
-  require(state.key_heads != 0 && state.key_dim != 0 && state.value_dim != 0 && state.kernel != 0 &&
-              state.value_heads % state.key_heads == 0,
-          "the sizes of a mixer with a state must not be zero, and its heads a multiple of key_heads");
-  require(fits(weights.query, spec, state.keys(), spec.d_model) &&
-              fits(weights.key, spec, state.keys(), spec.d_model) &&
+  require(state.value_dim != 0 && state.kernel != 0, "the sizes of a mixer with a state must not be zero");
+  require(fits(weights.query, spec, state.key_rows(), spec.d_model) &&
+              fits(weights.key, spec, state.key_rows(), spec.d_model) &&
               fits(weights.value, spec, state.values(), spec.d_model) &&
-              fits(weights.out_gate, spec, state.values(), spec.d_model) &&
-              (!state.by_delta_rule || fits(weights.beta, spec, state.value_heads, spec.d_model)) &&
-              fits(weights.decay, spec, state.value_heads, spec.d_model) &&
               fits(weights.out, spec, spec.d_model, state.values()) && weights.convolution != nullptr &&
-              weights.decay_log != nullptr && weights.decay_bias != nullptr &&
-              (weights.mixed_norm.width == 0 || weights.mixed_norm.width == state.norm_width()) &&
               !spec.rounded_inputs,
           "the weights of a mixer with a state do not fit the model");
+  if (state.convolves_alone()) return;
+  require(state.key_dim != 0 && state.value_heads % state.key_heads == 0,
+          "the heads of a mixer with a state must be a multiple of key_heads");
+  require(fits(weights.out_gate, spec, state.values(), spec.d_model) &&
+              (!state.by_delta_rule || fits(weights.beta, spec, state.value_heads, spec.d_model)) &&
+              fits(weights.decay, spec, state.value_heads, spec.d_model) && weights.decay_log != nullptr &&
+              weights.decay_bias != nullptr &&
+              (weights.mixed_norm.width == 0 || weights.mixed_norm.width == state.norm_width()),
+          "the weights of a mixer whose heads keep a state do not fit the model");
 }
 
 // What latent attention has besides.

@@ -34,6 +34,7 @@ void multiply_all(float* x, std::size_t n, float factor) {
 }  // namespace
 
 void StateMixer::mix(const StateSpec& spec, const StateWeights& weights, const Part& part, float* out) {
+  if (spec.convolves_alone()) return convolve_alone(spec, weights, part, out);
   const std::size_t count = part.count, keys = spec.keys(), values = spec.values();
   const std::size_t state = spec.key_dim * values;
   // The order of a convolution's channels: queries first, or last.
@@ -72,6 +73,25 @@ void StateMixer::mix(const StateSpec& spec, const StateWeights& weights, const P
   arithmetic_.take_inputs(mixed_.data(), count, values, part.is_prompt());
   arithmetic_.project(weights.out, count, out);
   multiply_all(out, count * weights.out.rows, spec.out_scale);
+}
+
+void StateMixer::convolve_alone(const StateSpec& spec, const StateWeights& weights, const Part& part,
+                                float* out) {
+  const std::size_t count = part.count, n = count * spec.values();
+  for (std::vector<float>* each : {&inputs_, &convolved_, &gate_}) each->resize(n);
+  const auto multiply_by = [&](const RowMatrix& gate, std::vector<float>& values) {
+    arithmetic_.project(gate, count, gate_.data());
+    for (std::size_t i = 0; i < n; ++i) values[i] *= gate_[i];
+    arithmetic_.round(values.data(), n);
+  };
+  arithmetic_.project(weights.value, count, inputs_.data());
+  multiply_by(weights.key, inputs_);
+  convolve({spec.kernel, {spec.values(), 0, 0}, weights.convolution, weights.convolution_bias, false}, part,
+           0, inputs_.data(), convolved_.data(), arithmetic_.pool());
+  arithmetic_.round(convolved_.data(), n);
+  multiply_by(weights.query, convolved_);
+  arithmetic_.take_inputs(convolved_.data(), count, spec.values(), part.is_prompt());
+  arithmetic_.project(weights.out, count, out);
 }
 
 // The decay of each token's heads, and how much a value counts; of a delta rule queries and keys of length 1.

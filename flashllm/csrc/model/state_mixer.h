@@ -1,9 +1,11 @@
-// A layer's mixing by heads that keep a state: by the gated delta rule (Yang et al. 2024), or of a
-// state-space model (Mamba-2: Dao and Gu 2024), from the inputs of its products to its output.
+// A layer's mixing by what keeps a state: heads, by the gated delta rule (Yang et al. 2024) or of a
+// state-space model (Mamba-2: Dao and Gu 2024), or a short convolution (Liquid AI 2025: LFM2), from the
+// inputs of its products to its output.
 //
-// Queries, keys and values are convolved along the tokens, each channel by itself, then silu. Each value head
-// goes through the tokens one after the other (kernels.h, StateStep), at every length: bits do not depend on
-// how a prompt is cut. What it mixes has a gate, silu, and a norm.
+// Of a short convolution that is query * convolution(key * value). Of heads, queries, keys and values are
+// convolved along the tokens, each channel by itself, then silu. Each value head goes through the tokens one
+// after the other (kernels.h, StateStep), at every length: bits do not depend on how a prompt is cut. What it
+// mixes has a gate, silu, and a norm.
 //
 //   delta rule:   queries and keys are of length 1; a value counts sigmoid(beta)
 //   state space:  a value counts softplus(decay + its bias), and goes by the state times `skip`, too
@@ -29,6 +31,7 @@ class StateMixer {
   void mix(const StateSpec& spec, const StateWeights& weights, const Part& part, float* out);
 
  private:
+  void convolve_alone(const StateSpec& spec, const StateWeights& weights, const Part& part, float* out);
   void prepare_heads(const StateSpec& spec, const StateWeights& weights, std::size_t count);
   void go_on(const StateSpec& spec, const StateWeights& weights, std::size_t first, std::size_t n,
              const float* before, float* now);

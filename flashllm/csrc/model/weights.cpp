@@ -45,15 +45,16 @@ StateWeights read_state(NamedTensors& tensors, const std::string& name, const Ar
     return matrix;
   };
   StateWeights weights;
-  weights.query = tensors.linear(name + "query", spec.keys(), d_model);
-  weights.key = tensors.linear(name + "key", spec.keys(), d_model);
+  weights.query = tensors.linear(name + "query", spec.key_rows(), d_model);
+  weights.key = tensors.linear(name + "key", spec.key_rows(), d_model);
   weights.value = tensors.linear(name + "value", spec.values(), d_model);
-  weights.out_gate = tensors.linear(name + "out_gate", spec.values(), d_model);
   weights.out = tensors.linear(name + "out", d_model, spec.values());
-  if (spec.by_delta_rule) weights.beta = small("beta");
-  weights.decay = small("decay");
   weights.convolution = tensors.floats(name + "conv.weight", spec.channels() * spec.kernel);
   weights.convolution_bias = tensors.floats(name + "conv.bias", spec.channels());
+  if (spec.convolves_alone()) return weights;
+  weights.out_gate = tensors.linear(name + "out_gate", spec.values(), d_model);
+  if (spec.by_delta_rule) weights.beta = small("beta");
+  weights.decay = small("decay");
   weights.decay_log = tensors.wide_floats(name + "decay_log", spec.value_heads);
   weights.decay_bias = tensors.wide_floats(name + "decay_bias", spec.value_heads);
   weights.skip = tensors.wide_floats(name + "skip", spec.value_heads);
@@ -185,7 +186,8 @@ FfnLayerOptions read_ffn(NamedTensors& tensors, const RowFormat& rows, std::size
     require(!rows.gated(), "a resident gate is of rows that hold none");
     options.gate = tensors.matrix(name + "gate", neurons, rows.d_model, rows.codec).data;
   }
-  if (has_plane(rows.down_codec)) options.plane = tensors.plane(name + "down.", neurons, rows.d_model);
+  if (has_plane(rows.down_codec) && neurons > 0)
+    options.plane = tensors.plane(name + "down.", neurons, rows.d_model);
   require(rows.gated() || options.gate != nullptr || options.gate_bias == nullptr,
           "an FFN without a gate has no gate bias");
   return options;

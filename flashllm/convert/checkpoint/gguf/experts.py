@@ -4,12 +4,13 @@ from dataclasses import replace
 from typing import Any
 
 from flashllm.convert.checkpoint.gguf.file import GgufContent
-from flashllm.convert.checkpoint.gguf.models import MODELS, MULTIPLIERS
+from flashllm.convert.checkpoint.gguf.models import GRANITE_HYBRID, MODELS, MULTIPLIERS, NEMOTRON_H, nemotron_h
 from flashllm.convert.checkpoint.gguf.row import (
     ARCHITECTURE,
     DELTA,
     INTERLEAVED,
     LATENT,
+    MAMBA,
     RMS,
     SIGMOID,
     SOFTMAX,
@@ -135,6 +136,11 @@ def _laguna(config: dict[str, Any], content: GgufContent) -> None:
             "partial_rotary_factor": metadata.integer(own_key(content, "rope.dimension_count_swa"), dims) / dim,
         },
     }
+
+
+def _nemotron_h(config: dict[str, Any], content: GgufContent) -> None:
+    nemotron_h(config, content)
+    _routed(config, content)
 
 
 def _dense_first(config: dict[str, Any]) -> None:
@@ -378,6 +384,28 @@ MIXTURES: dict[str, GgufModel] = {
         table="dots1",
         names={"self_attn.g_proj.weight": "attn_gate.weight"},
         finish=_laguna,
+        score=SIGMOID,
+    ),
+    "granitehybrid": GgufModel(
+        keys=RMS | MAMBA | {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
+        **GRANITE_HYBRID,
+    ),
+    "nemotron_h_moe": GgufModel(
+        **NEMOTRON_H
+        | {
+            "keys": NEMOTRON_H["keys"]
+            | {
+                "n_routed_experts": "expert_count",
+                "num_experts_per_tok": "expert_used_count",
+                "moe_intermediate_size": "expert_feed_forward_length",
+                "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+            },
+            "constants": NEMOTRON_H["constants"] | {"norm_topk_prob": False},
+        },
+        optional={key: _ROUTED["optional"][key] for key in ("n_group", "topk_group", "routed_scaling_factor")}
+        | _NORMALIZED
+        | {"moe_latent_size": "moe_latent_size"},
+        finish=_nemotron_h,
         score=SIGMOID,
     ),
 }

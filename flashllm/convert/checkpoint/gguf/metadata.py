@@ -82,13 +82,14 @@ class Metadata:
         return value
 
     def _for_all_layers(self, key: str, default: Any) -> Any:
-        """The value; of a list, which has one for each layer, that of all."""
+        """The value; of a list, which has one for each layer, that of all but those with 0, which have no such part."""
         value = self._value(key, default)
         if not isinstance(value, list):
             return value
-        if not value or any(each != value[0] for each in value):
+        given = [each for each in value if each is False or each != 0] or value
+        if not given or any(each != given[0] for each in given):
             raise UnsupportedModelError(f"{self._path}: layers that differ ({key}) are not supported")
-        return value[0]
+        return given[0]
 
     def _list(self, key: str, what: str, count: int | None, fits: Callable[[Any], bool]) -> list[Any]:
         value = self._value(key)

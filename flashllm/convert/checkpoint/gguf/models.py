@@ -16,6 +16,7 @@ from flashllm.convert.checkpoint.gguf.row import (
     INTERLEAVED,
     LATENT,
     LAYER_NORM,
+    MAMBA,
     RMS,
     SIZES,
     STATES,
@@ -24,7 +25,10 @@ from flashllm.convert.checkpoint.gguf.row import (
     biases,
     grouped_rows,
     has_tensor,
+    having,
+    inner_size,
     own_key,
+    state_types,
     windows,
 )
 from flashllm.errors import UnsupportedModelError
@@ -131,6 +135,78 @@ def _falcon(config: dict[str, Any], content: GgufContent) -> None:
         raise UnsupportedModelError(
             f"{content.path}: heads of {given} dimensions; Falcon's share out the width, {head_size(config)} each"
         )
+
+
+def _falcon_h1(config: dict[str, Any], content: GgufContent) -> None:
+    """The multipliers are in the weights."""
+    config["mamba_d_ssm"] = inner_size(content, config["mamba_n_heads"])
+    config["mamba_d_head"] = config["mamba_d_ssm"] // config["mamba_n_heads"]
+    for key, name in (
+        ("mamba_conv_bias", "ssm_conv1d.bias"),
+        ("mamba_rms_norm", "ssm_norm.weight"),
+        ("attention_bias", "attn_q.bias"),
+        ("mlp_bias", "ffn_up.bias"),
+    ):
+        config[key] = has_tensor(content, name)
+
+
+def granite_hybrid(config: dict[str, Any], content: GgufContent) -> None:
+    """Which layers keep a state. Where nothing is routed, all neurons are what are shared otherwise.
+
+    UnsupportedModelError where it rotates, as it does if the file does not say otherwise: Bamba's files are such, whose
+    rows llama.cpp's converter puts in an order for heads that are rotated whole.
+    """
+    if content.metadata.flag(own_key(content, "rope.scaling.finetuned"), True):
+        raise UnsupportedModelError(f"{content.path}: a hybrid with rotation (Bamba); convert its Hugging Face folder")
+    inner = inner_size(content, config["mamba_n_heads"])
+    if inner % config["hidden_size"]:
+        raise ValueError(f"a mixer of {inner} is no multiple of the width {config['hidden_size']}")
+    config["mamba_expand"] = inner // config["hidden_size"]
+    config["mamba_conv_bias"] = any(having(config, content, "ssm_conv1d.bias"))
+    config["attention_bias"] = any(having(config, content, "attn_q.bias"))
+    config["layer_types"] = state_types(config, content)
+    routed = config["num_local_experts"] > 0
+    config.setdefault("shared_intermediate_size", 0 if routed else config["intermediate_size"])
+
+
+GRANITE_HYBRID: dict[str, Any] = {
+    "model_type": "granitemoehybrid",
+    "optional": MULTIPLIERS | {"shared_intermediate_size": "expert_shared_feed_forward_length"},
+    "constants": {"hidden_act": "silu", "num_local_experts": 0, "position_embedding_type": "nope"},
+    "orders": INTERLEAVED,
+    "names": {"mamba.dt_bias": "ssm_dt.bias"}
+    | {f"shared_mlp.{matrix}_proj.weight": f"ffn_{matrix}.weight" for matrix in ("up", "gate", "down")},
+    "finish": granite_hybrid,
+}
+
+
+def nemotron_h(config: dict[str, Any], content: GgufContent) -> None:
+    """The kind of each layer, which its tensors say. Nothing is turned, whatever the metadata says of rotation."""
+    heads = config["mamba_num_heads"]
+    config["mamba_head_dim"] = inner_size(content, heads) // heads
+    kinds = {"linear_attention": "ssm_in", "full_attention": "attn_q", "mlp": "ffn_up", "moe": "ffn_up_exps"}
+    found = {kind: having(config, content, f"{name}.weight") for kind, name in kinds.items()}
+    config["layers_block_type"] = [
+        next((kind for kind in kinds if found[kind][layer]), "none") for layer in range(config["num_hidden_layers"])
+    ]
+    for key, name in (("use_conv_bias", "ssm_conv1d"), ("use_bias", "ssm_in"), ("mlp_bias", "ffn_up")):
+        config[key] = any(having(config, content, f"{name}.bias"))
+
+
+NEMOTRON_H: dict[str, Any] = {
+    "model_type": "nemotron_h",
+    "keys": {key: name for key, name in GROUPED.items() if key != "intermediate_size"}
+    | {
+        "layer_norm_epsilon": "attention.layer_norm_rms_epsilon",
+        "conv_kernel": "ssm.conv_kernel",
+        "ssm_state_size": "ssm.state_size",
+        "n_groups": "ssm.group_count",
+        "mamba_num_heads": "ssm.time_step_rank",
+    },
+    "constants": {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu"},
+    "orders": INTERLEAVED,
+    "names": {"mixer.dt_bias": "ssm_dt.bias"},
+}
 
 
 MODELS: dict[str, GgufModel] = {
@@ -285,6 +361,17 @@ MODELS: dict[str, GgufModel] = {
         finish=biases(attention_bias="attn_q"),
     ),
     "qwen35": GgufModel(model_type="qwen3_5_text", keys=DELTA, **STATES),
+    "falcon-h1": GgufModel(
+        model_type="falcon_h1",
+        keys=RMS | MAMBA,
+        constants={"hidden_act": "silu", "mamba_norm_before_gate": False},
+        names={"mamba.dt_bias": "ssm_dt.bias"},
+        finish=_falcon_h1,
+    ),
+    "granitehybrid": GgufModel(keys=RMS | MAMBA, **GRANITE_HYBRID),
+    "nemotron_h": GgufModel(
+        **NEMOTRON_H | {"keys": NEMOTRON_H["keys"] | {"intermediate_size": "feed_forward_length"}}, finish=nemotron_h
+    ),
 }
 
 

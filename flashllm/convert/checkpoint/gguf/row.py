@@ -80,7 +80,13 @@ INTERLEAVED: Mapping[str, Order] = {".attn_q.": paired_rows, ".attn_k.": paired_
 
 
 def has_tensor(content: GgufContent, name: str) -> bool:
+    """True where the first layer has one of this name."""
     return f"blk.0.{name}" in content.tensors
+
+
+def having(config: dict[str, Any], content: GgufContent, name: str) -> list[bool]:
+    """The layers that have a tensor of this name."""
+    return [f"blk.{layer}.{name}" in content.tensors for layer in range(config["num_hidden_layers"])]
 
 
 def own_key(content: GgufContent, name: str) -> str:
@@ -144,16 +150,25 @@ LATENT: dict[str, Any] = {
 }
 
 
-def state_sizes(config: dict[str, Any], content: GgufContent) -> None:
-    """Layers that keep a state are those with a convolution. Where value heads share a key head they lie tiled, but
-    for Qwen3-Next; whose projections are flat where the gate is apart."""
-    key = f"{content.metadata.text(ARCHITECTURE)}.ssm.inner_size"
-    heads, width = config["linear_num_value_heads"], content.metadata.integer(key)
+def inner_size(content: GgufContent, heads: int) -> int:
+    """Numbers of all value heads. ValueError where these do not share them out."""
+    width = content.metadata.integer(own_key(content, "ssm.inner_size"))
     if width % heads:
         raise ValueError(f"{heads} value heads do not share out {width}")
-    config["linear_value_head_dim"] = width // heads
-    keeps = [f"blk.{layer}.ssm_conv1d.weight" in content.tensors for layer in range(config["num_hidden_layers"])]
-    config["layer_types"] = ["linear_attention" if each else "full_attention" for each in keeps]
+    return width
+
+
+def state_types(config: dict[str, Any], content: GgufContent) -> list[str]:
+    """Types of layers: those that keep a state have a convolution."""
+    return ["linear_attention" if each else "full_attention" for each in having(config, content, "ssm_conv1d.weight")]
+
+
+def state_sizes(config: dict[str, Any], content: GgufContent) -> None:
+    """Where value heads share a key head they lie tiled, but for Qwen3-Next; whose projections are flat where the gate
+    is apart."""
+    heads = config["linear_num_value_heads"]
+    config["linear_value_head_dim"] = inner_size(content, heads) // heads
+    config["layer_types"] = state_types(config, content)
     config["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
     if config["model_type"] != "qwen3_next":
         config["linear_value_heads_tiled"] = heads != config["linear_num_key_heads"]
@@ -172,4 +187,10 @@ DELTA = RMS | {
     "linear_key_head_dim": "ssm.state_size",
     "linear_num_key_heads": "ssm.group_count",
     "linear_num_value_heads": "ssm.time_step_rank",
+}
+MAMBA = {  # Mamba-2's, as most configs call them
+    "mamba_d_conv": "ssm.conv_kernel",
+    "mamba_d_state": "ssm.state_size",
+    "mamba_n_groups": "ssm.group_count",
+    "mamba_n_heads": "ssm.time_step_rank",
 }

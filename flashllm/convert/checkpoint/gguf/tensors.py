@@ -112,7 +112,7 @@ def _shaped(stored: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
 
 def _own_name(name: str, canonical: str, model: GgufModel) -> str | None:
     """The file's name of a layer's tensor, by the model's row, or by what it is."""
-    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+    match = re.fullmatch(r"(?:model|backbone)\.layers\.(\d+)\.(.+)", name)
     if match is not None and canonical.endswith(".choice.bias"):
         return f"blk.{match[1]}.exp_probs_b.bias"
     if match is not None and (shared := re.search(r"\.shared\.(up|gate|down)\.weight$", canonical)):

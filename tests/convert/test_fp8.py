@@ -1,0 +1,143 @@
+"""8-bit floating point is read as what its codes and scales mean; what is no such thing is refused."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from arch_models import VARIANTS, make_checkpoint
+from safetensors.torch import load_file, save_file
+
+from flashllm.convert.checkpoint import fp8
+from flashllm.convert.checkpoint.opened import open_checkpoint
+from flashllm.convert.run import convert
+from flashllm.errors import FormatError, UnsupportedModelError
+from flashllm.format.manifest import FFN, RESIDENT
+
+E4M3 = torch.float8_e4m3fn
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+
+
+def coded(path, block, *, dtype=torch.float32, variant="deepseek_v3"):
+    """(folder of a model whose matrices are so, folder of the same values whole)."""
+    whole = make_checkpoint(path / "whole", VARIANTS[variant])
+    make_checkpoint(path / "coded", VARIANTS[variant])
+    state, codes = load_file(whole / "model.safetensors"), {}
+    for name, tensor in list(state.items()):
+        if not name.endswith("proj.weight"):
+            continue
+        rows, columns = block or tensor.shape
+        down, across = -(-tensor.shape[0] // rows), -(-tensor.shape[1] // columns)
+        scales = torch.rand(down, across).add(0.5).div(100).to(dtype)
+        each = scales.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+        each = each[: tensor.shape[0], : tensor.shape[1]]
+        codes[name] = (tensor / each).to(E4M3)
+        codes[f"{name}_scale_inv"] = scales if block else scales.reshape(())
+        state[name] = codes[name].float() * each
+        if not block:
+            codes[name.removesuffix("weight") + "activation_scale"] = torch.tensor(2.0)
+    save_file(state, whole / "model.safetensors", {"format": "pt"})
+    save_file(state | codes, path / "coded" / "model.safetensors", {"format": "pt"})
+    _say(path / "coded", FP8 | {"weight_block_size": block and list(block)})
+    return path / "coded", whole
+
+
+def _say(folder, said):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+
+
+def test_every_code_means_what_torch_says():
+    codes = torch.arange(256, dtype=torch.uint8)
+    expected = codes.view(E4M3).float().numpy()
+    numbers = np.isfinite(expected)
+    assert (fp8._VALUES[numbers] == expected[numbers]).all()
+    assert ((codes.numpy() & 0x7F) == fp8._NO_NUMBER).tolist() == (~numbers).tolist()
+
+
+@pytest.mark.parametrize(
+    ("block", "dtype", "variant"),
+    [
+        ((16, 32), torch.float32, "deepseek_v3"),  # of widths that are no multiples
+        ((128, 128), torch.bfloat16, "deepseek_v3"),
+        ((32, 16), torch.bfloat16, "minimax_m2"),
+        (None, torch.float32, "qwen3_moe"),
+    ],
+)
+def test_a_model_in_codes_converts_to_the_weights_that_they_mean(tmp_path, block, dtype, variant):
+    source, whole = coded(tmp_path, block, dtype=dtype, variant=variant)
+    expected = convert(whole, tmp_path / "expected", dtype="float32")
+    found = convert(source, tmp_path / "found", dtype="float32")
+    assert [found.files[name] for name in (FFN, RESIDENT)] == [expected.files[name] for name in (FFN, RESIDENT)]
+    assert "quantization_config" not in json.loads((tmp_path / "found" / "config.json").read_text())
+
+
+def test_the_dtype_is_that_of_what_is_whole(tmp_path):
+    source, _ = coded(tmp_path, (16, 16))
+    state = load_file(source / "model.safetensors")
+    state = {name: tensor.bfloat16() if tensor.dtype == torch.float32 and "scale" not in name else tensor
+             for name, tensor in state.items()}  # fmt: skip
+    save_file(state, source / "model.safetensors", {"format": "pt"})
+    with open_checkpoint(source) as checkpoint:
+        assert checkpoint.preferred_dtype == "bfloat16"
+
+
+def _break(source, change):
+    state = load_file(source / "model.safetensors")
+    change(state, next(name for name in state if name.endswith("o_proj.weight")))
+    save_file(state, source / "model.safetensors", {"format": "pt"})
+
+
+def _drop(state, name):
+    del state[f"{name}_scale_inv"]
+
+
+def _short(state, name):
+    state[f"{name}_scale_inv"] = state[f"{name}_scale_inv"][:1].contiguous()
+
+
+def _nan(state, name):
+    state[name].view(torch.uint8)[3, 5] = 0xFF
+
+
+def _infinite(state, name):
+    state[f"{name}_scale_inv"][0, 0] = torch.inf
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_drop, r"o_proj.weight: wants a scale for each 16 x 16, \[4, 5\] numbers, and lacks it; download"),
+        (_short, r"wants a scale for each 16 x 16, \[4, 5\] numbers, and has F32 \[1, 5\]"),
+        (_nan, "o_proj.weight: holds what is no number"),
+        (_infinite, "o_proj.weight: holds what is no number"),
+    ],
+)
+def test_codes_and_scales_that_cannot_be(tmp_path, change, message):
+    source, _ = coded(tmp_path, (16, 16))
+    _break(source, change)
+    with pytest.raises(FormatError, match=message):
+        convert(source, tmp_path / "found")
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "message"),
+    [
+        ({"fmt": "e5m2"}, UnsupportedModelError, "fp8 in the form 'e5m2' is not read, e4m3 is; give the model"),
+        ({"weight_block_size": [128]}, FormatError, "weight_block_size must be two sizes, not '[128]'"),
+        ({"weight_block_size": [16, 0]}, FormatError, "weight_block_size must be two sizes, not '[16, 0]'"),
+    ],
+)
+def test_other_kinds_are_refused(tmp_path, said, error, message):
+    source, _ = coded(tmp_path, (16, 16))
+    _say(source, FP8 | said)
+    with pytest.raises(error, match=re.escape(message)), open_checkpoint(source):
+        pass
+
+
+def test_experts_together_are_refused(tmp_path):
+    source, _ = coded(tmp_path, (16, 16))
+    _break(source, lambda state, name: state.update({"model.layers.1.mlp.experts.x": torch.zeros(2, 4, 4).to(E4M3)}))
+    with pytest.raises(UnsupportedModelError, match=r"\[2, 4, 4\] in 8-bit floating point is no matrix"):
+        convert(source, tmp_path / "found")
