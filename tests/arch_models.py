@@ -127,6 +127,14 @@ _SIZES["nemotron_h"] = {
 }
 _SIZES["falcon_h1"] = {**_GROUPED, **_MAMBA, "mamba_d_ssm": 192}
 _SIZES["bamba"] = {**_GROUPED, **_MAMBA, "attn_layer_indices": [1]}
+_SIZES["cohere2_moe"] = {
+    **_GROUPED,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "num_shared_experts": 2,
+    "prefix_dense_intermediate_size": 80,
+}
 _SIZES["lfm2"] = {
     **_GROUPED,
     "block_auto_adjust_ff_dim": False,
@@ -605,6 +613,26 @@ VARIANTS |= {
         },
     ),
     "cohere2": Variant("cohere2", _TYPES | {"logit_scale": 0.5}),
+    "cohere2_moe": Variant(
+        "cohere2_moe",
+        {
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],  # the first turns, as it is dense
+            "sliding_window": 50,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "logit_scale": 0.5,
+        },
+    ),
+    "cohere2_moe sigmoid, summed": Variant(
+        "cohere2_moe",
+        {
+            "expert_selection_fn": "sigmoid",
+            "shared_expert_combination_strategy": "sum",
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 50,
+            "sliding_window_pattern": 2,
+            "logit_scale": 0.5,
+        },
+    ),
     "exaone4": Variant("exaone4", {"sliding_window": 50, "sliding_window_pattern": 2}),
     "exaone4 without windows": Variant("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "granite_swa": Variant(

@@ -25,12 +25,13 @@ ARCHITECTURES = {
     "bailing_moe": "bailingmoe2",
     "granitemoehybrid": "granitehybrid",
     "falcon_h1": "falcon-h1",
+    "lfm2_moe": "lfm2moe",
 }
 TABLES = {"bamboo": "llama", "laguna": "dots1"}  # architectures that the gguf package lacks -> one with such names
 WITH_LATENT = ("deepseek2", "minicpm3")
 _DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _SIGMOID = ("deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1", "minimax_m2", "exaone_moe", "afmoe", "laguna")
-_SIGMOID = (*_SIGMOID, "bailing_moe")
+_SIGMOID = (*_SIGMOID, "bailing_moe", "lfm2_moe")
 WITH_MAMBA = ("granitemoehybrid", "falcon_h1", "nemotron_h")
 _COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 
@@ -58,6 +59,10 @@ def family_tensors(state: dict[str, torch.Tensor], config: dict[str, Any], whole
             result[stem.removesuffix("_bias") + ".bias"] = tensor.reshape(-1)
         elif name.endswith("self_attn.g_proj.weight"):
             result[f"blk.{name.split('.')[2]}.attn_gate.weight"] = tensor
+        elif name.endswith("conv.conv.weight"):
+            result[name] = tensor.squeeze(1)
+        elif ".feed_forward.experts." in name:
+            result[name.removeprefix("model.")] = tensor
         elif name.endswith("expert_bias"):
             result[f"{name}.bias"] = tensor
         elif name.endswith("_linear.weight") and (part := name.rpartition(".input_linear")[0]):  # Granite's
@@ -195,6 +200,14 @@ def write_delta(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_array(f"{writer.arch}.attention.recurrent_layers", [kind == "linear_attention" for kind in kinds])
     if config["model_type"] != "qwen3_next":
         writer.add_rope_dimension_sections([11, 11, 10, 0])
+
+
+def write_convolutions(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Layers that convolve have no key-value heads."""
+    heads = config["num_key_value_heads"]
+    writer.add_head_count_kv([heads if kind == "full_attention" else 0 for kind in config["layer_types"]])
+    writer.add_shortconv_l_cache(config["conv_L_cache"])
+    writer.add_layer_norm_rms_eps(config["norm_eps"])
 
 
 def write_windows(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:

@@ -101,6 +101,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name
     "falcon-h1": ("falcon_h1", {}, {}),
     "falcon-h1, norm": ("falcon_h1 gate first", {"projectors_bias": False}, {}),
     "hunyuan-dense": ("hunyuan_v1_dense", {"attention_bias": False}, {}),
+    "lfm2": ("lfm2", {}, {}),
+    "lfm2moe": ("lfm2_moe", {"routed_scaling_factor": 1.0}, {}),
 }
 _SIZES = dict.fromkeys(
     ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 256

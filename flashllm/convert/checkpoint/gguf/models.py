@@ -11,6 +11,7 @@ from typing import Any
 from flashllm.arch.family import head_size
 from flashllm.convert.checkpoint.gguf.file import GgufContent
 from flashllm.convert.checkpoint.gguf.row import (
+    CONVOLUTION,
     DELTA,
     GROUPED,
     INTERLEAVED,
@@ -360,6 +361,7 @@ MODELS: dict[str, GgufModel] = {
         constants={"hidden_act": "silu"},
         finish=biases(attention_bias="attn_q"),
     ),
+    "lfm2": GgufModel(model_type="lfm2", constants={"block_auto_adjust_ff_dim": False}, **CONVOLUTION),
     "qwen35": GgufModel(model_type="qwen3_5_text", keys=DELTA, **STATES),
     "falcon-h1": GgufModel(
         model_type="falcon_h1",

@@ -194,3 +194,17 @@ MAMBA = {  # Mamba-2's, as most configs call them
     "mamba_n_groups": "ssm.group_count",
     "mamba_n_heads": "ssm.time_step_rank",
 }
+
+
+def convolving_layers(config: dict[str, Any], content: GgufContent) -> None:
+    """Layers that convolve. A factor of 0 is none."""
+    kinds = ("full_attention", "conv")
+    config["layer_types"] = [kinds[convolves] for convolves in having(config, content, "shortconv.conv.weight")]
+    if "routed_scaling_factor" in config:
+        config["routed_scaling_factor"] = config["routed_scaling_factor"] or 1.0
+
+
+CONVOLUTION: dict[str, Any] = {
+    "keys": GROUPED | {"norm_eps": "attention.layer_norm_rms_epsilon", "conv_L_cache": "shortconv.l_cache"},
+    "finish": convolving_layers,
+}
