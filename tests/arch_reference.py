@@ -33,6 +33,8 @@ OF_UP = {"drelu": relu, "clamped_swiglu": lambda h: h.clamp(-7.0, 7.0) + 1.0}  #
 class ReferenceDecoder:
     """The model in a directory, all of it in memory."""
 
+    norm_groups: int | None = None  # of what state spaces mix, where it is not as the spec says
+
     def __init__(self, path: Path, *, cuts: bool = True) -> None:
         self.model = ModelDir.open(path)
         if not cuts:
@@ -310,7 +312,7 @@ class ReferenceDecoder:
         made, gate = made.flatten(1), silu(part("out_gate"))
         made = made * gate if mixer.gate_first else made
         if mixer.normed:
-            groups = made.view(len(x), mixer.key_heads, -1)
+            groups = made.view(len(x), self.norm_groups or mixer.key_heads, -1)
             groups = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.block.norm_epsilon)
             made = groups.flatten(1) * self.tensors[at + "mixed_norm.weight"]
         return self._linear(at + "out", made if mixer.gate_first else made * gate) * mixer.out_scale
