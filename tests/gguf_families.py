@@ -21,6 +21,7 @@ ARCHITECTURES = {
     "hunyuan_v1_moe": "hunyuan-moe",
     "hunyuan_v1_dense": "hunyuan-dense",
     "exaone_moe": "exaone-moe",
+    "gemma3n_text": "gemma3n",
     "gemma4_text": "gemma4",
     "bailing_moe": "bailingmoe2",
     "granitemoehybrid": "granitehybrid",
@@ -218,6 +219,36 @@ def write_windows(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         rope = config["rope_parameters"]["sliding_attention"]
         writer.add_rope_freq_base_swa(rope["rope_theta"])
         writer.add_rope_dimension_count_swa(int(config["head_dim"] * rope.get("partial_rotary_factor", 1.0)))
+
+
+def gemma3n_tensors(state: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The state dict with its streams' maps in one tensor each, and with keys and values of layers that use another's,
+    which published files have in vain."""
+    result = {
+        f"{name}.weight" if name.endswith("_scale") else name: tensor
+        for name, tensor in state.items()
+        if "projections." not in name
+    }
+    for name in ("altup_projections", "altup_unembed_projections"):
+        parts = [state[f"model.{name}.{stream}.weight"] for stream in range(config["altup_num_inputs"] - 1)]
+        result[f"model.{name}.weight"] = torch.stack(parts)
+    count = config["num_hidden_layers"]
+    for layer in range(count - config["num_kv_shared_layers"], count):
+        for part in ("k_proj.weight", "v_proj.weight", "k_norm.weight"):
+            result[f"model.layers.{layer}.self_attn.{part}"] = state[f"model.layers.0.self_attn.{part}"]
+    return result
+
+
+def write_gemma3n(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Streams, shared keys, cut gates."""
+    writer.add_altup_active_idx(config["altup_active_idx"])
+    writer.add_altup_num_inputs(config["altup_num_inputs"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    shares = torch.tensor(config["activation_sparsity_pattern"])
+    writer.add_activation_sparsity_scale(torch.distributions.Normal(0, 1).icdf(shares).tolist())
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
 
 
 def _gemma4_full(config: dict[str, Any]) -> dict[str, int]:

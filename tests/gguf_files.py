@@ -17,9 +17,11 @@ from gguf_families import (
     WITH_MAMBA,
     architecture_of,
     family_tensors,
+    gemma3n_tensors,
     gemma4_tensors,
     write_convolutions,
     write_delta,
+    write_gemma3n,
     write_gemma4,
     write_latent,
     write_mamba,
@@ -169,6 +171,8 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str, whole: boo
     tensors, state = {}, load_file(folder / "model.safetensors")
     if architecture == "gemma4":
         state = gemma4_tensors(state, config)
+    if architecture == "gemma3n":
+        state = gemma3n_tensors(state, config)
     for name, tensor in family_tensors(_merged(state), config, whole).items():
         values = tensor.float()
         if architecture in _INTERLEAVED and (".q_proj" in name or ".k_proj" in name):
@@ -256,6 +260,8 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: dict[str, 
         writer.add_rope_dimension_count(int(head_dim * share))
     if architecture == "gemma4":
         write_gemma4(writer, config)
+    if architecture == "gemma3n":
+        write_gemma3n(writer, config)
     writer.add_rope_freq_base(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
     if rope.get("rope_type") in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))

@@ -199,7 +199,7 @@ WINDOWED["phimoe, long"] = Variant(
         "original_max_position_embeddings": 160,
     },
 )
-GEMMA4 = ["gemma4", "gemma4 experts", "gemma4 shared keys, rows of ids"]
+GEMMA4 = ["gemma3n", "gemma4", "gemma4 experts", "gemma4 shared keys, rows of ids"]
 MORE = [*WINDOWED, *GEMMA4, "exaone4", "exaone4 without windows", "seed_oss", "ernie4_5", "hunyuan_v1_dense", "glm4"]
 MORE += ["lfm2", "lfm2_moe"]
 
