@@ -127,6 +127,14 @@ _SIZES["nemotron_h"] = {
 }
 _SIZES["falcon_h1"] = {**_GROUPED, **_MAMBA, "mamba_d_ssm": 192}
 _SIZES["bamba"] = {**_GROUPED, **_MAMBA, "attn_layer_indices": [1]}
+_SIZES["cohere2_moe"] = {
+    **_GROUPED,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "num_shared_experts": 2,
+    "prefix_dense_intermediate_size": 80,
+}
 _SIZES["lfm2"] = {
     **_GROUPED,
     "block_auto_adjust_ff_dim": False,
@@ -147,6 +155,19 @@ _SIZES["gemma4_text"] = {
     "num_global_key_value_heads": 1,
     "hidden_size_per_layer_input": 0,
     "sliding_window": 40,
+}
+_SIZES["gemma3n_text"] = {
+    **_GROUPED,
+    "head_dim": 16,
+    "sliding_window": 40,
+    "num_hidden_layers": 5,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention"],
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": VOCAB - 10,
+    "laurel_rank": 16,
+    "activation_sparsity_pattern": [0.95, 0.0, 0.3, 0.0, 0.5],
+    "final_logit_softcapping": 5.0,
 }
 _SIZES["minimax_m2"] |= {"head_dim": 16}
 _SIZES["dots1"] |= {"n_shared_experts": 2, "first_k_dense_replace": 1}
@@ -174,6 +195,7 @@ _TEACHERS = {
     "bailing_moe": "glm4_moe",  # whose code is the vendor's, under other names
 }  # whose code computes them, but for the activation
 _ROPE = {"rope_theta": 500.0}
+_UNSCALED = ("gemma3n_text", "gemma4_text")  # scores of queries and keys
 _SHIFTED = ("gemma", "gemma2", "gemma3_text", "nemotron", *_WITH_STATES)  # that keep their norms' weight - 1
 
 # An architecture of the tests' own: each layer is another family's, with heads, a head size and a rotation of its own.
@@ -332,6 +354,7 @@ VARIANTS = {
             "vocab_size_per_layer_input": VOCAB,
         },
     ),
+    "gemma3n": Variant("gemma3n_text"),
     "granite": Variant(
         "granite",
         {
@@ -605,6 +628,26 @@ VARIANTS |= {
         },
     ),
     "cohere2": Variant("cohere2", _TYPES | {"logit_scale": 0.5}),
+    "cohere2_moe": Variant(
+        "cohere2_moe",
+        {
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],  # the first turns, as it is dense
+            "sliding_window": 50,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "logit_scale": 0.5,
+        },
+    ),
+    "cohere2_moe sigmoid, summed": Variant(
+        "cohere2_moe",
+        {
+            "expert_selection_fn": "sigmoid",
+            "shared_expert_combination_strategy": "sum",
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 50,
+            "sliding_window_pattern": 2,
+            "logit_scale": 0.5,
+        },
+    ),
     "exaone4": Variant("exaone4", {"sliding_window": 50, "sliding_window_pattern": 2}),
     "exaone4 without windows": Variant("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "granite_swa": Variant(
@@ -715,7 +758,7 @@ def open_model(path: Path) -> PreTrainedModel:
     code with another activation, layers of other widths by its own modules."""
     config = json.loads((path / "config.json").read_text())
     widths = config.get("intermediate_size")
-    if isinstance(widths, list):
+    if isinstance(widths, list) and config["model_type"] != "gemma3n_text":  # whose config says so
         known = CONFIG_MAPPING[config["model_type"]].from_dict({**config, "intermediate_size": widths[0]})
         model = AutoModelForCausalLM.from_config(known).eval()
         give_widths(model, widths)
@@ -798,9 +841,11 @@ def make_checkpoint(path: Path, variant: Variant, *, dtype: str = "float32", see
             elif "norm" in name or ".ln_" in name:
                 plain = variant.model_type not in _SHIFTED or ".linear_attn." in name
                 middle = 1.0 if name.endswith("weight") and plain else 0.0
-                if name.endswith(("q_norm.weight", "k_norm.weight")) and variant.model_type == "gemma4_text":
+                if name.endswith(("q_norm.weight", "k_norm.weight")) and variant.model_type in _UNSCALED:
                     middle = 0.4  # whose scores are not scaled otherwise
                 parameter.copy_(middle + 0.1 * noise)
+            elif ".altup." in name:  # its router's inputs are small
+                parameter.copy_((8.0 if "modality_router" in name else 0.4) * noise)
             elif name.endswith(("fc1.bias", "gate_proj.bias", "dense_h_to_4h.bias", "up_proj.bias")):
                 parameter.copy_(0.3 * noise - 0.4)
             elif name.endswith(("sinks", "mamba.D", "mixer.D")):

@@ -33,6 +33,8 @@ OF_UP = {"drelu": relu, "clamped_swiglu": lambda h: h.clamp(-7.0, 7.0) + 1.0}  #
 class ReferenceDecoder:
     """The model in a directory, all of it in memory."""
 
+    norm_groups: int | None = None  # of what state spaces mix, where it is not as the spec says
+
     def __init__(self, path: Path, *, cuts: bool = True) -> None:
         self.model = ModelDir.open(path)
         if not cuts:
@@ -84,9 +86,17 @@ class ReferenceDecoder:
         if block.learned_positions:
             h = h + tensors["positions.weight"][positions + block.position_offset]
         rows = self._token_rows(ids, h)
+        streams = [h, *(self._as_long(f"streams.{s}.enter", h, h) for s in range(block.streams - 1))]
         for layer in range(len(self.ffn)):
             self.of_layer = None if rows is None else rows[:, layer]
-            h = self._layer(layer, h, positions)
+            if block.streams:
+                streams = self._streams(layer, streams, positions)
+            else:
+                h = self._layer(layer, h, positions)
+        if block.streams:
+            first = streams[0]
+            others = [self._as_long(f"streams.{s}.leave", states, first) for s, states in enumerate(streams[1:])]
+            h = torch.stack([first, *others]).mean(0)
         if block.final_norm:
             h = self._norm("final_norm", h)
         if "project_out.weight" in tensors:
@@ -94,6 +104,33 @@ class ReferenceDecoder:
         logits = h @ tensors["embedding.weight" if block.tied_head else "head.weight"].T * block.logit_scale
         logits = logits + tensors.get("head.bias", 0.0)
         return self._capped(logits, block.logit_softcap)
+
+    def _as_long(self, name, x, like):
+        made = self._linear(name, x)
+        return made * (like.square().mean(-1, keepdim=True) / made.square().mean(-1, keepdim=True)).sqrt()
+
+    def _streams(self, layer, streams, positions):
+        """Alternating updates around a layer."""
+        at, count = f"layers.{layer}.", self.block.streams
+
+        def routed(x):
+            return torch.tanh(
+                self._linear(at + "stream_router", self._norm(at + "stream_router_norm", x) / x.shape[-1])
+            )
+
+        factors = (routed(streams[0]) @ self.tensors[at + "stream_predict"].T).view(-1, count, count)
+        guessed = [
+            states + sum(factors[:, to, i, None] * streams[i] for i in range(count))
+            for to, states in enumerate(streams)
+        ]
+        row, self.of_layer = self.of_layer, None
+        made = self._layer(layer, guessed[0], positions)
+        factors = routed(made) @ self.tensors[at + "stream_correct"].T + 1
+        right = [states + (made - guessed[0]) * factors[:, s, None] for s, states in enumerate(guessed)]
+        gate = self._linear(at + "per_layer_gate", right[0] * self.tensors[at + "stream_scale"])
+        gate = self._linear(at + "per_layer_out", self._activation(layer, gate) * row)
+        added = self._norm(at + "per_layer_norm", gate)
+        return [right[0], *(states + added for states in right[1:])]
 
     def _token_rows(self, ids, h):
         """[tokens, layers, dim] of per-layer embeddings."""
@@ -147,7 +184,11 @@ class ReferenceDecoder:
         for name, part in (("attention_norm", attention), ("ffn_norm", ffn)):
             if (spec.mixer is None) if part is attention else not spec.neurons:
                 continue
-            h = h + part(h)
+            inputs, h = h, h + part(h)
+            if block.laurel and part is attention:
+                x = before(name, inputs)
+                low = self._linear(at + "laurel_out", self._linear(at + "laurel_in", x))
+                h = (h + x + self._norm(at + "laurel_norm", low)) / 2**0.5
             h = self._norm(at + name, h) if spec.norms == "sum" else h
         if self.of_layer is not None:
             gate = self._activation(layer, self._linear(at + "per_layer_gate", h))
@@ -310,7 +351,7 @@ class ReferenceDecoder:
         made, gate = made.flatten(1), silu(part("out_gate"))
         made = made * gate if mixer.gate_first else made
         if mixer.normed:
-            groups = made.view(len(x), mixer.key_heads, -1)
+            groups = made.view(len(x), self.norm_groups or mixer.key_heads, -1)
             groups = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.block.norm_epsilon)
             made = groups.flatten(1) * self.tensors[at + "mixed_norm.weight"]
         return self._linear(at + "out", made if mixer.gate_first else made * gate) * mixer.out_scale
@@ -400,7 +441,7 @@ class ReferenceDecoder:
         up, gate, down = (self.tensors.get(name, torch.zeros(())) for name in names)
         pre = x @ matrices["up"].T + up
         if self.block.gated:
-            hidden = self._activation(layer, x @ matrices["gate"].T + gate)
+            hidden = self._activation(layer, self._cut(layer, x @ matrices["gate"].T + gate))
             hidden = hidden * OF_UP.get(self.block.activation, lambda h: h)(pre)
         else:
             hidden = self._activation(layer, pre)
@@ -408,6 +449,13 @@ class ReferenceDecoder:
         if self.block.sub_norms:
             hidden = self._rounded(self._norm(f"layers.{layer}.ffn_sub_norm", hidden))
         return hidden @ matrices["down"] + down
+
+    def _cut(self, layer, gates):
+        """Statistical top-k: what is above a token's mean and so many deviations stays, less by these."""
+        by = self.block.layers[layer].gate_deviations
+        if by is None:
+            return gates
+        return (gates - gates.mean(-1, keepdim=True) - by * gates.std(-1, keepdim=True, correction=0)).relu()
 
     def _activation(self, layer, h):
         if self.block.activation == "fatrelu":

@@ -21,16 +21,18 @@ ARCHITECTURES = {
     "hunyuan_v1_moe": "hunyuan-moe",
     "hunyuan_v1_dense": "hunyuan-dense",
     "exaone_moe": "exaone-moe",
+    "gemma3n_text": "gemma3n",
     "gemma4_text": "gemma4",
     "bailing_moe": "bailingmoe2",
     "granitemoehybrid": "granitehybrid",
     "falcon_h1": "falcon-h1",
+    "lfm2_moe": "lfm2moe",
 }
 TABLES = {"bamboo": "llama", "laguna": "dots1"}  # architectures that the gguf package lacks -> one with such names
 WITH_LATENT = ("deepseek2", "minicpm3")
 _DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _SIGMOID = ("deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1", "minimax_m2", "exaone_moe", "afmoe", "laguna")
-_SIGMOID = (*_SIGMOID, "bailing_moe")
+_SIGMOID = (*_SIGMOID, "bailing_moe", "lfm2_moe")
 WITH_MAMBA = ("granitemoehybrid", "falcon_h1", "nemotron_h")
 _COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 
@@ -58,6 +60,10 @@ def family_tensors(state: dict[str, torch.Tensor], config: dict[str, Any], whole
             result[stem.removesuffix("_bias") + ".bias"] = tensor.reshape(-1)
         elif name.endswith("self_attn.g_proj.weight"):
             result[f"blk.{name.split('.')[2]}.attn_gate.weight"] = tensor
+        elif name.endswith("conv.conv.weight"):
+            result[name] = tensor.squeeze(1)
+        elif ".feed_forward.experts." in name:
+            result[name.removeprefix("model.")] = tensor
         elif name.endswith("expert_bias"):
             result[f"{name}.bias"] = tensor
         elif name.endswith("_linear.weight") and (part := name.rpartition(".input_linear")[0]):  # Granite's
@@ -197,6 +203,14 @@ def write_delta(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_rope_dimension_sections([11, 11, 10, 0])
 
 
+def write_convolutions(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Layers that convolve have no key-value heads."""
+    heads = config["num_key_value_heads"]
+    writer.add_head_count_kv([heads if kind == "full_attention" else 0 for kind in config["layer_types"]])
+    writer.add_shortconv_l_cache(config["conv_L_cache"])
+    writer.add_layer_norm_rms_eps(config["norm_eps"])
+
+
 def write_windows(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     """Which layers have one: EXAONE's, and Laguna's, which turn by another rule."""
     if writer.arch in ("exaone4", "exaone-moe", "laguna") and config.get("sliding_window"):
@@ -205,6 +219,36 @@ def write_windows(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         rope = config["rope_parameters"]["sliding_attention"]
         writer.add_rope_freq_base_swa(rope["rope_theta"])
         writer.add_rope_dimension_count_swa(int(config["head_dim"] * rope.get("partial_rotary_factor", 1.0)))
+
+
+def gemma3n_tensors(state: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The state dict with its streams' maps in one tensor each, and with keys and values of layers that use another's,
+    which published files have in vain."""
+    result = {
+        f"{name}.weight" if name.endswith("_scale") else name: tensor
+        for name, tensor in state.items()
+        if "projections." not in name
+    }
+    for name in ("altup_projections", "altup_unembed_projections"):
+        parts = [state[f"model.{name}.{stream}.weight"] for stream in range(config["altup_num_inputs"] - 1)]
+        result[f"model.{name}.weight"] = torch.stack(parts)
+    count = config["num_hidden_layers"]
+    for layer in range(count - config["num_kv_shared_layers"], count):
+        for part in ("k_proj.weight", "v_proj.weight", "k_norm.weight"):
+            result[f"model.layers.{layer}.self_attn.{part}"] = state[f"model.layers.0.self_attn.{part}"]
+    return result
+
+
+def write_gemma3n(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Streams, shared keys, cut gates."""
+    writer.add_altup_active_idx(config["altup_active_idx"])
+    writer.add_altup_num_inputs(config["altup_num_inputs"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    shares = torch.tensor(config["activation_sparsity_pattern"])
+    writer.add_activation_sparsity_scale(torch.distributions.Normal(0, 1).icdf(shares).tolist())
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
 
 
 def _gemma4_full(config: dict[str, Any]) -> dict[str, int]:

@@ -17,8 +17,11 @@ from gguf_families import (
     WITH_MAMBA,
     architecture_of,
     family_tensors,
+    gemma3n_tensors,
     gemma4_tensors,
+    write_convolutions,
     write_delta,
+    write_gemma3n,
     write_gemma4,
     write_latent,
     write_mamba,
@@ -143,7 +146,8 @@ def write_gguf(
             writer.add_uint16("split.count", split)
         for name in sorted(tensors)[number::split]:
             values = tensors[name]
-            is_matrix = values.ndim > 1 and not name.endswith((".bias", ".ssm_a", ".ssm_d", ".ssm_norm.weight"))
+            vectors_of = (".bias", ".ssm_a", ".ssm_d", ".ssm_norm.weight", "shortconv.conv.weight")
+            is_matrix = values.ndim > 1 and not name.endswith(vectors_of)
             of_kind = (kind if isinstance(kind, str) else kind(name)) if is_matrix else vectors
             writer.add_tensor(name, coded(values, of_kind), raw_dtype=KINDS[of_kind])
         writer.write_header_to_file()
@@ -167,6 +171,8 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str, whole: boo
     tensors, state = {}, load_file(folder / "model.safetensors")
     if architecture == "gemma4":
         state = gemma4_tensors(state, config)
+    if architecture == "gemma3n":
+        state = gemma3n_tensors(state, config)
     for name, tensor in family_tensors(_merged(state), config, whole).items():
         values = tensor.float()
         if architecture in _INTERLEAVED and (".q_proj" in name or ".k_proj" in name):
@@ -227,7 +233,10 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: dict[str, 
     writer.add_head_count(config.get("num_attention_heads_per_layer") or heads)
     kv_heads = config.get("num_key_value_heads") or config.get("num_kv_heads") or heads
     one = config.get("multi_query") and not config.get("new_decoder_architecture")
-    writer.add_head_count_kv(1 if one or (architecture == "deepseek2" and not whole) else kv_heads)
+    if "conv_L_cache" in config:
+        write_convolutions(writer, config)
+    else:
+        writer.add_head_count_kv(1 if one or (architecture == "deepseek2" and not whole) else kv_heads)
     write_router(writer, config)
     write_windows(writer, config)
     if "linear_num_value_heads" in config:
@@ -235,7 +244,7 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: dict[str, 
     if config["model_type"] in WITH_MAMBA:
         write_mamba(writer, config)
     for key in ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"):
-        if key in config:
+        if key in config and "conv_L_cache" not in config:
             writer.add_layer_norm_eps(config[key])
     if "rms_norm_eps" in config:
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
@@ -251,6 +260,8 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: dict[str, 
         writer.add_rope_dimension_count(int(head_dim * share))
     if architecture == "gemma4":
         write_gemma4(writer, config)
+    if architecture == "gemma3n":
+        write_gemma3n(writer, config)
     writer.add_rope_freq_base(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
     if rope.get("rope_type") in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))

@@ -360,6 +360,9 @@ class LayerSpec:
     activation_scale: float = 1.0  # of any: of what goes into it
     ffn_scale: float = 1.0  # of the feed-forward part's output
     activation_cut: float = 0.0  # of any: results of a smaller magnitude become zero (Lee et al., 2024: CATS)
+    # Of a gated one whose activation of 0 is 0: a token's gates, before their activation, become max(0, gate - c), with
+    # c their mean and so many of their standard deviations (Gemma Team, 2025: Gemma 3n's statistical top-k).
+    gate_deviations: float | None = None
 
     def __post_init__(self) -> None:
         if self.parallel and self.norms != "input":
@@ -376,9 +379,18 @@ class LayerSpec:
             raise ValueError(f"{self.experts.neurons} neurons of experts are not {self.neurons}")
         if self.beside and (self.experts is None or self.norms != "both"):
             raise ValueError("a dense part lies beside experts, with norms before and behind")
+        if self.gate_deviations is not None:
+            check_number("gate_deviations", self.gate_deviations)
+            if self.experts is not None or self.activation_cut or not self.neurons:
+                raise ValueError("gates are cut by their deviations in a dense feed-forward part without another cut")
         for name in ("activation_threshold", "activation_cut"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise ValueError(f"{name} must be a number from 0, not {getattr(self, name)}")
+
+    @property
+    def twice(self) -> bool:
+        """True where its neurons' rows pass twice, for all gates and then for what is left of them."""
+        return self.gate_deviations is not None
 
     @property
     def attention(self) -> Attention:
@@ -467,6 +479,13 @@ class BlockSpec:
     logit_scale: float = 1.0
     logit_softcap: float | None = None  # logits are cap * tanh(logit / cap)
     per_layer: PerLayerEmbedding | None = None
+    # Alternating updates (Baykal et al., 2023): so many states of a token, the first of which is embedded, and the
+    # others are as long as it. The layers compute on what they predict of the first; 0: one state, which they change.
+    #
+    #     m(h) = tanh(router(norm(h) / d_model));  h[j] += sum_i (predict m(h[0]))[j, i] h[i]
+    #     y = layer(h[0]);                         h[j] += (y - h[0]) (1 + (correct m(y))[j])
+    streams: int = 0
+    laurel: int = 0  # rank of a map around each mixer: h = (h + f(x) + x + norm(out(in(x)))) / sqrt(2), x = norm(h)
 
     def __post_init__(self) -> None:
         for name in ("d_model", "embed_dim", "vocab_size"):
@@ -488,12 +507,28 @@ class BlockSpec:
         if len({layer.experts for layer in self.layers} - {None}) > 1:
             raise ValueError("layers that are mixtures of experts must be alike")
         _check_cap("logit_softcap", self.logit_softcap)
+        if self.laurel:
+            check_size("laurel", self.laurel)
+        if self.streams and not (2 <= self.streams <= 8 and all(layer.norms == "both" for layer in self.layers)):
+            raise ValueError("alternating updates have 2 to 8 streams, and layers with norms before and behind")
+        if any(layer.twice for layer in self.layers) and (not self.gated or self.sub_norms):
+            raise ValueError("gates are cut where there are some, and no norm lies behind them")
         if self.rounded_inputs and (
             not self.sub_norms or any(layer.norms != "input" or layer.parallel for layer in self.layers)
         ):
             raise ValueError("inputs are rounded behind norms: those of a layer's inputs, and sub_norms")
         if self.sub_norms and (self.norm != "rms" or self.experts is not None):
             raise ValueError("sub_norms are RMS norms, and not of a mixture of experts")
+
+    @property
+    def state_width(self) -> int:
+        """Numbers of a token's states as they go through the layers (csrc/model/block.h)."""
+        return self.d_model * (self.streams + 1 if self.streams else 1)
+
+    @property
+    def waiting(self) -> int:
+        """Values of a token in a layer that wait until those of all of its neurons are there, at most."""
+        return max((1 if self.sub_norms else 2 if layer.twice else 0) * layer.neurons for layer in self.layers)
 
     @property
     def token_row(self) -> int:

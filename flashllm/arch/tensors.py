@@ -19,6 +19,12 @@ Canonical names, "{i}" for the layer; those a model has no use for are absent:
     of per-layer embeddings (`PerLayerEmbedding`): per_layer_embedding.weight [rows, layers * dim], which lies on flash;
         per_layer_projection.weight [layers * dim, d_model], per_layer_projection_norm.weight [dim];
         layers.{i}.per_layer_gate.weight [dim, d_model], per_layer_out.weight [d_model, dim], per_layer_norm [d_model]
+    of streams (`BlockSpec.streams`): streams.{s}.enter.weight, streams.{s}.leave.weight [d_model, d_model], s from 0,
+        of those but the first; layers.{i}.stream_router.weight [streams, d_model], stream_router_norm.weight
+        [d_model], stream_predict [streams^2, streams], stream_correct [streams, streams]; layers.{i}.stream_scale
+        [d_model]: of the first, before per_layer_gate
+    of `BlockSpec.laurel`: layers.{i}.laurel_in.weight [laurel, d_model], laurel_out.weight [d_model, laurel],
+        laurel_norm.weight [d_model]
     layers.{i}.out_gate.weight: the product of `Attention.gate`, of the queries' shape
     layers.{i}.out.weight [d_model, heads * head_dim], .bias
     layers whose mixer is a `DeltaRule`, with r = value_heads * value_dim: query, key, value, out_gate, out as it says;
@@ -380,6 +386,19 @@ _SHAPES: dict[str, _ShapeOf] = {
     "layers.{i}.per_layer_gate.weight": lambda block, layer: (_per_layer(block).dim, block.d_model),
     "layers.{i}.per_layer_out.weight": lambda block, layer: (block.d_model, _per_layer(block).dim),
     "layers.{i}.per_layer_norm.weight": lambda block, layer: (block.d_model,),
+    **{
+        f"streams.{stream}.{way}.weight": lambda block, layer: (block.d_model, block.d_model)
+        for way in ("enter", "leave")
+        for stream in range(7)
+    },
+    "layers.{i}.stream_router.weight": lambda block, layer: (block.streams, block.d_model),
+    "layers.{i}.stream_router_norm.weight": lambda block, layer: (block.d_model,),
+    "layers.{i}.stream_predict": lambda block, layer: (block.streams**2, block.streams),
+    "layers.{i}.stream_correct": lambda block, layer: (block.streams, block.streams),
+    "layers.{i}.stream_scale": lambda block, layer: (block.d_model,),
+    "layers.{i}.laurel_in.weight": lambda block, layer: (block.laurel, block.d_model),
+    "layers.{i}.laurel_out.weight": lambda block, layer: (block.d_model, block.laurel),
+    "layers.{i}.laurel_norm.weight": lambda block, layer: (block.d_model,),
     "layers.{i}.sinks": lambda block, layer: (layer.attention.heads,),
     "layers.{i}.ffn.expert_down_bias": lambda block, layer: (_experts(layer).count, block.d_model),
     "layers.{i}.ffn.up_bias": lambda block, layer: (layer.neurons,),

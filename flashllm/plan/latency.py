@@ -68,9 +68,9 @@ def dense_token(model: ModelDir, plan: MemoryPlan, *, costs: Profile | None, res
     """The expected token of a dense run at the start of a conversation. `resident_nbytes`: `product_nbytes`."""
     rows, layers = model.manifest.rows, model.architecture.num_layers
     ffn_nbytes = sum(layout.layer_nbytes for layout in model.manifest.layouts)
-    bytes_read = ffn_nbytes - sum(plan.cache_rows) * rows.stride
-    if model.block.sub_norms:  # for the values, and again for the down columns
-        bytes_read *= 2
+    passes = [2 if model.block.sub_norms or layer.twice else 1 for layer in model.block.layers]  # of a layer's rows
+    each = zip(model.manifest.layouts, plan.cache_rows, passes, strict=True)
+    bytes_read = sum((layout.layer_nbytes - cached * rows.stride) * times for layout, cached, times in each)
     if costs is None or not costs.direct:
         return DenseEstimate(ffn_nbytes=ffn_nbytes, bytes_read=bytes_read, read_bps=0.0, products_s=None)
     products_s = resident_nbytes * _resident_s_a_byte(model, costs)

@@ -70,8 +70,9 @@ def _part_nbytes(manifest: Manifest, block: BlockSpec) -> int:
     floats += (len(manifest.architecture.matrices) - 1) * manifest.stream_block_rows
     if manifest.architecture.experts:  # an expert's tokens, as they are gathered and packed, and their sums
         floats += 3 * block.d_model + _COLUMN_PADS
-    if block.sub_norms:  # every neuron's value, in a pass of few tokens a sequence
-        floats += max(manifest.architecture.every_width)
+    floats += block.waiting  # in a pass of few tokens a sequence
+    if block.streams:  # what is added to each, and of the maps around the mixer
+        floats += (block.streams + 1) * block.d_model + block.laurel
     return 4 * floats
 
 
@@ -86,8 +87,8 @@ def _stretch_nbytes(manifest: Manifest, block: BlockSpec) -> int:
     """Bytes kept of a token while a stretch goes through the layers (csrc/model/model.h, csrc/ffn/dense_ffn.h,
     expert_ffn.h)."""
     experts = block.experts
-    # Packed inputs of the FFN, and sums; where a norm lies between, every neuron's value.
-    dense = 2 * block.d_model + _COLUMN_PADS + (max(manifest.architecture.every_width) if block.sub_norms else 0)
+    # Packed inputs of the FFN, and sums; where values wait for each other, these.
+    dense = 2 * block.d_model + _COLUMN_PADS + block.waiting
     # Inputs and sums of a mixture, and its experts' weights. Of experts whose rows come in several blocks, all tokens
     # that go to one wait for the last.
     mixture = 0
@@ -95,7 +96,7 @@ def _stretch_nbytes(manifest: Manifest, block: BlockSpec) -> int:
         mixture = 2 * block.d_model + 4 * (experts.chosen + 1)
         if max(experts.size, experts.shared) > manifest.stream_block_rows:
             mixture += 2 * block.d_model + _COLUMN_PADS
-    floats = (2 if any(layer.parallel for layer in block.layers) else 1) * block.d_model
+    floats = block.state_width + (block.d_model if any(layer.parallel for layer in block.layers) else 0)
     floats += block.token_row
     floats += sum(
         each.dims

@@ -147,7 +147,7 @@ def _streaming(model: ModelDir, memory: MemoryPlan, profile: Profile | None) -> 
         time = "how long that takes is not known: `flashllm calibrate` measures the drive"
     else:
         time = f"at this drive's {format_size(token.read_bps)}/s about {token.total_s:.2f} s a token"
-    twice = " (each row twice: a norm over all values lies before the down projection)" if model.block.sub_norms else ""
+    twice = " (some rows twice: values wait for those of all neurons)" if model.block.waiting else ""
     return [
         f"dense: each token reads {read} of the {all_nbytes} of neurons{twice}, which memory has no room for; {time}"
     ]

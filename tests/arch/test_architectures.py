@@ -58,7 +58,7 @@ COMMON = (
     *("llama4", "llama4_text", "kimi_k2"),
     *("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "jamba", "zamba2"),
     *("t5", "mt5", "bart", "whisper", "bert", "roberta", "distilbert", "modernbert", "electra", "deberta-v2"),
-    *("gemma3", "gemma3n", "gemma3n_text", "gemma4", "mllama", "llava", "qwen2_vl", "qwen2_5_vl", "mistral3", "clip"),
+    *("gemma3", "gemma3n", "gemma4", "mllama", "llava", "qwen2_vl", "qwen2_5_vl", "mistral3", "clip"),
     *("jais", "biogpt", "apertus"),
     # With code of their own, so that transformers does not name them.
     *("exaone", "nemotron-nas", "openelm", "internlm", "internlm2", "deepseek", "bailing_moe_v2", "solar", "orion"),
@@ -106,7 +106,7 @@ def test_every_language_model_of_transformers_runs_or_has_a_sentence_with_help(m
         ("whisper", "an encoder-decoder model"),
         ("bert", "an encoder, which"),
         ("llava", r"its text model \(llama\) runs on its own"),
-        ("gemma3n", "use its text model on its own"),
+        ("mllama", "use its text model on its own"),
         ("apertus", "an architecture that nobody has described"),
     ],
 )

@@ -10,6 +10,7 @@ from arch_reference import ReferenceDecoder
 
 IDS = torch.randint(4, 300, (70,), generator=torch.Generator().manual_seed(7)).tolist()
 KEYS, ROWS, EXPERTS = "gemma4", "gemma4 shared keys, rows of ids", "gemma4 experts"
+STREAMS = "gemma3n"
 
 
 def of_layers(decoder, **traits):
@@ -58,8 +59,36 @@ SABOTAGED = {
         lambda d: tensors(d, ".ffn_beside_norm.weight", torch.ones_like),
     ),
     "no norm behind the experts": (EXPERTS, lambda d: tensors(d, ".ffn_experts_output_norm.weight", torch.ones_like)),
+    "gates are not cut": (STREAMS, lambda d: of_all(d, gate_deviations=None)),
+    "gates are cut, and not made less": (STREAMS, lambda d: setattr(d, "_cut", kept_above(d._cut))),
+    "no map around the mixer": (STREAMS, lambda d: tensors(d, ".laurel_norm.weight", torch.zeros_like)),
+    "the mixer's input is not added": (STREAMS, lambda d: setattr(d, "block", dataclasses.replace(d.block, laurel=0))),
+    "what is predicted, the other way": (STREAMS, lambda d: tensors(d, ".stream_predict", turned)),
+    "nothing is predicted": (STREAMS, lambda d: tensors(d, ".stream_predict", torch.zeros_like)),
+    "streams are corrected alike": (STREAMS, lambda d: tensors(d, ".stream_correct", torch.zeros_like)),
+    "a router's input as it is": (STREAMS, lambda d: tensors(d, ".stream_router_norm.weight", lambda t: 64 * t)),
+    "a row's gate without its scale": (STREAMS, lambda d: tensors(d, ".stream_scale", torch.ones_like)),
+    "streams of any length": (STREAMS, lambda d: setattr(d, "_as_long", lambda name, x, like: d._linear(name, x))),
+    "a stream goes out otherwise": (STREAMS, lambda d: tensors(d, "streams.1.leave.weight", lambda t: t.flip(0))),
+    "values as they are": (STREAMS, lambda d: of_layers(d, value_norm=lambda mixer: False)),
+    "scores that are scaled": (STREAMS, lambda d: of_layers(d, query_scale=lambda mixer: mixer.head_dim**-0.5)),
+    "norms with 1 added": (STREAMS, lambda d: setattr(d, "block", dataclasses.replace(d.block, norm_shift=1.0))),
+    "keys of another layer": (STREAMS, lambda d: of_layers(d, shared=lambda m: m.shared and m.shared - 1)),
     "no gate's norm": (ROWS, lambda d: tensors(d, ".per_layer_norm.weight", torch.ones_like)),
 }
+
+
+def of_all(decoder, **traits):
+    layers = tuple(dataclasses.replace(layer, **traits) for layer in decoder.block.layers)
+    decoder.block = dataclasses.replace(decoder.block, layers=layers)
+
+
+def kept_above(cut):
+    return lambda layer, gates: torch.where(cut(layer, gates) > 0, gates, 0.0)
+
+
+def turned(predict):
+    return predict.view(4, 4, 4).transpose(0, 1).reshape(predict.shape)
 
 
 def of_router(decoder, **traits):

@@ -16,14 +16,14 @@ from flashllm.profile.store import device_of, save_profile
 
 # Billions, as their makers publish them (layers that draft are not counted).
 PUBLISHED = {
-    "smollm2-135m": 0.1345, "olmoe-1b-7b": 6.92, "deepseek-v2-lite": 15.7, "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8,
-    "ernie-4.5-21b-a3b": 21.8, "qwen3-30b-a3b": 30.5, "glm-4.7-flash": 29.9, "qwen3.6-35b-a3b": 34.7,
-    "mixtral-8x7b": 46.7, "qwen3-next-80b-a3b": 79.7, "glm-4.5-air": 106.9, "dots.llm1": 142.8, "minimax-m2": 228.7,
-    "deepseek-v3": 671.0, "llama-3.2-1b": 1.24, "llama-3.2-3b": 3.21, "llama-3.1-8b": 8.03, "llama-3.3-70b": 70.6,
-    "qwen3-0.6b": 0.6, "qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-14b": 14.8, "qwen3-32b": 32.8, "mistral-7b": 7.25,
-    "mistral-nemo-12b": 12.2, "gemma-2-2b": 2.61, "gemma-2-9b": 9.24, "gemma-2-27b": 27.2, "gemma-3-1b": 1.0,
-    "gemma-3-4b": 3.88, "gemma-3-12b": 11.8, "gemma-3-27b": 27.0, "opt-1.3b": 1.32, "opt-6.7b": 6.66, "opt-13b": 12.85,
-    "opt-30b": 29.97, "opt-66b": 65.7, "prosparse-7b": 6.74, "prosparse-13b": 13.0,
+    "smollm2-135m": 0.1345, "olmoe-1b-7b": 6.92, "lfm2-8b-a1b": 8.3, "deepseek-v2-lite": 15.7, "gpt-oss-20b": 20.9,
+    "gpt-oss-120b": 116.8, "ernie-4.5-21b-a3b": 21.8, "qwen3-30b-a3b": 30.5, "glm-4.7-flash": 29.9,
+    "qwen3.6-35b-a3b": 34.7, "mixtral-8x7b": 46.7, "qwen3-next-80b-a3b": 79.7, "glm-4.5-air": 106.9, "dots.llm1": 142.8,
+    "minimax-m2": 228.7, "deepseek-v3": 671.0, "llama-3.2-1b": 1.24, "llama-3.2-3b": 3.21, "llama-3.1-8b": 8.03,
+    "llama-3.3-70b": 70.6, "qwen3-0.6b": 0.6, "qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-14b": 14.8, "qwen3-32b": 32.8,
+    "mistral-7b": 7.25, "mistral-nemo-12b": 12.2, "gemma-2-2b": 2.61, "gemma-2-9b": 9.24, "gemma-2-27b": 27.2,
+    "gemma-3-1b": 1.0, "gemma-3-4b": 3.88, "gemma-3-12b": 11.8, "gemma-3-27b": 27.0, "opt-1.3b": 1.32, "opt-6.7b": 6.66,
+    "opt-13b": 12.85, "opt-30b": 29.97, "opt-66b": 65.7, "prosparse-7b": 6.74, "prosparse-13b": 13.0,
 }  # fmt: skip
 
 

@@ -33,6 +33,7 @@ _IN_VAIN_SAID = " and keys and values of layers that use another's (model.layers
 NAMES = {
     "qwen3_5": ("qwen3_5", _QWEN, _QWEN_SAID),
     "qwen3_5_moe": ("qwen3_5_moe", _QWEN, _QWEN_SAID),
+    "gemma3n": ("gemma3n", (*_GEMMA, *_IN_VAIN), _GEMMA_SAID.format(_IN_VAIN_SAID)),
     "gemma4": ("gemma4", _GEMMA, _GEMMA_SAID.format("")),
     "gemma4 shared keys, rows of ids": ("gemma4", (*_GEMMA, *_IN_VAIN), _GEMMA_SAID.format(_IN_VAIN_SAID)),
 }

@@ -3,10 +3,20 @@
 from dataclasses import replace
 from typing import Any
 
-from flashllm.arch.experts.row import GATED_SHARED, dense_first, experts_of, in_layer, matrices, row
-from flashllm.arch.family import always, decoder_block, head_size, never, says
-from flashllm.arch.llama.dense import HUNYUAN_DEFAULTS, HUNYUAN_NORMS
+from flashllm.arch.experts.row import (
+    GATED_SHARED,
+    SHARED,
+    dense_first,
+    experts_of,
+    in_layer,
+    matrices,
+    row,
+    shared_neurons,
+)
+from flashllm.arch.family import alternating, always, decoder_block, head_size, never, says, turning
+from flashllm.arch.llama.dense import COHERE_DEFAULTS, HUNYUAN_DEFAULTS, HUNYUAN_NORMS, cohere_block
 from flashllm.arch.llama.names import BEHIND, BIASED, projections
+from flashllm.arch.llama.windowed import slides
 from flashllm.arch.mixture import RouterSpec
 from flashllm.arch.rotary import rope_parameters, rotary_by_type
 from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, check_number, check_size
@@ -355,4 +365,59 @@ GPT_OSS = row(
     ),
 )
 
-PLAIN = (OLMOE, FLEX_OLMO, QWEN2_MOE, QWEN3_MOE, MELLUM, MIXTRAL, PHIMOE, HUNYUAN_MOE, GPT_OSS)
+
+# Command A+ (Cohere, 2026): Command A's layers, with experts of which the shared count as much as the routed together.
+
+
+def _cohere2(config: Config) -> BlockSpec:
+    strategy, score = config["shared_expert_combination_strategy"], config["expert_selection_fn"]
+    if strategy not in ("average", "sum"):
+        raise UnsupportedModelError(f"shared_expert_combination_strategy {str(strategy)[:80]!r} is not supported")
+    if score not in ("softmax", "sigmoid"):
+        raise UnsupportedModelError(f"expert_selection_fn {str(score)[:80]!r} is not supported")
+    count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
+    first = min(config.get("first_k_dense_replace") or 0, count)
+    patterns = (config["prefix_dense_sliding_window_pattern"], config["sliding_window_pattern"])
+    own, rest = (check_size("sliding_window_pattern", pattern) for pattern in patterns)
+    dense, width = dense_first(config), config["prefix_dense_intermediate_size"] or config["intermediate_size"]
+    types = config["layer_types"] or [*alternating(first, own), *alternating(count - first, rest)]
+    full = {**config, "layer_types": types, "intermediate_size": width}
+    is_softmax = score == "softmax"
+    router = RouterSpec(
+        score="softmax_of_chosen" if is_softmax else "sigmoid", normalized=not is_softmax and config["norm_topk_prob"]
+    )
+    shared = shared_neurons(config, "num_shared_experts", "intermediate_size")
+    experts = experts_of(config, "intermediate_size", router, shared=shared)
+    block = cohere_block(full, 10_000.0, experts=experts, dense_layers=dense)
+    half = 0.5 if shared and strategy == "average" else 1.0
+    layers = (layer if layer.experts is None else replace(layer, ffn_scale=half) for layer in block.layers)
+    turns = [slid or (i in dense and own == 1) for i, slid in enumerate(slides(full))]
+    return turning(replace(block, layers=tuple(layers)), turns)
+
+
+COHERE2 = row(
+    "cohere2_moe",
+    defaults={
+        **COHERE_DEFAULTS,
+        "head_dim": 128,
+        "num_experts_per_tok": 2,
+        "num_shared_experts": 0,
+        "shared_expert_combination_strategy": "average",
+        "expert_selection_fn": "softmax",
+        "norm_topk_prob": True,
+        "prefix_dense_intermediate_size": None,
+        "prefix_dense_sliding_window_pattern": 1,
+        "sliding_window_pattern": 4,
+        "sliding_window": 4096,
+        "layer_types": None,
+        "mlp_layer_types": None,
+        "rms_norm_eps": None,
+    },
+    experts=8,
+    block=_cohere2,
+    attention=BIASED,
+    norms={"attention_norm": ("input_layernorm", always)},
+    shared_matrices=SHARED,
+)
+
+PLAIN = (COHERE2, OLMOE, FLEX_OLMO, QWEN2_MOE, QWEN3_MOE, MELLUM, MIXTRAL, PHIMOE, HUNYUAN_MOE, GPT_OSS)

@@ -224,18 +224,20 @@ STARCODER2 = row(
 # Cohere's Command R (2024): one layer norm without bias before attention and FFN, neighbours turned together.
 
 
-def cohere_block(config: Config, theta: float = 500_000.0) -> BlockSpec:
+def cohere_block(config: Config, theta: float = 500_000.0, **traits: Any) -> BlockSpec:
     """The block of Command R and later."""
+    is_rms = config.get("rms_norm_eps") is not None
     return decoder_block(
         config,
-        epsilon="layer_norm_eps",
+        epsilon="rms_norm_eps" if is_rms else "layer_norm_eps",
         theta=theta,
-        norm="layer",
+        norm="rms" if is_rms else "layer",
         parallel=True,
         shared_norm=True,
         rotary_style="interleaved",
         query_key_norm="heads" if config["use_qk_norm"] else "none",
         logit_scale=check_number("logit_scale", config["logit_scale"]),
+        **traits,
     )
 
 

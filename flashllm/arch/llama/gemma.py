@@ -1,8 +1,9 @@
 """Gemma 1 to 4 (Gemma Team, 2024, 2025, 2026): the embedding is scaled by the root of its width."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from statistics import NormalDist
 from typing import Any
 
 from flashllm.arch.experts.row import experts_of, in_layer, matrices
@@ -129,11 +130,14 @@ GEMMA3 = row(
 
 
 def _gemma4(config: Config) -> BlockSpec:
-    _check_causal(config)
     count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
     types = list(config["layer_types"] or alternating(count, 6))[:count]
     types[-1:] = ["full_attention"]
-    rope = rope_parameters(config) or _GEMMA4_ROPE
+    return _gemma4_block(config, types, rope_parameters(config) or _GEMMA4_ROPE)
+
+
+def _gemma4_block(config: Config, types: list[str], rope: Mapping[str, Any]) -> BlockSpec:
+    _check_causal(config)
     bare = {key: value for key, value in config.items() if key != "rope_parameters"}
     block = decoder_block(
         {**bare, "layer_types": types},
@@ -276,4 +280,105 @@ GEMMA4 = row(
     ),
 )
 
-GEMMAS = (GEMMA, GEMMA2, GEMMA3, _with_rows(GEMMA4))
+# Gemma 3n: Gemma 4's per-layer embeddings and shared keys, heads that are alike, states that alternate.
+
+
+def _gemma3n(config: Config) -> BlockSpec:
+    if config["altup_active_idx"] != 0 or not config["altup_correct_scale"]:
+        raise UnsupportedModelError("alternating updates are supported of the first state, scaled where it is read")
+    count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
+    types = list(config["layer_types"] or alternating(count, 5))
+    rope = {
+        "full_attention": {"rope_theta": config.get("rope_theta", 1_000_000.0)},
+        "sliding_attention": {"rope_theta": config.get("rope_local_base_freq", 10_000.0)},
+    }
+    for kind, own in rope_parameters(config).items():
+        if kind in rope and isinstance(own, dict):
+            rope[kind] |= own
+    block = _gemma4_block({**config, **_LIKE_GEMMA4}, types, rope)
+    shares = config["activation_sparsity_pattern"]
+    if shares is None:
+        shares = [0.95 if count > 10 and layer < 10 else 0.0 for layer in range(count)]
+    if not isinstance(shares, list) or len(shares) != count:
+        raise ValueError(f"activation_sparsity_pattern must be a list of {count} numbers")
+    layers = zip(block.layers, shares, strict=True)
+    return replace(
+        block,
+        streams=check_size("altup_num_inputs", config["altup_num_inputs"]),
+        laurel=check_size("laurel_rank", config["laurel_rank"]),
+        layers=tuple(replace(layer, gate_deviations=_deviations(share)) for layer, share in layers),
+    )
+
+
+def _deviations(share: float) -> float | None:
+    """How many standard deviations above the mean lies what so large a share is below; None of a share of 0."""
+    if not 0 <= check_number("activation_sparsity_pattern", share) < 1:
+        raise ValueError(f"activation_sparsity_pattern has shares below 1, not {share}")
+    return NormalDist().inv_cdf(share) if share else None
+
+
+def _of_streams(ends: str) -> tuple[ResidentTensor, ...]:
+    def more(stream: int) -> Callable[[Config], bool]:
+        return lambda config: bool(check_size("altup_num_inputs", config["altup_num_inputs"]) > stream + 1)
+
+    sources = {"enter": "altup_projections", "leave": "altup_unembed_projections"}
+    return tuple(
+        ResidentTensor(name=f"streams.{s}.{ends}.weight", source=f"model.{sources[ends]}.{s}.weight", when=more(s))
+        for s in range(7)
+    )
+
+
+_LIKE_GEMMA4 = {
+    "attention_k_eq_v": False,
+    "use_double_wide_mlp": False,
+    "enable_moe_block": False,
+    "per_layer_config": {},
+}
+_OF_GEMMA3N = {
+    "stream_router.weight": "altup.modality_router.weight",
+    "stream_router_norm.weight": "altup.router_norm.weight",
+    "stream_predict": "altup.prediction_coefs.weight",
+    "stream_correct": "altup.correction_coefs.weight",
+    "stream_scale": "altup.correct_output_scale",
+    "laurel_in.weight": "laurel.linear_left.weight",
+    "laurel_out.weight": "laurel.linear_right.weight",
+    "laurel_norm.weight": "laurel.post_laurel_norm.weight",
+}
+GEMMA3N = row(
+    "gemma3n_text",
+    defaults={
+        **_GEMMA2,
+        "vocab_size": 262400,
+        "hidden_size": 2048,
+        "intermediate_size": 16384,
+        "num_hidden_layers": 35,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "sliding_window": 512,
+        "layer_types": None,
+        "rope_parameters": None,
+        "final_logit_softcapping": 30.0,
+        "num_kv_shared_layers": 15,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
+        "altup_active_idx": 0,
+        "altup_correct_scale": True,
+        "altup_num_inputs": 4,
+        "laurel_rank": 64,
+        "activation_sparsity_pattern": None,
+    },
+    block=_gemma3n,
+    attention=(
+        *map(_own, BIASED),
+        *(ResidentTensor(name=f"layers.{{i}}.{name}", source=source) for name, source in _OF_GEMMA3N.items()),
+    ),
+    norms=AROUND,
+)
+
+GEMMAS = (
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    _with_rows(GEMMA4),
+    _with_rows(replace(GEMMA3N, resident=(*GEMMA3N.resident, *_of_streams("enter"), *_of_streams("leave")))),
+)

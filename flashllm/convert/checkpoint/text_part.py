@@ -19,6 +19,7 @@ from flashllm.format.model_files import CONFIG
 _TEXT_OF = {  # by the model_type of the whole
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
 }
 _PREFIX = "model.language_model."
@@ -31,7 +32,7 @@ _OTHERS = {
     "model.embed_audio.": "what brings sound to the model's width",
 }
 _DRAFTING = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # models published with layers that draft
-_SHARING = ("gemma4_text",)  # and those whose last layers attend to the keys and values of others
+_SHARING = ("gemma3n_text", "gemma4_text")  # and those whose last layers attend to the keys and values of others
 _BEHIND = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")  # and those whose such layers are numbered on behind their own
 _MOST_BEHIND = 16
 _OF_WHOLE = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")

@@ -179,6 +179,7 @@ void read(const Attributes& from, LayerSpec& to, ModelSpec& model) {
   from("activation_cut", to.activation.cut);
   from("activation_scale", to.activation.scale);
   from("ffn_scale", to.ffn_scale);
+  from("gate_deviations", to.gate_deviations);
 }
 
 void read_per_layer(const Attributes& from, std::size_t& width) { from("dim", width); }
@@ -188,6 +189,8 @@ void read(const Attributes& from, Architecture& to) {
   from("d_model", model.block.d_model);
   from("residual_scale", model.block.residual_scale);
   from("rounded_inputs", model.block.rounded_inputs);
+  from("streams", model.block.streams);
+  from("laurel", model.block.laurel);
   from("vocab_size", model.vocab);
   from("embed_dim", model.embed_dim);
   from("position_offset", model.position_offset);

@@ -22,10 +22,12 @@ void DenseFfn::take(const std::byte* x, std::size_t tokens) {
   parts_.push_back({PackedTokens(x, tokens, format_.d_model, dtype_, form, pool_, level_),
                     std::vector<float>(tokens * y_stride_),
                     {},
+                    {},
                     0,
                     first_});
   Part& part = parts_.back();
   if (norm_) part.h.resize(norm_.neurons * part.x.padded());
+  if (norm_.cuts_gates) part.up.resize(part.h.size());
 }
 
 float* DenseFfn::activations(std::size_t number, const std::byte* rows, std::size_t count,
@@ -36,6 +38,7 @@ float* DenseFfn::activations(std::size_t number, const std::byte* rows, std::siz
   const bool gated = format_.gated() || gate != nullptr;
   if (!norm_) h_.resize(count * padded);
   float* values = norm_ ? part.h.data() + part.kept * padded : h_.data();
+  float* ups = norm_.cuts_gates ? part.up.data() + (values - part.h.data()) : nullptr;
   if (norm_) part.kept += count;
   const RowMatrix resident{
       gate,          count,   format_.d_model, vector_nbytes(format_.codec, format_.d_model),
@@ -43,9 +46,11 @@ float* DenseFfn::activations(std::size_t number, const std::byte* rows, std::siz
   product_rows(gate != nullptr ? resident : format_.matrix(rows, count, format_.driver()), part.x, values,
                pool_, level_);
   if (gated) {
-    up_.resize(count * padded);
-    product_rows(format_.matrix(rows, count, format_.up), part.x, up_.data(), pool_, level_);
+    if (ups == nullptr) up_.resize(count * padded);
+    product_rows(format_.matrix(rows, count, format_.up), part.x, ups == nullptr ? up_.data() : ups, pool_,
+                 level_);
   }
+  if (ups != nullptr) return values;
   const auto of = [](const float* bias, std::size_t i) { return bias != nullptr ? bias[i] : 0.0F; };
   pool_.parallel_for(count, 16, [&](std::size_t begin, std::size_t end) {
     for (std::size_t i = begin; i < end; ++i) {
@@ -61,7 +66,11 @@ float* DenseFfn::activations(std::size_t number, const std::byte* rows, std::siz
 
 void DenseFfn::apply() {
   for (Part& part : parts_) {
-    apply_to_columns(norm_, part.h.data(), part.x.padded(), part.x.tokens(), pool_);
+    const std::size_t padded = part.x.padded();
+    if (norm_.cuts_gates)
+      cut_gates(norm_, activation_, part.h.data(), part.up.data(), padded, 1, part.x.tokens(), pool_);
+    else
+      apply_to_columns(norm_, part.h.data(), padded, part.x.tokens(), pool_);
     part.kept = 0;
   }
 }
@@ -93,7 +102,7 @@ void DenseFfn::finish(std::size_t number, const float* down_bias, std::byte* y) 
       for (std::size_t j = 0; j < format_.d_model; ++j) row[j] += down_bias[j];
     kernels.from_f32(row, format_.d_model, y + m * format_.d_model * dtype_nbytes(dtype_));
   }
-  for (auto* buffer : {&part.y, &part.h}) std::vector<float>().swap(*buffer);
+  for (auto* buffer : {&part.y, &part.h, &part.up}) std::vector<float>().swap(*buffer);
   if (number + 1 != parts()) return;
   clear();
 }

@@ -35,8 +35,10 @@ class DenseFfn {
   // Adds what these neurons contribute to the part, `count` rows. Blocks come in the order of ids.
   void add(std::size_t part, const std::byte* rows, std::size_t count);
   // Of a layer with a norm before its down columns: the activations of all its neurons, block after block,
-  // then `apply`, and then all are added.
+  // then `apply`, and then all are added. Where gates are cut, these are what `activations` gives, and the
+  // next block's values are there behind `apply`.
   void apply();
+  float* values(std::size_t part) { return parts_[part].h.data() + parts_[part].kept * padded(part); }
   // y: [tokens, d_model] of a part; down_bias: [d_model] or nullptr. Its buffers go; with the last part, all.
   void finish(std::size_t part, const float* down_bias, std::byte* y);
   // The same as a part of a larger sum: y[at[m]] += factors[m] * (token m's + bias); y: rows of d_model;
@@ -52,9 +54,10 @@ class DenseFfn {
   struct Part {
     PackedTokens x;
     std::vector<float> y;
-    std::vector<float> h;  // the layer's values, where a norm waits for all of them
-    std::size_t kept = 0;  // of their neurons, those before the block
-    std::size_t next;      // the first neuron of the next block
+    std::vector<float> h;   // the layer's values, where a norm waits for all of them
+    std::vector<float> up;  // and its up products, where gates are cut
+    std::size_t kept = 0;   // of their neurons, those before the block
+    std::size_t next;       // the first neuron of the next block
   };
 
   const RowFormat format_;

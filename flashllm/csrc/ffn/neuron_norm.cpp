@@ -65,4 +65,30 @@ void apply_to_columns(const NeuronNorm& norm, float* h, std::size_t padded, std:
   });
 }
 
+void cut_gates(const NeuronNorm& norm, Activation activation, float* gates, const float* up,
+               std::size_t by_neuron, std::size_t by_token, std::size_t tokens, ThreadPool& pool) {
+  const auto neurons = static_cast<double>(norm.neurons);
+  pool.parallel_for(tokens, by_token == 1 ? kColumns : 1, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t first = begin; first < end; first += kColumns) {
+      const std::size_t count = std::min(kColumns, end - first);
+      std::array<double, kColumns> sums{}, squares{};
+      std::array<float, kColumns> cuts{};
+      for (std::size_t i = 0; i < norm.neurons; ++i)
+        for (std::size_t m = 0; m < count; ++m) sums[m] += gates[i * by_neuron + (first + m) * by_token];
+      for (std::size_t i = 0; i < norm.neurons; ++i)
+        for (std::size_t m = 0; m < count; ++m) {
+          const double away = gates[i * by_neuron + (first + m) * by_token] - sums[m] / neurons;
+          squares[m] += away * away;
+        }
+      for (std::size_t m = 0; m < count; ++m)
+        cuts[m] = static_cast<float>(sums[m] / neurons + norm.deviations * std::sqrt(squares[m] / neurons));
+      for (std::size_t i = 0; i < norm.neurons; ++i)
+        for (std::size_t m = 0; m < count; ++m) {
+          const std::size_t at = i * by_neuron + (first + m) * by_token;
+          gates[at] = gates[at] > cuts[m] ? apply_activation(activation, gates[at] - cuts[m]) * up[at] : 0.0F;
+        }
+    }
+  });
+}
+
 }  // namespace flashllm

@@ -27,12 +27,15 @@ void TokenFfn::keep_values(const NeuronNorm& norm) {
   norm_ = norm;
   stride_ = norm.neurons;
   h_.resize(tokens_ * stride_);
+  up_.resize(norm.cuts_gates ? h_.size() : 0);
 }
 
 void TokenFfn::apply() {
+  first_ = 0;
+  if (norm_.cuts_gates)
+    return cut_gates(norm_, activation_, h_.data(), up_.data(), 1, stride_, tokens_, pool_);
   for (std::size_t t = 0; t < tokens_; ++t)
     flashllm::apply(norm_, nullptr, norm_.neurons, h_.data() + t * stride_);
-  first_ = 0;
 }
 
 void TokenFfn::multiply(const std::byte* rows, std::size_t count, const float* up_bias,
@@ -118,6 +121,10 @@ void TokenFfn::activations(const RowMatrix& driver, const RowMatrix* up, std::si
       const std::size_t tokens = std::min(kTokens, tokens_ - first);
       float* values = h_.data() + first * stride_ + first_ + r;
       dot_block(driver, r, n, x_, first, tokens, values, stride_, level_);
+      if (norm_.cuts_gates) {
+        dot_block(*up, r, n, x_, first, tokens, up_.data() + (values - h_.data()), stride_, level_);
+        continue;
+      }
       if (up != nullptr) dot_block(*up, r, n, x_, first, tokens, gathered, kTogether, level_);
       for (std::size_t t = 0; t < tokens; ++t) {
         float *h = values + t * stride_, *by = gathered + t * kTogether;

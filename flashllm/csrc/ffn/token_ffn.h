@@ -52,6 +52,7 @@ class TokenFfn {
   std::size_t tokens_ = 0;
   Activation activation_;
   std::vector<float> h_;                // [tokens, stride_]: values of a block, or of the layer
+  std::vector<float> up_;               // the same of up products, where gates are cut
   std::size_t stride_ = 0, first_ = 0;  // first_: of the block, where the layer's are kept
   NeuronNorm norm_;
   const ScalePlane* plane_ = nullptr;

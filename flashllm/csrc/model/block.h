@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 #include "attention/attention.h"
 #include "ffn/experts.h"
@@ -128,6 +129,7 @@ struct LayerSpec {
   ExpertsSpec experts;       // that they belong to; of none where the FFN is dense
   std::size_t beside = 0;    // neurons of a dense part beside the experts, which is resident
   Activation activation;
+  std::optional<float> gate_deviations;  // see NeuronNorm::cuts_gates
 
   bool mixes() const { return attention.heads != 0 || state.value_heads != 0; }
 };
@@ -141,7 +143,14 @@ struct BlockSpec {
   // Per-layer embeddings (Gemma 3n): what each of the layers takes of a token's row; 0: there are none.
   std::size_t per_layer = 0, layers = 0;
 
+  // Alternating updates (Baykal et al. 2023): a token has so many states, of which the layers compute on what
+  // they predict of the first, and correct all of them by what comes of it; 0: one, which they change.
+  std::size_t streams = 0;
+  std::size_t laurel = 0;  // rank of the map around each mixer; 0: there is none
+
   std::size_t row_width() const { return layers * per_layer; }
+  // Of a token: where there are streams, the state that a layer computes on lies before them.
+  std::size_t state_width() const { return d_model * (streams == 0 ? 1 : streams + 1); }
 };
 
 // Of a layer's state.
@@ -177,6 +186,12 @@ struct BlockWeights {
       key_up;  // of latent attention, whose heads have rows of their own in key_up and value
   RowMatrix per_layer_gate, per_layer_out;  // of per-layer embeddings, with
   Norm per_layer_norm;
+  Norm stream_router_norm;  // of streams:
+  RowMatrix stream_router;  // [streams, d_model]
+  // [streams^2, streams], [streams, streams], [d_model]
+  const float *stream_predict = nullptr, *stream_correct = nullptr, *stream_scale = nullptr;
+  RowMatrix laurel_in, laurel_out;
+  Norm laurel_norm;
   RowMatrix out_gate;  // where the mixer has a gate
   StateWeights state;
   float scale = 1.0F;                // of the states that leave the layer

@@ -73,6 +73,60 @@ void Ends::add_row(float* row, float* to) {
   scale(std::sqrt(0.5F), to, n);
 }
 
+namespace {
+
+// The mean of x's squares, each rounded as `arithmetic` does.
+float mean_square(Arithmetic& arithmetic, const float* x, std::size_t n, std::vector<float>& squares) {
+  squares.resize(n);
+  for (std::size_t i = 0; i < n; ++i) squares[i] = x[i] * x[i];
+  arithmetic.round(squares.data(), n);
+  double sum = 0.0;
+  for (const float square : squares) sum += square;
+  auto mean = static_cast<float>(sum / static_cast<double>(n));
+  arithmetic.round(&mean, 1);
+  return mean;
+}
+
+}  // namespace
+
+// Of each token's x a product, which becomes as long as what it is `like`.
+void Ends::project_as_long(const RowMatrix& weights, const float* x, const float* like, std::size_t count,
+                           bool many, float* to) {
+  constexpr float kLeast = 1e-5F;  // of the mean of a product's squares
+  const std::size_t width = spec_.block.d_model;
+  arithmetic_.take_inputs(x, count, width, many);
+  arithmetic_.project(weights, count, to);
+  std::vector<float> squares;
+  for (std::size_t t = 0; t < count; ++t) {
+    float* row = to + t * width;
+    float length = std::sqrt(mean_square(arithmetic_, like + t * width, width, squares));
+    float own = std::sqrt(std::max(kLeast, mean_square(arithmetic_, row, width, squares)));
+    arithmetic_.round(&length, 1);
+    arithmetic_.round(&own, 1);
+    scale(length, row, width);
+    for (std::size_t j = 0; j < width; ++j) row[j] /= own;
+    arithmetic_.round(row, width);
+  }
+}
+
+void Ends::spread(float* states, std::size_t count, bool many) {
+  const std::size_t n = count * spec_.block.d_model;
+  std::copy_n(states, n, states + n);
+  for (std::size_t s = 0; s < weights_.stream_in.size(); ++s)
+    project_as_long(weights_.stream_in[s], states, states, count, many, states + (2 + s) * n);
+}
+
+void Ends::gather(float* states, std::size_t count, bool many) {
+  const std::size_t n = count * spec_.block.d_model;
+  std::vector<float> made(n), sum(states, states + n);
+  for (std::size_t s = 0; s < weights_.stream_out.size(); ++s) {
+    project_as_long(weights_.stream_out[s], states + (1 + s) * n, states, count, many, made.data());
+    for (std::size_t i = 0; i < n; ++i) sum[i] += made[i];
+  }
+  std::copy_n(sum.data(), n, states);
+  scale(1.0F / static_cast<float>(spec_.block.streams), states, n);
+}
+
 void Ends::head(float* states, std::size_t count, bool many, float* logits) {
   const std::size_t width = spec_.block.d_model;
   if (weights_.final_norm.width != 0) arithmetic_.normalize(weights_.final_norm, count, states, states);

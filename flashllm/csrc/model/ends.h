@@ -24,11 +24,17 @@ class Ends {
   // per_layer], to each of which its token's row, which is changed, is then added. `many` as below.
   void project_rows(const float* states, std::size_t count, bool many, float* rows);
   void add_row(float* row, float* to);
+  // Of streams: states [1 + streams, count, d_model], whose first are the embedded tokens', become each
+  // stream's; and behind the layers [streams, count, d_model] become one, the first.
+  void spread(float* states, std::size_t count, bool many);
+  void gather(float* states, std::size_t count, bool many);
   // logits [count, vocab] after `count` tokens' states, which are changed. `many`: see
   // Arithmetic::take_inputs.
   void head(float* states, std::size_t count, bool many, float* logits);
 
  private:
+  void project_as_long(const RowMatrix& weights, const float* x, const float* like, std::size_t count,
+                       bool many, float* to);
   void scale(float by, float* x, std::size_t n);
 
   const ModelSpec& spec_;

@@ -302,13 +302,14 @@ void FeedForward::add_neurons(FfnStretch& stretch, std::size_t layer, const Part
   const bool waits = static_cast<bool>(weights.neuron_norm);
   if (last.fills && weights.ffn != nullptr && !stretch.is_applied) fill_from(*weights.ffn, block, count);
   for (std::size_t part = 0; part < stretch.dense.parts(); ++part) {
+    float* h = stretch.is_applied ? stretch.dense.values(part) : nullptr;
     if (!stretch.is_applied) {
-      float* h = stretch.dense.activations(part, block.rows, count, part_of(weights.up_bias, block.first_row),
-                                           part_of(weights.gate_bias, block.first_row),
-                                           gate_rows(weights, block.first_row));
-      if (last.tap != nullptr)
-        last.tap->activations(layer, block.first_row, count, h, stretch.dense.padded(part));
+      h = stretch.dense.activations(part, block.rows, count, part_of(weights.up_bias, block.first_row),
+                                    part_of(weights.gate_bias, block.first_row),
+                                    gate_rows(weights, block.first_row));
     }
+    if (last.tap != nullptr && stretch.is_applied == weights.neuron_norm.cuts_gates)
+      last.tap->activations(layer, block.first_row, count, h, stretch.dense.padded(part));
     if (!waits || stretch.is_applied) stretch.dense.add(part, block.rows, count);
     look();
   }

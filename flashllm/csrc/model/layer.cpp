@@ -1,6 +1,7 @@
 #include "model/layer.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <string>
@@ -34,6 +35,7 @@ const float* Layer::attend(std::size_t layer, const BlockWeights& weights, const
   const bool before = norms_input(weights.spec.norms);
   normed_.resize(n);
   projected_.resize(std::max(projected_.size(), n));  // parts of a stretch differ in length
+  if (spec_.streams != 0) predict_streams(weights, part, states);
   if (weights.spec.mixes()) mix(weights, part, states, attended);
   if (weights.spec.neurons == 0) {
     check_finite(layer, states, count);
@@ -54,6 +56,7 @@ void Layer::mix(const BlockWeights& weights, const Part& part, float* states, fl
   const bool before = norms_input(spec.norms), behind = norms_output(spec.norms);
   if (before) arithmetic_.normalize(weights.attention_norm, count, states, normed_.data());
   if (spec_.rounded_inputs) arithmetic_.round_inputs(count, spec_.d_model, normed_.data());
+  if (spec_.laurel != 0) make_laurel(weights, part);
   arithmetic_.take_inputs(before ? normed_.data() : states, count, spec_.d_model, part.is_prompt());
   // The inputs that are taken are those of the mixer that runs: the second one takes them again.
   const bool both = spec.attention.heads != 0 && spec.state.value_heads != 0;
@@ -71,6 +74,7 @@ void Layer::mix(const BlockWeights& weights, const Part& part, float* states, fl
     std::copy_n(projected_.data(), n, attended);
   } else {
     add_projected(count, states);
+    if (spec_.laurel != 0) add_laurel(count, states);
     if (spec.norms == NormPlace::sum) arithmetic_.normalize(weights.attention_norm, count, states, states);
   }
 }
@@ -91,12 +95,13 @@ void Layer::add_ffn(std::size_t layer, const BlockWeights& weights, const Part& 
   }
   add_projected(count, states);
   if (weights.spec.norms == NormPlace::sum) arithmetic_.normalize(weights.ffn_norm, count, states, states);
+  if (spec_.streams != 0) correct_streams(weights, part, states);
   if (spec_.per_layer != 0) add_per_layer(layer, weights, part, states);
   if (weights.scale != 1.0F) {
     for (std::size_t i = 0; i < n; ++i) states[i] *= weights.scale;
     arithmetic_.round(states, n);
   }
-  check_finite(layer, states, count);
+  check_finite(layer, states + (spec_.streams == 0 ? 0 : n), count * std::max<std::size_t>(1, spec_.streams));
 }
 
 // values = activation(values), rounded.
@@ -128,10 +133,105 @@ void Layer::add_beside(const BlockWeights& weights, const Part& part, const floa
   for (std::size_t i = 0; i < n; ++i) projected_[i] += normed_[i];
 }
 
-// What the layer takes of each token's row, through a gate that its states make.
+// routed_: what each of the streams counts by these states.
+void Layer::route_streams(const BlockWeights& weights, const Part& part, const float* states) {
+  const std::size_t count = part.count, width = spec_.d_model;
+  normed_.resize(std::max(normed_.size(), count * width));
+  arithmetic_.normalize(weights.stream_router_norm, count, states, normed_.data());
+  for (std::size_t i = 0; i < count * width; ++i) normed_[i] /= static_cast<float>(width);
+  arithmetic_.round(normed_.data(), count * width);
+  routed_.resize(count * spec_.streams);
+  arithmetic_.take_inputs(normed_.data(), count, width, part.is_prompt());
+  arithmetic_.project(weights.stream_router, count, routed_.data());
+  for (float& each : routed_) each = std::tanh(each);
+  arithmetic_.round(routed_.data(), routed_.size());
+}
+
+// What each stream will be; the first of them is what the layer computes on.
+void Layer::predict_streams(const BlockWeights& weights, const Part& part, float* states) {
+  const std::size_t count = part.count, width = spec_.d_model, n = count * width, all = spec_.streams;
+  float* streams = states + n;
+  route_streams(weights, part, streams);
+  streams_.resize(all * n);
+  std::vector<float> factors(all * all);
+  for (std::size_t t = 0; t < count; ++t) {
+    for (std::size_t k = 0; k < all * all; ++k) {
+      factors[k] = 0.0F;
+      for (std::size_t p = 0; p < all; ++p)
+        factors[k] += weights.stream_predict[k * all + p] * routed_[t * all + p];
+    }
+    arithmetic_.round(factors.data(), factors.size());
+    for (std::size_t to = 0; to < all; ++to) {
+      float* made = streams_.data() + to * n + t * width;
+      std::fill_n(made, width, 0.0F);
+      for (std::size_t from = 0; from < all; ++from)
+        for (std::size_t j = 0; j < width; ++j)
+          made[j] += factors[to * all + from] * streams[from * n + t * width + j];
+    }
+  }
+  arithmetic_.round(streams_.data(), all * n);
+  for (std::size_t i = 0; i < all * n; ++i) streams[i] += streams_[i];
+  arithmetic_.round(streams, all * n);
+  std::copy_n(streams, n, states);
+}
+
+// Each stream by how far the layer's outcome is from what was predicted of the first.
+void Layer::correct_streams(const BlockWeights& weights, const Part& part, float* states) {
+  const std::size_t count = part.count, width = spec_.d_model, n = count * width, all = spec_.streams;
+  float* streams = states + n;
+  route_streams(weights, part, states);
+  streams_.resize(std::max(streams_.size(), all * n));
+  for (std::size_t i = 0; i < n; ++i) states[i] -= streams[i];
+  arithmetic_.round(states, n);
+  std::vector<float> factors(all);
+  for (std::size_t t = 0; t < count; ++t) {
+    for (std::size_t to = 0; to < all; ++to) {
+      factors[to] = 0.0F;
+      for (std::size_t p = 0; p < all; ++p)
+        factors[to] += weights.stream_correct[to * all + p] * routed_[t * all + p];
+    }
+    arithmetic_.round(factors.data(), all);
+    for (float& factor : factors) factor += 1.0F;
+    arithmetic_.round(factors.data(), all);
+    for (std::size_t to = 0; to < all; ++to)
+      for (std::size_t j = t * width; j < (t + 1) * width; ++j)
+        streams_[to * n + j] = states[j] * factors[to];
+  }
+  arithmetic_.round(streams_.data(), all * n);
+  for (std::size_t i = 0; i < all * n; ++i) streams[i] += streams_[i];
+  arithmetic_.round(streams, all * n);
+}
+
+// laurel_: the mixer's inputs (Gemma 3n: a learned augmented residual layer), and a map of low rank of them.
+void Layer::make_laurel(const BlockWeights& weights, const Part& part) {
+  const std::size_t count = part.count, n = count * spec_.d_model;
+  laurel_.resize(n);
+  gate_.resize(count * spec_.laurel);
+  arithmetic_.take_inputs(normed_.data(), count, spec_.d_model, part.is_prompt());
+  arithmetic_.project(weights.laurel_in, count, gate_.data());
+  arithmetic_.take_inputs(gate_.data(), count, spec_.laurel, part.is_prompt());
+  arithmetic_.project(weights.laurel_out, count, laurel_.data());
+  arithmetic_.normalize(weights.laurel_norm, count, laurel_.data(), laurel_.data());
+  for (std::size_t i = 0; i < n; ++i) laurel_[i] += normed_[i];
+  arithmetic_.round(laurel_.data(), n);
+}
+
+void Layer::add_laurel(std::size_t count, float* states) {
+  const std::size_t n = count * spec_.d_model;
+  for (std::size_t i = 0; i < n; ++i) states[i] += laurel_[i];
+  arithmetic_.round(states, n);
+  for (std::size_t i = 0; i < n; ++i) states[i] /= std::sqrt(2.0F);
+  arithmetic_.round(states, n);
+}
+
+// What the layer takes of each token's row, through a gate that its states make; of streams the first makes
+// it, and all others take it.
 void Layer::add_per_layer(std::size_t layer, const BlockWeights& weights, const Part& part, float* states) {
   require(part.per_layer != nullptr, "per-layer embeddings belong to a pass through all layers");
-  const std::size_t count = part.count, width = spec_.per_layer;
+  const std::size_t count = part.count, width = spec_.per_layer, n = count * spec_.d_model;
+  for (std::size_t i = 0; spec_.streams != 0 && i < n; ++i)
+    states[i] = states[n + i] * weights.stream_scale[i % spec_.d_model];
+  if (spec_.streams != 0) arithmetic_.round(states, n);
   gate_.resize(count * width);
   arithmetic_.take_inputs(states, count, spec_.d_model, part.is_prompt());
   arithmetic_.project(weights.per_layer_gate, count, gate_.data());
@@ -144,7 +244,11 @@ void Layer::add_per_layer(std::size_t layer, const BlockWeights& weights, const 
   arithmetic_.take_inputs(gate_.data(), count, width, part.is_prompt());
   arithmetic_.project(weights.per_layer_out, count, projected_.data());
   arithmetic_.normalize(weights.per_layer_norm, count, projected_.data(), projected_.data());
-  add_projected(count, states);
+  if (spec_.streams == 0) return add_projected(count, states);
+  for (std::size_t s = 2; s <= spec_.streams; ++s) {
+    for (std::size_t i = 0; i < n; ++i) states[s * n + i] += projected_[i];
+    arithmetic_.round(states + s * n, n);
+  }
 }
 
 // states += projected_

@@ -43,7 +43,8 @@ class Layer {
   // The positions of a part's tokens, or of a stretch's, which hold for all layers.
   void set_positions(const Part& part) { attention_.set_positions(part); }
   std::vector<RotaryTable>& positions() { return attention_.positions(); }
-  // states [tokens, d_model], in place. Throws CoreError (numbers) for states that are not finite.
+  // states [tokens, d_model], in place; of streams (BlockSpec) [1 + streams, tokens, d_model]. Throws
+  // CoreError (numbers) for states that are not finite.
   void run(std::size_t layer, const BlockWeights& weights, const Part& part, float* states);
 
   // The same in two halves, so that all parts of a stretch may pass the first one before the second. The
@@ -62,6 +63,11 @@ class Layer {
   void activate_rows(const BlockWeights& weights, std::size_t count, std::size_t width, float* values);
   void add_beside(const BlockWeights& weights, const Part& part, const float* states);
   void add_per_layer(std::size_t layer, const BlockWeights& weights, const Part& part, float* states);
+  void route_streams(const BlockWeights& weights, const Part& part, const float* states);
+  void predict_streams(const BlockWeights& weights, const Part& part, float* states);
+  void correct_streams(const BlockWeights& weights, const Part& part, float* states);
+  void make_laurel(const BlockWeights& weights, const Part& part);
+  void add_laurel(std::size_t count, float* states);
   void check_finite(std::size_t layer, const float* values, std::size_t count) const;
 
   const BlockSpec& spec_;
@@ -70,7 +76,8 @@ class Layer {
   StateMixer state_;
   FfnPart& ffn_;
   std::vector<float> normed_, projected_, attended_, second_;  // scratch of a part, [tokens, d_model]
-  std::vector<float> gate_, up_;  // the same, [tokens, per_layer], [tokens, beside]
+  std::vector<float> laurel_, streams_, routed_;  // the same; [streams, tokens, d_model]; [tokens, streams]
+  std::vector<float> gate_, up_;                  // the same, [tokens, per_layer], [tokens, beside]
 };
 
 }  // namespace flashllm

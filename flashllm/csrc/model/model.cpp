@@ -44,7 +44,7 @@ void Model::run_block(std::size_t layer, std::size_t kv_layer, const std::vector
     const LayerKv& kept = token.sequence->shape().layer(kv_layer);
     require(spec.attention.heads != 0 && spec.state.value_heads == 0 && spec.attention.shared < 0 &&
                 kept.kv_heads == spec.attention.kv_heads && kept.head_dim == spec.attention.head_dim &&
-                kept.keys_alone == spec.attention.is_latent(),
+                kept.keys_alone == spec.attention.is_latent() && spec_.block.streams == 0,
             "a sequence must have room for this layer's keys and values");
   }
   watch_.restart();
@@ -168,9 +168,12 @@ void RunningPass::start_stretch() {
     first.sequence->reserve(last.position + 1, first.position);
   });
   if (model_.table_ != nullptr) model_.table_->request(whole.tokens, whole.count);
-  hidden_.resize(whole.count * model_.spec_.block.d_model);
+  hidden_.resize(whole.count * model_.spec_.block.state_width());
   for (const Part& part : stretch_) model_.ends_.embed(part.tokens, part.count, of_part(hidden_, part));
   if (model_.table_ != nullptr) take_rows();
+  for (const Part& part : stretch_)
+    if (model_.spec_.block.streams != 0)
+      model_.ends_.spread(of_part(hidden_, part), part.count, part.is_prompt());
   model_.layer_.set_positions(whole);
   layer_ = 0;
   phase_ = ffn_ ? Phase::attend : Phase::layer;
@@ -193,7 +196,7 @@ void RunningPass::take_rows() {
 }
 
 float* RunningPass::of_part(std::vector<float>& values, const Part& part) const {
-  return values.empty() ? nullptr : values.data() + part.first * model_.spec_.block.d_model;
+  return values.empty() ? nullptr : values.data() + part.first * model_.spec_.block.state_width();
 }
 
 // A pass of few tokens at a layer.
@@ -243,15 +246,20 @@ void RunningPass::next_layer() {
 
 // Of the stretch's tokens that are wanted, a part at a time.
 void RunningPass::make_logits() {
-  const std::size_t width = model_.spec_.block.d_model;
+  const std::size_t width = model_.spec_.block.d_model, streams = model_.spec_.block.streams;
+  std::vector<std::size_t> of;  // a part's tokens
   for (const Part& part : stretch_) {
-    const std::size_t end = first_ + part.first + part.count;
+    const std::size_t begin = first_ + part.first, end = begin + part.count;
+    for (of.clear(); next_wanted_ != wanted_.size() && wanted_[next_wanted_] < end; ++next_wanted_)
+      of.push_back(wanted_[next_wanted_] - begin);
     std::vector<float> states;
-    for (; next_wanted_ != wanted_.size() && wanted_[next_wanted_] < end; ++next_wanted_) {
-      const float* row = hidden_.data() + (wanted_[next_wanted_] - first_) * width;
-      states.insert(states.end(), row, row + width);
-    }
-    const std::size_t rows = states.size() / width;
+    for (std::size_t s = streams == 0 ? 0 : 1; s <= streams; ++s)
+      for (const std::size_t token : of) {
+        const float* row = of_part(hidden_, part) + (s * part.count + token) * width;
+        states.insert(states.end(), row, row + width);
+      }
+    const std::size_t rows = of.size();
+    if (rows != 0 && streams != 0) model_.ends_.gather(states.data(), rows, ffn_.has_value());
     if (rows != 0) model_.ends_.head(states.data(), rows, ffn_.has_value(), logits_);
     logits_ += rows * model_.spec_.vocab;
   }

@@ -115,6 +115,18 @@ void check_block(const ModelSpec& model, const BlockWeights& weights) {
                                   fits(weights.per_layer_out, spec, spec.d_model, spec.per_layer) &&
                                   weights.per_layer_norm.width == spec.d_model),
           "a block's per-layer embedding does not fit the model");
+  require(spec.streams == 0 || (fits(weights.stream_router, spec, spec.streams, spec.d_model) &&
+                                weights.stream_router_norm.width == spec.d_model &&
+                                weights.stream_predict != nullptr && weights.stream_correct != nullptr &&
+                                weights.stream_scale != nullptr && !layer.parallel && mixes && computes),
+          "a block's streams do not fit the model");
+  require(spec.laurel == 0 || (fits(weights.laurel_in, spec, spec.laurel, spec.d_model) &&
+                               fits(weights.laurel_out, spec, spec.d_model, spec.laurel) &&
+                               weights.laurel_norm.width == spec.d_model),
+          "the map around a block's mixer does not fit the model");
+  require(!weights.neuron_norm.cuts_gates || (weights.ffn == nullptr && weights.up_bias == nullptr &&
+                                              weights.gate_bias == nullptr && layer.experts.count == 0),
+          "a block's gates are cut where it runs dense, without biases");
   require(!weights.neuron_norm || weights.neuron_norm.neurons == layer.neurons,
           "the norm before a block's down columns does not fit the model");
 }
@@ -139,6 +151,12 @@ void check_fits(const ModelSpec& spec, const ModelWeights& weights, const RowFor
               (fits(weights.per_layer_projection, block, block.row_width(), block.d_model) &&
                weights.per_layer_norm.width == block.per_layer && weights.blocks.size() == block.layers),
           "the per-layer embeddings do not fit the model");
+  const std::size_t more = block.streams == 0 ? 0 : block.streams - 1;
+  require(block.streams != 1 && weights.stream_in.size() == more && weights.stream_out.size() == more,
+          "the streams do not fit the model");
+  for (const auto* each : {&weights.stream_in, &weights.stream_out})
+    for (const RowMatrix& matrix : *each)
+      require(fits(matrix, block, block.d_model, block.d_model), "the streams do not fit the model");
   require(rows.d_model == block.d_model, "the rows do not fit the model");
   for (const BlockWeights& each : weights.blocks) check_block(spec, each);
 }

@@ -28,14 +28,15 @@ struct ModelSpec {
 };
 
 struct ModelWeights {
-  RowMatrix embedding;                // [vocab, embed_dim]
-  RowMatrix positions;                // [context + offset, d_model]; no data: there are none
-  RowMatrix project_in, project_out;  // no data: there are none
-  Norm embedding_norm;                // of width 0: there is none
-  Norm final_norm;                    // the same
-  RowMatrix head;                     // [vocab, embed_dim]
-  RowMatrix per_layer_projection;     // of per-layer embeddings, with
-  Norm per_layer_norm;                // of each layer's part
+  RowMatrix embedding;                           // [vocab, embed_dim]
+  RowMatrix positions;                           // [context + offset, d_model]; no data: there are none
+  RowMatrix project_in, project_out;             // no data: there are none
+  Norm embedding_norm;                           // of width 0: there is none
+  Norm final_norm;                               // the same
+  RowMatrix head;                                // [vocab, embed_dim]
+  RowMatrix per_layer_projection;                // of per-layer embeddings, with
+  Norm per_layer_norm;                           // of each layer's part
+  std::vector<RowMatrix> stream_in, stream_out;  // of streams but the first, from it and to it
   std::vector<BlockWeights> blocks;
 };
 

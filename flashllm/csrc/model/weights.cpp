@@ -26,6 +26,11 @@ ModelWeights read_ends(NamedTensors& tensors, const Architecture& of, bool in_pa
     weights.per_layer_projection = linear("per_layer_projection", spec.block.row_width(), d_model);
     weights.per_layer_norm = tensors.norm("per_layer_projection_norm", of.norms, spec.block.per_layer);
   }
+  for (std::size_t s = 1; s < spec.block.streams; ++s) {
+    const std::string name = "streams." + std::to_string(s - 1);
+    weights.stream_in.push_back(linear((name + ".enter").c_str(), d_model, d_model));
+    weights.stream_out.push_back(linear((name + ".leave").c_str(), d_model, d_model));
+  }
   if (of.embedding_norm) weights.embedding_norm = tensors.norm("embedding_norm", of.norms, d_model);
   if (of.final_norm) weights.final_norm = tensors.norm("final_norm", of.norms, d_model);
   weights.head = of.tied_head ? weights.embedding : linear("head", spec.vocab, spec.embed_dim);
@@ -111,6 +116,24 @@ BlockWeights read_block(NamedTensors& tensors, const std::string& layer, const A
     weights.per_layer_gate = tensors.linear(layer + "per_layer_gate", model.per_layer, d_model);
     weights.per_layer_out = tensors.linear(layer + "per_layer_out", d_model, model.per_layer);
     weights.per_layer_norm = tensors.norm(layer + "per_layer_norm", style, d_model);
+  }
+  if (const std::size_t streams = model.streams; streams != 0) {
+    weights.stream_router_norm = tensors.norm(layer + "stream_router_norm", style, d_model);
+    weights.stream_router =
+        tensors.matrix(layer + "stream_router", streams, d_model, codec_of(tensors.dtype()));
+    weights.stream_predict = tensors.floats(layer + "stream_predict", streams * streams * streams);
+    weights.stream_correct = tensors.floats(layer + "stream_correct", streams * streams);
+    weights.stream_scale = tensors.floats(layer + "stream_scale", d_model);
+  }
+  if (model.laurel != 0) {
+    weights.laurel_in = tensors.linear(layer + "laurel_in", model.laurel, d_model);
+    weights.laurel_out = tensors.linear(layer + "laurel_out", d_model, model.laurel);
+    weights.laurel_norm = tensors.norm(layer + "laurel_norm", style, d_model);
+  }
+  if (spec.gate_deviations) {
+    weights.neuron_norm.neurons = spec.neurons;
+    weights.neuron_norm.cuts_gates = true;
+    weights.neuron_norm.deviations = *spec.gate_deviations;
   }
   if (of.sub_norms) {
     weights.mixed_norm = tensors.norm(layer + "attention_sub_norm", style, attended);

@@ -45,6 +45,7 @@ _OR_NONE = (
     "nextn_predict_layers",
     "attention.shared_kv_layers",
     "embedding_length_per_layer_input",
+    "altup.active_idx",
 )
 
 

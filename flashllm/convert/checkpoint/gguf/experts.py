@@ -7,6 +7,7 @@ from flashllm.convert.checkpoint.gguf.file import GgufContent
 from flashllm.convert.checkpoint.gguf.models import GRANITE_HYBRID, MODELS, MULTIPLIERS, NEMOTRON_H, nemotron_h
 from flashllm.convert.checkpoint.gguf.row import (
     ARCHITECTURE,
+    CONVOLUTION,
     DELTA,
     INTERLEAVED,
     LATENT,
@@ -406,6 +407,20 @@ MIXTURES: dict[str, GgufModel] = {
         | _NORMALIZED
         | {"moe_latent_size": "moe_latent_size"},
         finish=_nemotron_h,
+        score=SIGMOID,
+    ),
+    "lfm2moe": GgufModel(
+        model_type="lfm2_moe",
+        keys=CONVOLUTION["keys"]
+        | {
+            "num_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+            "num_dense_layers": "leading_dense_block_count",
+        },
+        optional={"routed_scaling_factor": "expert_weights_scale"},
+        constants={"norm_topk_prob": True},
+        finish=CONVOLUTION["finish"],
         score=SIGMOID,
     ),
 }

@@ -75,6 +75,10 @@ class Metadata:
         """So many finite numbers."""
         return self._list(key, "finite numbers", count, lambda each: type(each) in (int, float) and math.isfinite(each))
 
+    def deviations(self, key: str, count: int) -> list[float]:
+        """So many numbers, of which some may be minus infinity."""
+        return self._list(key, "numbers", count, lambda each: type(each) in (int, float) and each < math.inf)
+
     def _value(self, key: str, default: Any = None) -> Any:
         value = self._values.get(key, default)
         if value is None:

@@ -6,11 +6,13 @@ values; knows neither bytes nor tokenizers.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from statistics import NormalDist
 from typing import Any
 
 from flashllm.arch.family import head_size
 from flashllm.convert.checkpoint.gguf.file import GgufContent
 from flashllm.convert.checkpoint.gguf.row import (
+    CONVOLUTION,
     DELTA,
     GROUPED,
     INTERLEAVED,
@@ -38,6 +40,11 @@ _FALCON = {key if key != "intermediate_size" else "ffn_hidden_size": name for ke
     "num_kv_heads": "attention.head_count_kv",
 }
 _GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+_SHARING = {
+    "num_kv_shared_layers": "attention.shared_kv_layers",
+    "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
 _FUSED: Mapping[str, Order] = {".attn_qkv.": grouped_rows}
 
 
@@ -69,6 +76,34 @@ def _gemma3(config: dict[str, Any], content: GgufContent) -> None:
     }
 
 
+def _by_type(config: dict[str, Any], content: GgufContent) -> None:
+    """Rotary parameters of layers with a window, beside those of the others."""
+    metadata, size = content.metadata, config["head_dim"]
+    sliding = {"rope_type": "default", "rope_theta": metadata.number(own_key(content, "rope.freq_base_swa"), 10000.0)}
+    if (turned := metadata.integer(own_key(content, "rope.dimension_count_swa"), size)) != size:
+        sliding["partial_rotary_factor"] = turned / size
+    config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": sliding}
+
+
+def _rows_of_ids(config: dict[str, Any], content: GgufContent) -> None:
+    rows = content.tensors.get("per_layer_token_embd.weight")
+    config["vocab_size_per_layer_input"] = config["vocab_size"] if rows is None else rows.shape[0]
+
+
+def _gemma3n(config: dict[str, Any], content: GgufContent) -> None:
+    """The gates' share that is cut is said by how many deviations it is; a map's rank by its tensor."""
+    windows(config, content, first=4, period=5)
+    _by_type(config, content)
+    _rows_of_ids(config, content)
+    count, low = config["num_hidden_layers"], content.tensors.get("blk.0.laurel_l.weight")
+    if low is None:
+        raise ValueError("blk.0.laurel_l.weight is missing")
+    config["laurel_rank"] = low.shape[0]
+    config["intermediate_size"] = content.metadata.integers_of_layers(own_key(content, "feed_forward_length"), count)
+    scales = content.metadata.deviations(own_key(content, "activation_sparsity_scale"), count)
+    config["activation_sparsity_pattern"] = [round(NormalDist().cdf(scale), 6) for scale in scales]
+
+
 def _gemma4(config: dict[str, Any], content: GgufContent) -> None:
     """Layers that see everything have heads of another size and number, whose keys may be their values; the last ones
     attend to the keys of others, and may be twice as wide. The head's size that all files say is that of the former.
@@ -96,13 +131,9 @@ def _gemma4(config: dict[str, Any], content: GgufContent) -> None:
     config["attention_k_eq_v"] = any(
         each and f"blk.{layer}.attn_v.weight" not in content.tensors for layer, each in enumerate(full[:own])
     )
-    rows = content.tensors.get("per_layer_token_embd.weight")
-    config["vocab_size_per_layer_input"] = config["vocab_size"] if rows is None else rows.shape[0]
     config["enable_moe_block"] = "num_experts" in config
-    sliding = {"rope_type": "default", "rope_theta": metadata.number(own_key(content, "rope.freq_base_swa"), 10000.0)}
-    if (turned := metadata.integer(own_key(content, "rope.dimension_count_swa"), size)) != size:
-        sliding["partial_rotary_factor"] = turned / size
-    config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": sliding}
+    _rows_of_ids(config, content)
+    _by_type(config, content)
 
 
 def _phi3(config: dict[str, Any], content: GgufContent) -> None:
@@ -236,15 +267,25 @@ MODELS: dict[str, GgufModel] = {
         dtype="bfloat16",
         finish=_gemma3,
     ),
+    "gemma3n": GgufModel(
+        model_type="gemma3n_text",
+        keys={key: name for key, name in RMS.items() if key != "intermediate_size"}
+        | {"sliding_window": "attention.sliding_window"},
+        optional=_SHARING | {"altup_num_inputs": "altup.num_inputs", "altup_active_idx": "altup.active_idx"},
+        constants=_GELU | {"num_kv_shared_layers": 0},
+        names={"altup.correct_output_scale": "altup_correct_scale.weight"},
+        stacked={
+            "altup_proj.weight": "model.altup_projections.{}.weight",
+            "altup_unembd_proj.weight": "model.altup_unembed_projections.{}.weight",
+        },
+        dtype="bfloat16",
+        finish=_gemma3n,
+    ),
     "gemma4": GgufModel(
         model_type="gemma4_text",
         keys={key: name for key, name in RMS.items() if key not in ("intermediate_size", "num_key_value_heads")}
         | {"sliding_window": "attention.sliding_window"},
-        optional={
-            "num_kv_shared_layers": "attention.shared_kv_layers",
-            "hidden_size_per_layer_input": "embedding_length_per_layer_input",
-            "final_logit_softcapping": "final_logit_softcapping",
-        },
+        optional=_SHARING,
         constants=_GELU | {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
         names={
             "layer_scalar": "layer_output_scale.weight",
@@ -360,6 +401,7 @@ MODELS: dict[str, GgufModel] = {
         constants={"hidden_act": "silu"},
         finish=biases(attention_bias="attn_q"),
     ),
+    "lfm2": GgufModel(model_type="lfm2", constants={"block_auto_adjust_ff_dim": False}, **CONVOLUTION),
     "qwen35": GgufModel(model_type="qwen3_5_text", keys=DELTA, **STATES),
     "falcon-h1": GgufModel(
         model_type="falcon_h1",

@@ -49,6 +49,9 @@ class GgufModel:
     table: str | None = None  # architecture whose names the tensors have, where it is another
     dtype: str | None = None  # of a conversion of quantised weights, where the usual one would overflow
     names: Mapping[str, str] = field(default_factory=dict)  # a layer's, that the gguf package's table lacks
+    stacked: Mapping[str, str] = field(
+        default_factory=dict
+    )  # tensors of several: transformers' name of each, by number
     finish: Callable[[dict[str, Any], GgufContent], None] | None = None  # what the keys alone do not say
     score: int | None = SOFTMAX  # of its router, as the metadata numbers them; None: as the file says
     relu: bool = False  # whether models of this kind exist with ReLU, which their files do not say
@@ -94,16 +97,16 @@ def own_key(content: GgufContent, name: str) -> str:
     return f"{content.metadata.text(ARCHITECTURE)}.{name}"
 
 
-def windows(config: dict[str, Any], content: GgufContent, *, first: int = 3) -> None:
-    """Types of layers: those that the metadata marks have a window, or all but every fourth from `first`; none without
-    one."""
+def windows(config: dict[str, Any], content: GgufContent, *, first: int = 3, period: int = 4) -> None:
+    """Types of layers: those that the metadata marks have a window, or all but every `period`-th from `first`; none
+    without one."""
     count, key = config["num_hidden_layers"], own_key(content, "attention.sliding_window_pattern")
     if not config.get("sliding_window"):
         slides = [False] * count
     elif key in content.metadata:
         slides = content.metadata.flags(key, count + content.metadata.integer(own_key(content, NEXT), 0, least=0))
     else:
-        slides = [(layer - first) % 4 != 0 for layer in range(count)]
+        slides = [(layer - first) % period != 0 for layer in range(count)]
     config["sliding_window"] = config.get("sliding_window") or None
     config["layer_types"] = ["sliding_attention" if each else "full_attention" for each in slides[:count]]
 
@@ -193,4 +196,18 @@ MAMBA = {  # Mamba-2's, as most configs call them
     "mamba_d_state": "ssm.state_size",
     "mamba_n_groups": "ssm.group_count",
     "mamba_n_heads": "ssm.time_step_rank",
+}
+
+
+def convolving_layers(config: dict[str, Any], content: GgufContent) -> None:
+    """Layers that convolve. A factor of 0 is none."""
+    kinds = ("full_attention", "conv")
+    config["layer_types"] = [kinds[convolves] for convolves in having(config, content, "shortconv.conv.weight")]
+    if "routed_scaling_factor" in config:
+        config["routed_scaling_factor"] = config["routed_scaling_factor"] or 1.0
+
+
+CONVOLUTION: dict[str, Any] = {
+    "keys": GROUPED | {"norm_eps": "attention.layer_norm_rms_epsilon", "conv_L_cache": "shortconv.l_cache"},
+    "finish": convolving_layers,
 }

@@ -24,7 +24,7 @@ from flashllm.convert.checkpoint.gguf.row import (
     GgufModel,
     own_key,
 )
-from flashllm.convert.checkpoint.mixtures.gguf_experts import experts_apart
+from flashllm.convert.checkpoint.mixtures.gguf_experts import cut_apart, experts_apart
 from flashllm.errors import FormatError, UnsupportedModelError
 
 _LAYER = re.compile(r"blk\.(\d+)\.")
@@ -90,6 +90,9 @@ def named_tensors(content: GgufContent, config: Mapping[str, Any]) -> tuple[dict
         left = {name: stored for name, stored in left.items() if name not in in_vain}
         said = f"left out: keys and values of layers that use another's ({len(in_vain)} tensors)"
     cut, left = experts_apart(left, spec, layers, resolve(config).experts)
+    for whole, pattern in model.stacked.items():
+        if (stacked := left.pop(whole, None)) is not None:
+            cut |= {pattern.format(number): part for number, part in enumerate(cut_apart(stacked, stacked.shape[0]))}
     found = {name: GgufTensor(stored) for name, stored in cut.items()}
     own = {claim.source: claim.name for claim in claims(config).values()}
     for name, shape in shapes.items():

@@ -23,7 +23,7 @@ def experts_apart(
     for layer in range(layers):
         fused = left.pop(f"blk.{layer}.ffn_gate_up_exps.weight", None)  # of each expert, gate first
         if fused is not None:
-            halves = _cut(fused, experts, 2)
+            halves = cut_apart(fused, experts, 2)
             for first, matrix in enumerate(("gate", "up")):
                 names = [spec.matrices[matrix].format(i=layer, e=expert) for expert in range(experts)]
                 found |= zip(names, halves[first::2], strict=True)
@@ -31,7 +31,7 @@ def experts_apart(
             names = [pattern.format(i=layer, e=expert) for expert in range(experts)]
             whole = left.pop(f"blk.{layer}.ffn_{matrix}_exps.weight", None)
             if whole is not None:
-                found |= zip(names, _cut(whole, experts), strict=True)
+                found |= zip(names, cut_apart(whole, experts), strict=True)
                 continue
             for expert, name in enumerate(names):
                 if (single := left.pop(f"blk.{layer}.ffn_{matrix}.{expert}.weight", None)) is not None:
@@ -39,7 +39,7 @@ def experts_apart(
     return found, left
 
 
-def _cut(whole: StoredTensor, experts: int, parts: int = 1) -> list[StoredTensor]:
+def cut_apart(whole: StoredTensor, experts: int, parts: int = 1) -> list[StoredTensor]:
     """The matrices of a tensor that has of each expert so many, one behind the other."""
     if len(whole.shape) != 3 or whole.shape[0] != experts or whole.shape[1] % parts:
         raise FormatError(f"{whole.path}: a tensor of experts is {list(whole.shape)}, though there are {experts}")
