@@ -22,7 +22,7 @@ MODELS = {
     "qwen3-30b-a3b": {"moe_intermediate_size": 256, "num_experts": 8},
     "qwen3.6-35b-a3b": {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 256, "num_experts": 8},
     "glm-4.7-flash": {"moe_intermediate_size": 256, "n_routed_experts": 8, "intermediate_size": 512},
-    "deepseek-v2-lite": {"moe_intermediate_size": 96, "n_routed_experts": 8, "intermediate_size": 512},
+    "deepseek-v2-lite": {"moe_intermediate_size": 128, "n_routed_experts": 8, "intermediate_size": 512},
     "gpt-oss-20b": {"intermediate_size": 256, "num_key_value_heads": 2},
 }
 
