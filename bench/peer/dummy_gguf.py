@@ -53,6 +53,24 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 32000,
         "max_position_embeddings": 4096,
     },
+    "nemotron-3-nano": {
+        "model_type": "nemotron_h",
+        "hidden_size": 2688,
+        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "mamba_num_heads": 64,
+        "mamba_head_dim": 64,
+        "intermediate_size": 1856,
+        "moe_intermediate_size": 1856,
+        "moe_shared_expert_intermediate_size": 3712,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 6,
+        "routed_scaling_factor": 2.5,
+        "vocab_size": 131072,
+        "max_position_embeddings": 262144,
+    },
 }
 FELL_BACK = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # where a row is no multiple of 256
 _WIDE = re.compile(r"_norm|\.bias$|ffn_gate_inp|ssm_conv1d|ssm_a$|ssm_d$|ssm_dt|sinks|per_layer_model_proj|_scale")
@@ -67,8 +85,12 @@ def config_of(name: str, layers: int | None = None, **changed: Any) -> dict[str,
         sizes = SHAPES[name]
     else:
         sizes = dict(known.config) if known is not None else json.loads(Path(name).read_text(encoding="utf-8"))
-    sizes = {**sizes, **changed} | ({} if layers is None else {"num_hidden_layers": layers})
+    sizes = {**sizes, **changed}
+    pattern = "hybrid_override_pattern"  # Nemotron's kinds of layers
+    if layers is not None:
+        sizes |= {pattern: sizes[pattern][:layers]} if pattern in sizes else {"num_hidden_layers": layers}
     config: dict[str, Any] = AutoConfig.for_model(**sizes).to_dict()
+    config.setdefault("num_hidden_layers", len(config.get("layers_block_type", ())))
     return config
 
 
