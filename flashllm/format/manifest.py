@@ -32,7 +32,7 @@ from typing import Any, Self
 from flashllm.arch.registry import block_spec, resident_shapes, resolve
 from flashllm.arch.spec import Architecture, BlockSpec
 from flashllm.arch.tensors import TOKEN_TABLE
-from flashllm.base.checks import check_file_name, check_int, check_list, check_str
+from flashllm.base.checks import check_file_name, check_int, check_keys, check_str, from_json
 from flashllm.base.codes.carried import PLANE_CODES, SCALE_FORMS
 from flashllm.base.files import is_there, read_json_object, write_atomically
 from flashllm.errors import FormatError, UsageError
@@ -54,14 +54,7 @@ from flashllm.format.manifest_values import (
     Source,
     Sparsity,
     check_dtype,
-    fields_of,
-    read_architecture,
-    read_calibration,
-    read_files,
-    read_optional,
     read_rows,
-    read_sparsity,
-    read_value,
 )
 from flashllm.format.model_files import (
     CONFIG,
@@ -324,18 +317,13 @@ class Manifest:
                 **value,
             }
             value.pop("permutation", None)  # of earlier versions, as the copy of the neurons that it was about
-        fields = fields_of(cls, value, "the manifest")
-        fields["architecture"] = read_architecture(fields["architecture"])
-        fields["rows"] = read_rows(fields["rows"], fields["architecture"])
-        fields["calibration"] = read_calibration(fields["calibration"])
-        fields["sparsity"] = read_sparsity(fields["sparsity"])
-        fields["quality"] = read_optional(Quality, fields["quality"], "quality")
-        fields["in_place"] = read_in_place(fields["in_place"])
-        if not isinstance(fields["other_encodings"], dict):
-            raise ValueError("other_encodings must be an object")
-        fields["files"] = {name: entry for name, entry in read_files(fields["files"]).items() if name != PLACED}
-        fields["source"] = read_value(Source, fields["source"], "source")
-        fields["down_scales"] = tuple(check_list(fields["down_scales"], "down_scales"))
+        kinds = {field.name: field.type for field in dataclasses.fields(cls)}
+        fields = check_keys(value, tuple(kinds), "the manifest")
+        rows, in_place = fields.pop("rows"), fields.pop("in_place")
+        fields = {name: from_json(kinds[name], each, name) for name, each in fields.items()}
+        fields["rows"] = read_rows(rows, fields["architecture"])
+        fields["in_place"] = read_in_place(in_place)
+        fields["files"].pop(PLACED, None)
         return cls(**fields)
 
     def to_json(self) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from tiny_models import make_tiny_opt
 from flashllm import _core
 from flashllm.errors import BudgetError
 from flashllm.offload.planner import host_peaks
-from flashllm.offload.planner.costs import Method
 from flashllm.offload.planner.host_costs import HostCostModel, cost_model
 from flashllm.offload.planner.local import Methods, check_fits, plan_policy, predict_job
 from flashllm.offload.planner.predict import predict
@@ -65,9 +64,9 @@ def mixed(tmp_path_factory):
 
 
 def host(shape, policy, work=WORK, hardware=HOST):
-    model = cost_model(shape, hardware, work, Method.of(policy))
+    model = cost_model(shape, hardware, work, policy)
     assert isinstance(model, HostCostModel)
-    return dataclasses.replace(model, policy=policy)
+    return model
 
 
 @pytest.mark.parametrize("where", PLACES)

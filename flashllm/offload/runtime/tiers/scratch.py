@@ -11,7 +11,6 @@ import fcntl
 import os
 import shutil
 import tempfile
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -48,24 +47,11 @@ class ScratchFile:
     def __init__(self, path: Path, nbytes: int) -> None:
         """Creates `path`, which must not exist, and unlinks it. FlashIOError where it cannot have its bytes."""
         self.nbytes = max(round_up(nbytes), ALIGNMENT)
-        self.bytes_written = 0
-        self._lock = threading.Lock()
         self._writer = _core.DirectWriter(str(path), self.nbytes, WRITE_THREADS)
         try:
             self.file = _core.DirectFile(str(path))
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         finally:
             path.unlink(missing_ok=True)
-
-    @property
-    def direct(self) -> bool:
-        """True where reads and writes go past the page cache."""
-        return self.file.direct and self._writer.direct
-
-    @property
-    def fallback_reason(self) -> str:
-        """Why not; empty where they do."""
-        return self.file.fallback_reason or self._writer.fallback_reason
 
     def write(self, offset: int, data: Bytes) -> None:
         """Write `data` (contiguous, in whole blocks, in aligned memory) at `offset`. FlashIOError where it fails."""
@@ -75,10 +61,7 @@ class ScratchFile:
         """Begin to write as `write` does; the ticket that `wait` takes. `data` must stay as it is until then."""
         if offset % ALIGNMENT or data.nbytes % ALIGNMENT or not 0 <= offset <= self.nbytes - data.nbytes:
             raise ValueError(f"{data.nbytes} bytes at {offset} do not lie in whole blocks of {self.nbytes} bytes")
-        ticket = self._writer.write(offset, bytes_of(data))
-        with self._lock:
-            self.bytes_written += data.nbytes
-        return ticket
+        return self._writer.write(offset, bytes_of(data))
 
     def wait(self, tickets: list[int]) -> None:
         """Until these writes are done, all of them even where one fails. FlashIOError of the first that failed."""
@@ -91,17 +74,9 @@ class ScratchFile:
         if error is not None:
             raise error
 
-    def flush(self) -> None:
-        """Wait until the device holds what was written; direct writes have waited already."""
-        if not self.direct:
-            os.fdatasync(self._fd)
-
     def close(self) -> None:
         """Close the file, which frees its bytes once no reader holds it either."""
-        if self._fd >= 0:
-            self._writer.close()
-            os.close(self._fd)
-            self._fd = -1
+        self._writer.close()
 
 
 class Scratch(Closing):
