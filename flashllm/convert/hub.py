@@ -183,12 +183,12 @@ class Hub:
         paths = [self._fetch(model, each) for each in names]
         return paths[0]
 
-    def _fetch(self, model: HubModel, name: str, **options: bool) -> Path:
-        """A file of the repository, in the cache."""
+    def _fetch(self, model: HubModel, name: str, *, here: bool = False) -> Path:
+        """A file of the repository, in the cache; `here`: that is there already."""
         from huggingface_hub import hf_hub_download
 
         where: dict[str, Any] = {"revision": model.revision, "cache_dir": self._cache, "endpoint": self._endpoint}
-        return Path(hf_hub_download(model.repo, name, **where, **options))
+        return Path(hf_hub_download(model.repo, name, local_files_only=here, **where))
 
     def _offline(self, model: HubModel, cause: Exception, say: Say) -> Path:
         """The folder that an earlier download left, complete or not: the conversion finds what is missing."""
@@ -196,7 +196,7 @@ class Hub:
 
         try:
             if model.file is not None:
-                path = self._fetch(model, model.file, local_files_only=True)
+                path = self._fetch(model, model.file, here=True)
                 say(f"{model}: the hub cannot be reached ({cause}); using the file downloaded earlier")
                 return path
             folder = huggingface_hub.snapshot_download(
