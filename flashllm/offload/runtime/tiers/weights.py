@@ -191,7 +191,7 @@ class WeightStore(Closing):
             self._settle(bundle)
             first, last = bundle.image
             if last > first:
-                cast(ScratchFile, self._scratch).write(bundle.scratch_offset, image[first:last])
+                cast(ScratchFile, self._scratch).write([(bundle.scratch_offset, image[first:last])])
         for path, file in self._files.items():
             if not file.direct:
                 reason = f"direct I/O is not available for {path} ({file.fallback_reason})"
