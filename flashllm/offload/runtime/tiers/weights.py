@@ -102,7 +102,7 @@ class WeightStore(Closing):
             for name, one in self._small.items():  # a router's
                 if name.startswith(prefix) and not is_vector(name):
                     short = name.removeprefix(prefix).removesuffix(".weight")
-                    matrices[short] = Matrix(one, one.shape[0], one.shape[1], None, None)
+                    matrices[short] = Matrix.of(one)
             self._lent[layer, buffer] = Tensors(matrices, self._vectors(prefix))
         return self._lent[layer, buffer]
 
@@ -110,7 +110,7 @@ class WeightStore(Closing):
         """Weights before the first layer and after the last; with the head where it lies once `buffer` is loaded."""
         if (None, buffer) not in self._lent:
             small = {name.removesuffix(".weight"): one for name, one in self._small.items() if is_outer_matrix(name)}
-            matrices = {name: Matrix(one, one.shape[0], one.shape[1], None, None) for name, one in small.items()}
+            matrices = {name: Matrix.of(one) for name, one in small.items()}
             if buffer is not None:
                 name = "embedding" if self._block.tied_head else "head"
                 bias = self._small.get("head.bias")
