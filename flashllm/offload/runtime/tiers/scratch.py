@@ -62,24 +62,12 @@ class ScratchFile:
             path.unlink(missing_ok=True)
 
     def write(self, runs: Runs) -> None:
-        """Write each (offset, array); returns when all are written, also where one fails."""
-        tickets: list[int] = []
-        error: Exception | None = None
-        nbytes = 0
-        for offset, array in runs:
-            if offset % ALIGNMENT or array.nbytes % ALIGNMENT or not 0 <= offset <= self.nbytes - array.nbytes:
-                raise ValueError(f"{array.nbytes} bytes at {offset} do not lie in whole blocks of {self.nbytes} bytes")
-            tickets.append(self._writer.write(offset, bytes_of(array)))
-            nbytes += array.nbytes
-        for ticket in tickets:
-            try:
-                self._writer.wait(ticket)
-            except FlashIOError as failed:
-                error = error or failed
-        if error is not None:
-            raise error
+        """Write each (offset, array); returns when all are written. ValueError for one not in whole blocks of the file,
+        before anything is written; what is written where a transfer fails is not known."""
+        written = [(offset, bytes_of(array)) for offset, array in runs]
+        self._writer.write(written)
         with self._lock:
-            self.bytes_written += nbytes
+            self.bytes_written += sum(array.nbytes for _, array in written)
 
     def read(self, runs: Runs) -> None:
         """Fill each (offset, array); returns when all are read."""
