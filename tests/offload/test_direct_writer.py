@@ -1,4 +1,4 @@
-"""The direct writer: what is read back, every kind of failed call, room on the drive, and what it keeps alive."""
+"""The direct writer: what is read back, every kind of failed call, and room on the drive."""
 
 import errno
 import os

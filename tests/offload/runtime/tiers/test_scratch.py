@@ -58,7 +58,7 @@ def test_writes_outside_or_across_blocks_are_refused(tmp_path):
         file = scratch.create("cache", 4 * ALIGNMENT)
         data = aligned(2 * ALIGNMENT)
         for offset, part in ((1, data), (3 * ALIGNMENT, data), (0, data[:100])):
-            with pytest.raises(ValueError, match="multiples of 4096|beyond the file"):
+            with pytest.raises(ValueError, match=r"multiples of 4096|beyond the file"):
                 file.write([(offset, part)])
         with pytest.raises(ValueError, match="are left"):
             scratch.create("more", 5 * ALIGNMENT)
