@@ -84,8 +84,7 @@ class ConversionPlan:
     @property
     def lying_nbytes(self) -> int:
         """Bytes of experts that stay where they are."""
-        layers = () if self.in_place is None else self.in_place.layers
-        return sum(each.nbytes for layer in layers for each in layer) * self.architecture.experts
+        return 0 if self.in_place is None else self.in_place.expert_nbytes * self.architecture.experts
 
     @property
     def stream_block_rows(self) -> int:

@@ -11,6 +11,7 @@ from profiles import BATCHES, TINY, profile_of, reader
 from scripts import run_script
 
 from flashllm import _core
+from flashllm.base.checks import from_json, to_json
 from flashllm.base.machine import system_name
 from flashllm.cli import main
 from flashllm.errors import FlashIOError
@@ -23,7 +24,6 @@ from flashllm.profile.machine import Profile
 from flashllm.profile.products import ResidentProducts
 from flashllm.profile.reads import ReadOptions, ReadTimer, file_to_read
 from flashllm.profile.store import device_of, load_profile, save_profile
-from flashllm.profile.stored import from_json, to_json
 
 
 @pytest.fixture
