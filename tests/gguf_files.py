@@ -112,8 +112,10 @@ def write_gguf(
     """
     config = json.loads((folder / "config.json").read_text())
     config.setdefault("num_hidden_layers", len(config.get("layers_block_type") or ()))
-    architecture = ARCHITECTURES.get(config["model_type"]) or architecture_of(config)
-    tensors = _tensors(folder, config, architecture, whole_latent)
+    architecture = name_of(config)
+    state = load_file(folder / "model.safetensors")
+    tensors = {name: tensor.numpy() for name, tensor in file_tensors(state, config, whole_latent).items()}
+    tensors |= _rope_tensors(config)
     if predictors is not None:  # its convert.py, postprocess_transpose
         tensors = {
             name.replace("ffn_down.", "ffn_down_t."): np.ascontiguousarray(values.T) if "ffn_down." in name else values
@@ -137,7 +139,7 @@ def write_gguf(
         writer = gguf.GGUFWriter(each, architecture)
         writer.data_alignment = alignment
         if number == 0:
-            _write_config(writer, architecture, config, whole_latent)
+            write_config(writer, architecture, config, whole_latent)
             if tokenizer:
                 write_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()))
             for key, value in (metadata or {}).items():
@@ -160,7 +162,16 @@ def write_gguf(
     return paths[0]
 
 
-def _tensors(folder: Path, config: dict[str, Any], architecture: str, whole: bool) -> dict[str, np.ndarray]:
+def name_of(config: dict[str, Any]) -> str:
+    """The architecture's name in files."""
+    return ARCHITECTURES.get(config["model_type"]) or architecture_of(config)
+
+
+def file_tensors(
+    state: dict[str, torch.Tensor], config: dict[str, Any], whole: bool = False
+) -> dict[str, torch.Tensor]:
+    """The state dict under the file's names, in fp32; tensors without data ("meta") stay so."""
+    architecture = name_of(config)
     heads = config["num_attention_heads"]
     groups = config.get("num_key_value_heads") or heads
     if architecture == "falcon":
@@ -168,7 +179,7 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str, whole: boo
     table = TABLES.get(architecture, architecture)
     key = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == table)
     names = gguf.get_tensor_name_map(key, config["num_hidden_layers"])
-    tensors, state = {}, load_file(folder / "model.safetensors")
+    tensors = {}
     if architecture == "gemma4":
         state = gemma4_tensors(state, config)
     if architecture == "gemma3n":
@@ -188,7 +199,12 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str, whole: boo
             is_stored = name.startswith(("blk.", "rope_"))
             stored = name if is_stored else names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
-        tensors[stored + ".weight" if name.endswith(".sinks") else stored] = values.numpy()
+        tensors[stored + ".weight" if name.endswith(".sinks") else stored] = values
+    return tensors
+
+
+def _rope_tensors(config: dict[str, Any]) -> dict[str, np.ndarray]:
+    tensors = {}
     if config.get("rope_parameters", {}).get("rope_type") == "llama3":
         tensors["rope_freqs.weight"] = _rope_factors(config)
     if config.get("rope_parameters", {}).get("rope_type") == "longrope":
@@ -200,7 +216,9 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str, whole: boo
 
 def _merged(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Each expert's matrices together, as llama.cpp's converter has them before it looks at names."""
-    for name in [name for name in state if ".experts." in name and "_proj" in name and not name.endswith(".weight")]:
+    for name in [
+        name for name in state if ".experts." in name and "_proj" in name and not name.endswith((".weight", ".bias"))
+    ]:
         owner, _, kind = name.rpartition(".")  # gpt-oss's: all together, inputs first, gate and up one in turn
         tensor = state.pop(name)
         ending = "bias" if kind.endswith("_bias") else "weight"
@@ -222,7 +240,8 @@ def _merged(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-def _write_config(writer: gguf.GGUFWriter, architecture: str, config: dict[str, Any], whole: bool) -> None:
+def write_config(writer: gguf.GGUFWriter, architecture: str, config: dict[str, Any], whole: bool = False) -> None:
+    """The metadata of what the config says."""
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_block_count(config["num_hidden_layers"])

@@ -28,6 +28,8 @@ from flashllm.format.model_files import TRACE
 from flashllm.format.trace import Trace
 from flashllm.plan.resolve import Plan
 
+_APART = 997  # tokens of the trace, between those of sequences that share a pass
+
 
 class TracedModel(Model):
     """`activity_source` says who names the active neurons: for records."""
@@ -52,7 +54,11 @@ class TracedModel(Model):
     def step(self, entries: list[Entry], **options: Any) -> Logits:
         """As `Model.step`; of several sequences all are few tokens, or all are prompts."""
         if self._trace is not None:
-            positions = [sequence.length + i for sequence, ids in entries for i in range(len(ids))]
+            positions = [
+                sequence.length + i + _APART * number
+                for number, (sequence, ids) in enumerate(entries)
+                for i in range(len(ids))
+            ]
             if options.get("as_prompt") or any(self.is_prompt(len(ids)) for _, ids in entries):
                 positions = positions[-self._window :]  # fill the caches
             for token, position in enumerate(positions[: len(self._activity)]):

@@ -100,8 +100,8 @@ def device(check: Check) -> Found:
 
 
 def roofs(check: Check) -> Found:
+    from flashllm.base.checks import to_json
     from flashllm.offload.machine.measure import QUICK_SIZES, BatchSizes, measure_gpu
-    from flashllm.profile.stored import to_json
 
     tiny = replace(QUICK_SIZES, copy=(MIB, 4 * MIB), rotation=8 * MIB)
     rates = measure_gpu(sizes=BatchSizes() if check.on_gpu else tiny, device=check.device)
@@ -242,7 +242,7 @@ def breakdown(check: Check) -> Found:
     if rates:
         from flashllm.profile.rates import RateCurve
 
-        copy, gemm = (RateCurve.from_json(rates[name]) for name in ("ctog", "gemm"))
+        copy, gemm = (RateCurve.from_plain(rates[name]) for name in ("ctog", "gemm"))
         flops = [2 * numbers * layers * rows for rows in (batch * prompt, batch)]
         products = flops[0] / gemm.at(batch * prompt) + (new - 1) * flops[1] / gemm.at(batch)
         found["roof_s"] = {"load weights": new * layers * 2 * numbers / copy.at(2 * numbers), "compute": products}

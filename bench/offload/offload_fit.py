@@ -20,7 +20,7 @@ from scipy.optimize import least_squares
 
 from flashllm.offload.machine.hardware import Hardware
 from flashllm.offload.machine.machines import T4
-from flashllm.offload.planner.costs import CostModel, Method
+from flashllm.offload.planner.costs import CostModel
 from flashllm.offload.planner.predict import predict
 from flashllm.offload.policy import Policy, Workload
 from flashllm.offload.shape import BUILTIN
@@ -77,7 +77,7 @@ def machine(values: Sequence[float]) -> Hardware:
 def stage_seconds(hardware: Hardware) -> dict[str, float]:
     """Table 4's rows, overlap off: what each component takes alone, for a whole block."""
     shape, policy, work = BUILTIN["opt-175b"], POLICY_175B, Workload(prompt_len=512, gen_len=GEN_LEN)
-    model = CostModel(shape=shape, hardware=hardware, workload=work, method=Method.of(policy))
+    model = CostModel(shape=shape, hardware=hardware, workload=work, method=policy)
     only = {  # the same stages with one kind of tensor off the device
         "weights": (0, policy.wc, policy.wd, 1, 0, 0, 1, 0, 0),
         "cache": (1, 0, 0, 0, 0, 1, 1, 0, 0),

@@ -8,6 +8,7 @@ that fits nowhere must be refused with a resource named, and no random policy ma
 """
 
 import argparse
+import dataclasses
 import json
 import random
 import sys
@@ -19,11 +20,10 @@ import numpy as np
 
 from flashllm.errors import BudgetError
 from flashllm.offload.machine.hardware import COMBINE, Hardware
-from flashllm.offload.planner.costs import Method
 from flashllm.offload.planner.predict import price
 from flashllm.offload.planner.program import TIERS, PlacementProgram
 from flashllm.offload.planner.search import SearchSpace, search
-from flashllm.offload.policy import Policy, Workload
+from flashllm.offload.policy import Method, Policy, Workload
 from flashllm.offload.shape import BUILTIN, ModelShape
 from flashllm.profile.rates import RateCurve
 
@@ -173,11 +173,11 @@ def check_case(seed: int, *, policies: int) -> dict[str, Any]:
         if plan is None and attempts > 10 * policies:
             break
         whole, near = rng.random() < 0.5, plan.policy if plan is not None and rng.random() < 0.5 else None
-        method = rng.choice(methods) if near is None else Method.of(near)
+        method = rng.choice(methods) if near is None else method_of(near)
         program = programs[method]
         placement = random_placement(rng, program, None if whole else near, whole)
         if plan is not None and attempts > 10 * policies:  # little fits: mix corners of it, for the search's own pair
-            whole, method = False, Method.of(plan.policy)
+            whole, method = False, method_of(plan.policy)
             program = programs[method]
             mixtures = mixtures or corners(program, rng)
             shares = np.array([rng.gammavariate(0.3, 1) + 1e-12 for _ in mixtures])
@@ -195,6 +195,11 @@ def check_case(seed: int, *, policies: int) -> dict[str, Any]:
             kind = "whole tensors" if whole else "free fractions"
             record["faults"].append(f"beaten by {kind}: {prediction.throughput} > {limit}: {policy}")
     return record | {"feasible": feasible, "best_random": best}
+
+
+def method_of(policy: Policy) -> Method:
+    """A policy without its placement."""
+    return Method(**{field.name: getattr(policy, field.name) for field in dataclasses.fields(Method)})
 
 
 def main(argv: list[str] | None = None) -> int:

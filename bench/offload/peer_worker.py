@@ -2,7 +2,7 @@
 
 `accelerate`: transformers over weights that accelerate reads from disk for each step; with `device`, computed there,
 from the disk or from memory. `llama`: llama.cpp's batched decoding over a mapped file of the Llama-2-7B shape
-(bench/peer/peer_llama.py makes it), whose layers have as many weights as OPT-6.7B's; it has no OPT. Tokens go in and
+(bench/peer/dummy_gguf.py makes it), whose layers have as many weights as OPT-6.7B's; it has no OPT. Tokens go in and
 out as ids: the weights are dummies.
 """
 

@@ -1,7 +1,10 @@
 """Checks of single values of a request, each a `BadRequest` that names the field. Knows no request as a whole."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
+
+from flashllm.base.files import parse_json
+from flashllm.errors import FormatError
 
 MAX_DEPTH = 32  # of objects and lists in a request
 
@@ -60,11 +63,33 @@ def number(body: Mapping[str, Any], name: str) -> float:
     return float(value)
 
 
-def flag(body: Mapping[str, Any], name: str) -> bool:
-    """The field `name` as true or false."""
+def flag(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """The field `name` as true or false; `default` where there is none."""
+    if name not in body:
+        return default
     if not isinstance(body[name], bool):
         raise BadRequest(f"{name} must be true or false, not {short(body[name])}", param=name)
     return bool(body[name])
+
+
+def check_names(body: Mapping[str, Any], known: Container[str]) -> None:
+    """That `body` has no field but the `known` ones."""
+    for name in body:
+        if name not in known:
+            raise BadRequest(f"the field {name[:80]!r} is unknown", param=name[:80])
+
+
+def json_object(raw: bytes, what: str) -> dict[str, Any]:
+    """The JSON object `raw`, which messages call `what`."""
+    try:
+        value = parse_json(raw, what)
+    except FormatError as error:
+        raise BadRequest(str(error)) from None
+    if depth(value) > MAX_DEPTH:
+        raise BadRequest(f"{what} is nested more than {MAX_DEPTH} deep")
+    if not isinstance(value, dict):
+        raise BadRequest(f"{what} must be a JSON object, not {type(value).__name__}")
+    return value
 
 
 def depth(value: Any) -> int:

@@ -105,8 +105,7 @@ def tools_of(body: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[str, .
         raise BadRequest(
             "tools: hold half a character (a lone surrogate), or a number that is none", param="tools"
         ) from None
-    if "parallel_tool_calls" in body:
-        flag(body, "parallel_tool_calls")
+    flag(body, "parallel_tool_calls")
     choice: Any = body.get("tool_choice", "auto")
     if choice == "none":
         return (), ()

@@ -4,9 +4,8 @@ Knows the model's tokenizer and sizes, not its weights.
 """
 
 import json
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from flashllm.api.fields import BadRequest
 from flashllm.api.messages import Message
@@ -16,35 +15,14 @@ from flashllm.errors import BudgetError, FlashError, FormatError, UsageError
 from flashllm.generate.detokenizer import Decoder
 from flashllm.generate.grammar import WRITTEN, Constraint, Grammars, Matcher, Reasoning
 from flashllm.generate.session import common_prefix
+from flashllm.generate.templates.chat_template import ChatTemplate
+from flashllm.generate.tokenizer import Tokenizer
 from flashllm.replies.formats import GENERIC, Format
 from flashllm.replies.parser import Parser
 from flashllm.replies.required import grammar_of
 from flashllm.replies.written import dump
 
 _END_TOKENS = 16  # of a prompt, that may open reasoning
-
-
-class TextTokenizer(Protocol):
-    """The part of `flashllm.generate.tokenizer.Tokenizer` that prompts need."""
-
-    @property
-    def end_ids(self) -> frozenset[int]: ...
-    def encode(self, text: str, *, add_special: bool = True) -> list[int]: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
-    def showing(self, holds: Callable[[str], bool]) -> Decoder: ...
-
-
-class Template(Protocol):
-    """Renderer of conversations: `flashllm.generate.templates.chat_template.ChatTemplate`."""
-
-    def takes(self, name: str) -> bool: ...
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        values: Mapping[str, Any] | None = None,
-    ) -> str: ...
 
 
 class Unanswerable(Exception):
@@ -67,8 +45,8 @@ class Reading:
 class PromptEncoder:
     """Turns requests into sequences of one model. `tokenizer` and `template` are None where the model has none."""
 
-    tokenizer: TextTokenizer | None
-    template: Template | None
+    tokenizer: Tokenizer | None
+    template: ChatTemplate | None
     pieces: Pieces | None = None  # of the tokenizer; None: it takes every text whole
     context: int  # positions the model knows
     vocab: int
@@ -216,7 +194,7 @@ class PromptEncoder:
         )
 
     def conversation(self, request: Request) -> str:
-        """A conversation's text. BadRequest for what the model's template cannot be told, else as `Template.render`."""
+        """A conversation's text. BadRequest for what the model's template cannot be told, else as its render."""
         messages = [message for message in request.prompt if isinstance(message, dict)]
         if self.template is None and self.plain_chat and not (request.tools or request.template_values):
             return plain_text(messages)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from flashllm.api.fields import BadRequest, flag, integer, number, short, text
+from flashllm.api.fields import BadRequest, check_names, flag, integer, number, short, text
 from flashllm.api.messages import Message, messages_of, template_values, tools_of
 from flashllm.errors import UsageError
 from flashllm.generate.grammar import Constraint
@@ -82,12 +82,11 @@ class Request:
 def parse_body(body: Mapping[str, Any], kind: Kind, *, custom_id: str, defaults: SamplingOptions) -> Request:
     """The request in the JSON object `body`. `defaults` hold for what it does not say. BadRequest names a field."""
     body = {name: value for name, value in body.items() if value is not None}  # null is "not given", as upstream
-    for name, value in body.items():
-        if name in _UNSUPPORTED:
-            if not any(type(value) is type(neutral) and value == neutral for neutral in _UNSUPPORTED[name]):
-                raise BadRequest(f"{name}: {short(value)} is not supported", param=name)
-        elif name not in _FIELDS[kind] and name not in _IGNORED:
-            raise BadRequest(f"the field {name[:80]!r} is unknown", param=name[:80])
+    check_names(body, _FIELDS[kind] | _IGNORED | _UNSUPPORTED.keys())
+    for name in body.keys() & _UNSUPPORTED.keys():
+        value = body[name]
+        if not any(type(value) is type(neutral) and value == neutral for neutral in _UNSUPPORTED[name]):
+            raise BadRequest(f"{name}: {short(value)} is not supported", param=name)
     options = _options(body, defaults)
     chat = kind == "chat"
     prompt = messages_of(body.get("messages")) if chat else _prompt(body.get("prompt"))
@@ -162,7 +161,7 @@ def _constraint(given: Any) -> Constraint | None:
 def _logprobs(body: Mapping[str, Any], kind: Kind) -> int | None:
     if kind != "chat":
         return integer(body, "logprobs", 0, MAX_LOGPROBS) if "logprobs" in body else None
-    wanted = "logprobs" in body and flag(body, "logprobs")
+    wanted = flag(body, "logprobs")
     if "top_logprobs" in body:
         count = integer(body, "top_logprobs", 0, MAX_LOGPROBS)
         if not wanted:

@@ -7,12 +7,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from flashllm.arch.family import always, decoder, decoder_block, fused, linear_tensors
+from flashllm.arch.family import always, decoder, decoder_block, fused, fused_tensors, linear_tensors
 from flashllm.arch.spec import Alibi, BlockSpec, Config, check_number, check_size
-from flashllm.arch.tensors import Part, ResidentTensor
+from flashllm.arch.tensors import Part
 from flashllm.errors import UnsupportedModelError
-
-_FUSED = ("query", "key", "value")
 
 
 def bloom_slopes(heads: int) -> tuple[float, ...]:
@@ -87,13 +85,7 @@ BLOOM = decoder(
     block=_bloom,
     matrices={"up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"},
     attention=(
-        *(
-            tensor
-            for part, name in enumerate(_FUSED)
-            for tensor in linear_tensors(
-                f"layers.{{i}}.{name}", "self_attention.query_key_value", bias=always, part=fused(part)
-            )
-        ),
+        *fused_tensors("self_attention.query_key_value", fused, bias=always),
         *linear_tensors("layers.{i}.out", "self_attention.dense", bias=always),
     ),
     norms={"attention_norm": ("input_layernorm", always), "ffn_norm": ("post_attention_layernorm", always)},
@@ -169,16 +161,6 @@ def _mpt_part(part: int) -> Any:
     return rows
 
 
-def _mpt_attention() -> tuple[ResidentTensor, ...]:
-    fused_ones = (
-        linear_tensors(f"layers.{{i}}.{name}", "attn.Wqkv", part=_mpt_part(part)) for part, name in enumerate(_FUSED)
-    )
-    return (
-        *(tensor for tensors in fused_ones for tensor in tensors),
-        *linear_tensors("layers.{i}.out", "attn.out_proj"),
-    )
-
-
 MPT = decoder(
     "mpt",
     defaults={
@@ -196,7 +178,7 @@ MPT = decoder(
     derived=_mpt_keys,
     block=_mpt,
     matrices={"up": "ffn.up_proj", "down": "ffn.down_proj"},
-    attention=_mpt_attention(),
+    attention=(*fused_tensors("attn.Wqkv", _mpt_part), *linear_tensors("layers.{i}.out", "attn.out_proj")),
     norms={"attention_norm": ("norm_1", always), "ffn_norm": ("norm_2", always)},
     names={"base": "transformer.", "embedding": "wte", "layer": "blocks.{i}.", "final_norm": "norm_f"},
 )

@@ -87,6 +87,20 @@ def linear_tensors(
     )
 
 
+FUSED = ("query", "key", "value")
+
+
+def fused_tensors(
+    source: str, part: Callable[[int], Callable[[Config], Part]], *, bias: When = never, names: Sequence[str] = FUSED
+) -> tuple[ResidentTensor, ...]:
+    """Projections of every layer that are in one tensor of it: `part(n)` are the rows of the n-th of `names`."""
+    return tuple(
+        tensor
+        for number, name in enumerate(names)
+        for tensor in linear_tensors(f"layers.{{i}}.{name}", source, bias=bias, part=part(number))
+    )
+
+
 def bias_tensors(matrices: Mapping[str, str], when: When) -> tuple[ResidentTensor, ...]:
     """Biases of the FFN's matrices, which are whole tensors."""
     return tuple(

@@ -14,6 +14,7 @@ from flashllm.arch.family import (
     decoder,
     decoder_block,
     fused,
+    fused_tensors,
     head_size,
     is_untied,
     kv_heads,
@@ -25,20 +26,12 @@ from flashllm.arch.spec import BlockSpec, Config, check_size
 from flashllm.arch.tensors import ArchitectureSpec, Part, ResidentTensor
 from flashllm.errors import UnsupportedModelError
 
-_FUSED = ("query", "key", "value")
 _4H = {"up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}
 
 
 def _interleaved(source: str, out: str, bias: Any) -> tuple[ResidentTensor, ...]:
     """(Query, key, value) of a head after a head, then the output projection."""
-    return (
-        *(
-            tensor
-            for part, name in enumerate(_FUSED)
-            for tensor in linear_tensors(f"layers.{{i}}.{name}", source, bias=bias, part=fused(part))
-        ),
-        *linear_tensors("layers.{i}.out", out, bias=bias),
-    )
+    return (*fused_tensors(source, fused, bias=bias), *linear_tensors("layers.{i}.out", out, bias=bias))
 
 
 # GPT-NeoX (Black et al., 2022) and Pythia: attention and FFN side by side, each with its norm.
@@ -245,13 +238,7 @@ FALCON = decoder(
     block=_falcon,
     matrices=_4H,
     attention=(
-        *(
-            tensor
-            for part, name in enumerate(_FUSED)
-            for tensor in linear_tensors(
-                f"layers.{{i}}.{name}", "self_attention.query_key_value", bias=says("bias"), part=_falcon_part(part)
-            )
-        ),
+        *fused_tensors("self_attention.query_key_value", _falcon_part, bias=says("bias")),
         *linear_tensors("layers.{i}.out", "self_attention.dense", bias=says("bias")),
     ),
     norms={
@@ -270,14 +257,16 @@ FALCON = decoder(
 # GPT-2 (Radford et al., 2019): learned positions; weights lie as [inputs, outputs].
 
 
-def _transposed(first: int = 0, *, d_model_rows: bool = False) -> Any:
-    """A transposed tensor, whole; or d_model of its columns, after `first` times so many."""
+def _transposed(config: Config) -> Part:
+    return Part(transposed=True)
+
+
+def _transposed_part(part: int) -> Any:
+    """d_model columns of a transposed tensor, after `part` times so many."""
 
     def rows(config: Config) -> Part:
-        if not d_model_rows:
-            return Part(transposed=True)
         width = check_size("n_embd", config["n_embd"])
-        return Part(first=first * width, count=width, transposed=True)
+        return Part(first=part * width, count=width, transposed=True)
 
     return rows
 
@@ -343,16 +332,10 @@ GPT2 = decoder(
     derived=_gpt2_keys,
     block=_gpt2,
     matrices=_FC,
-    matrix_parts={"up": _transposed(), "down": _transposed()},
+    matrix_parts={"up": _transposed, "down": _transposed},
     attention=(
-        *(
-            tensor
-            for part, name in enumerate(_FUSED)
-            for tensor in linear_tensors(
-                f"layers.{{i}}.{name}", "attn.c_attn", bias=always, part=_transposed(part, d_model_rows=True)
-            )
-        ),
-        *linear_tensors("layers.{i}.out", "attn.c_proj", bias=always, part=_transposed()),
+        *fused_tensors("attn.c_attn", _transposed_part, bias=always),
+        *linear_tensors("layers.{i}.out", "attn.c_proj", bias=always, part=_transposed),
     ),
     **_GPT2_NAMES,
 )
@@ -374,11 +357,7 @@ GPT_BIGCODE = decoder(
     block=_gpt2,
     matrices=_FC,
     attention=(
-        *(
-            tensor
-            for part, name in enumerate(_FUSED)
-            for tensor in linear_tensors(f"layers.{{i}}.{name}", "attn.c_attn", bias=always, part=_bigcode_part(part))
-        ),
+        *fused_tensors("attn.c_attn", _bigcode_part, bias=always),
         *linear_tensors("layers.{i}.out", "attn.c_proj", bias=always),
     ),
     **_GPT2_NAMES,
@@ -506,11 +485,7 @@ GPTJ = _like_gptj(
 )
 CODEGEN = _like_gptj(
     "codegen",
-    tuple(
-        tensor
-        for place, name in enumerate(("query", "value", "key"))
-        for tensor in linear_tensors(f"layers.{{i}}.{name}", "attn.qkv_proj", part=_codegen_part(place))
-    ),
+    fused_tensors("attn.qkv_proj", _codegen_part, names=("query", "value", "key")),
 )
 
 GPT_LIKE = (GPT_NEOX, FALCON, PERSIMMON, PHI, GPT2, GPT_BIGCODE, GPT_NEO, GPTJ, CODEGEN)

@@ -3,6 +3,7 @@
 Learned positions from row 2 on, layer norms, one key-value head a head, a plain FFN: ReLU, or Galactica's GELU.
 """
 
+from flashllm.arch.family import bias_tensors, is_untied, linear_tensors, norm_tensors, says
 from flashllm.arch.spec import (
     MAX_CONTEXT,
     MAX_LAYERS,
@@ -17,16 +18,12 @@ from flashllm.arch.tensors import ArchitectureSpec, ResidentTensor
 
 _BASE = "model.decoder."
 _LAYER = _BASE + "layers.{i}."
+_MATRICES = {"up": _LAYER + "fc1.weight", "down": _LAYER + "fc2.weight"}
 _POSITION_OFFSET = 2  # of transformers' OPTLearnedPositionalEmbedding
 _EPSILON = 1e-5  # torch's: the config has no key for it
 
 
-def _has_bias(config: Config) -> bool:
-    return bool(config["enable_bias"])
-
-
-def _has_norm_weights(config: Config) -> bool:
-    return bool(config["layer_norm_elementwise_affine"])
+_has_bias, _has_norm_weights = says("enable_bias"), says("layer_norm_elementwise_affine")
 
 
 def _has_final_norm(config: Config) -> bool:
@@ -35,10 +32,6 @@ def _has_final_norm(config: Config) -> bool:
 
 def _is_projected(config: Config) -> bool:
     return config["word_embed_proj_dim"] not in (None, config["hidden_size"])
-
-
-def _is_untied(config: Config) -> bool:
-    return not config["tie_word_embeddings"]
 
 
 def _block(config: Config) -> BlockSpec:
@@ -72,41 +65,31 @@ def _block(config: Config) -> BlockSpec:
 
 def _norm(name: str, source: str) -> tuple[ResidentTensor, ...]:
     when = _has_final_norm_weights if name == "final_norm" else _has_norm_weights
-    return tuple(
-        ResidentTensor(name=f"{name}.{part}", source=f"{source}.{part}", when=when) for part in ("weight", "bias")
-    )
+    return norm_tensors(name, source, weight=when, bias=when)
 
 
 def _has_final_norm_weights(config: Config) -> bool:
     return _has_final_norm(config) and _has_norm_weights(config)
 
 
-def _linear(name: str, source: str) -> tuple[ResidentTensor, ...]:
-    return (
-        ResidentTensor(name=f"{name}.weight", source=f"{source}.weight"),
-        ResidentTensor(name=f"{name}.bias", source=f"{source}.bias", when=_has_bias),
-    )
-
-
 OPT = ArchitectureSpec(
     model_type="opt",
     base_prefix="model.",
-    matrices={"up": _LAYER + "fc1.weight", "down": _LAYER + "fc2.weight"},
+    matrices=_MATRICES,
     resident=(
         ResidentTensor(name="embedding.weight", source=_BASE + "embed_tokens.weight"),
         ResidentTensor(name="positions.weight", source=_BASE + "embed_positions.weight"),
         ResidentTensor(name="project_in.weight", source=_BASE + "project_in.weight", when=_is_projected),
         *_norm("layers.{i}.attention_norm", _LAYER + "self_attn_layer_norm"),
-        *_linear("layers.{i}.query", _LAYER + "self_attn.q_proj"),
-        *_linear("layers.{i}.key", _LAYER + "self_attn.k_proj"),
-        *_linear("layers.{i}.value", _LAYER + "self_attn.v_proj"),
-        *_linear("layers.{i}.out", _LAYER + "self_attn.out_proj"),
+        *linear_tensors("layers.{i}.query", _LAYER + "self_attn.q_proj", bias=_has_bias),
+        *linear_tensors("layers.{i}.key", _LAYER + "self_attn.k_proj", bias=_has_bias),
+        *linear_tensors("layers.{i}.value", _LAYER + "self_attn.v_proj", bias=_has_bias),
+        *linear_tensors("layers.{i}.out", _LAYER + "self_attn.out_proj", bias=_has_bias),
         *_norm("layers.{i}.ffn_norm", _LAYER + "final_layer_norm"),
-        ResidentTensor(name="layers.{i}.ffn.up_bias", source=_LAYER + "fc1.bias", when=_has_bias),
-        ResidentTensor(name="layers.{i}.ffn.down_bias", source=_LAYER + "fc2.bias", when=_has_bias),
+        *bias_tensors(_MATRICES, _has_bias),
         *_norm("final_norm", _BASE + "final_layer_norm"),
         ResidentTensor(name="project_out.weight", source=_BASE + "project_out.weight", when=_is_projected),
-        ResidentTensor(name="head.weight", source="lm_head.weight", when=_is_untied),
+        ResidentTensor(name="head.weight", source="lm_head.weight", when=is_untied),
     ),
     defaults={  # of transformers' OPTConfig
         "vocab_size": 50272,

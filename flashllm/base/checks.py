@@ -1,6 +1,10 @@
-"""Checks of single JSON values, each a ValueError that names the field and the value. Knows no format."""
+"""Checks of single JSON values, each a ValueError that names the field and the value; dataclasses as JSON. Knows no
+format."""
 
+import dataclasses
 import sys
+import typing
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -22,6 +26,54 @@ def check_list(value: Any, where: str, max_length: int = 2**16) -> list[Any]:
     if not isinstance(value, list) or len(value) > max_length:
         raise ValueError(f"{where} must be a list of at most {max_length} items")
     return value
+
+
+def to_json(value: Any) -> Any:
+    """The JSON that `from_json` reads: an object with a key a field, or what a value has a `to_plain` for."""
+    if hasattr(value, "to_plain"):
+        return value.to_plain()
+    if dataclasses.is_dataclass(value):
+        return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {name: to_json(each) for name, each in value.items()}
+    return [to_json(each) for each in value] if isinstance(value, tuple) else value
+
+
+def from_json(kind: Any, value: Any, where: str) -> Any:
+    """The value of type `kind`, by whose fields' types JSON is read. A key whose field has a default may be missing.
+
+    ValueError names the place, and what is missing, unknown, no list or object, or refused by a dataclass: plain values
+    are the dataclass's own to check.
+    """
+    options = [each for each in typing.get_args(kind) if each is not type(None)]
+    if type(None) in typing.get_args(kind):
+        return None if value is None else from_json(options[0], value, where)
+    if typing.get_origin(kind) is tuple:
+        return tuple(from_json(options[0], each, where) for each in check_list(value, where))
+    if typing.get_origin(kind) is Mapping:
+        if not isinstance(value, dict):
+            raise ValueError(f"{where} must be an object")
+        return {name: from_json(options[1], each, f"{where} {name[:80]!r}") for name, each in value.items()}
+    if not dataclasses.is_dataclass(kind):
+        return value
+    if hasattr(kind, "from_plain"):
+        return _made(where, kind.from_plain, value)
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    absent = () if not isinstance(value, dict) else (name for name in fields if name not in value)
+    optional = {name for name in absent if _has_default(fields[name])}
+    found = check_keys(value, tuple(name for name in fields if name not in optional), where)
+    return _made(where, kind, **{name: from_json(fields[name].type, each, name) for name, each in found.items()})
+
+
+def _made(where: str, make: Any, *values: Any, **fields: Any) -> Any:
+    try:
+        return make(*values, **fields)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _has_default(field: dataclasses.Field[Any]) -> bool:
+    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
 
 
 def check_int(name: str, value: Any, low: int, high: int) -> None:

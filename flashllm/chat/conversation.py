@@ -5,16 +5,16 @@ keys, colours or lines (flashllm/chat/terminal.py and plain.py do).
 """
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
 
 from flashllm.base.text import inert, one_line, valid_unicode
 from flashllm.base.units import format_size, parse_size
 from flashllm.errors import FlashError
-from flashllm.generate.session import PrefillRecord, Stopped, TokenRecord
+from flashllm.generate.session import PrefillRecord, Session, TokenRecord
 from flashllm.generate.statistics import TurnStats
+from flashllm.parked.shelf import Shelf
 
 COMMANDS = {
     "/help": "this list",
@@ -27,30 +27,6 @@ COMMANDS = {
     "/export": "FILE: write the conversation into a new text file",
     "/quit": "end the chat",
 }
-
-
-class ChatSession(Protocol):
-    """The part of `flashllm.generate.session.Session` that a chat needs."""
-
-    messages: list[dict[str, str]]
-    system: str | None
-    stopped: Stopped | None
-
-    @property
-    def tokens(self) -> list[int]: ...
-    @property
-    def context_limit(self) -> int: ...
-    @property
-    def has_chat_template(self) -> bool: ...
-    def reset(self) -> None: ...
-    def stream_chat(self, user_text: str) -> Iterator[PrefillRecord | TokenRecord]: ...
-
-
-class ConversationShelf(Protocol):
-    """A store of conversations by name: `flashllm.parked.shelf.Shelf`."""
-
-    def save(self, name: str, session: Any, note: dict[str, Any]) -> int: ...
-    def load(self, name: str, session: Any) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +49,10 @@ class Reply:
 class Chat:
     """One conversation: the session, what was said, and the last turn's statistics."""
 
-    session: ChatSession
+    session: Session
     memory: Callable[[], Memory]
     direct_io: bool = True
-    shelf: ConversationShelf | None = None  # where /save keeps conversations
+    shelf: Shelf | None = None  # where /save keeps conversations
     keep_to: Callable[[int], None] | None = None  # sets the limit of memory, in bytes
     watch: Callable[[Callable[[int, int], None] | None], None] | None = None  # as engine.model.Model.watch
     stats: TurnStats = field(default_factory=TurnStats)

@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Measure, store, and show what was measured and chosen."""
+    from flashllm.base.checks import to_json
     from flashllm.base.machine import num_cores
     from flashllm.base.progress import ProgressBar
     from flashllm.base.user_dirs import user_cache_dir
@@ -46,7 +47,6 @@ def main(args: argparse.Namespace) -> int:
     from flashllm.profile.calibrate import CalibrationOptions, measure
     from flashllm.profile.reads import file_to_read
     from flashllm.profile.store import device_of, find_profile, save_profile, store_path
-    from flashllm.profile.stored import to_json
 
     if args.path is None:
         path = user_cache_dir()

@@ -32,12 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole(1),
         help=f"tokens of an answer (default: a quarter of the context, at most {MAX_ANSWER_TOKENS})",
     )
-    options.add_memory(parser)
-    options.add_engine(parser)
-    options.add_no_profile(parser)
-    options.add_verbose(parser)
-    options.add_speculation(parser)
-    options.add_sampling(parser, defaults="by default as in the model's generation_config.json")
+    options.add_run(parser, sampling="by default as in the model's generation_config.json")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -28,12 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json-schema", metavar="FILE", type=Path, help="the answer is JSON that is valid by the schema in FILE"
     )
     options.add_json(parser)
-    options.add_memory(parser)
-    options.add_engine(parser)
-    options.add_no_profile(parser)
-    options.add_verbose(parser)
-    options.add_speculation(parser)
-    options.add_sampling(parser, defaults="by default always the likeliest token")
+    options.add_run(parser, sampling="by default always the likeliest token")
 
 
 def main(args: argparse.Namespace) -> int:

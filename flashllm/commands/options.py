@@ -75,10 +75,19 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--threads", metavar="T", type=whole(1, MAX_THREADS), help="compute threads (default: cores)")
 
 
-def add_no_profile(parser: argparse.ArgumentParser) -> None:
+def add_run(parser: argparse.ArgumentParser, *, sampling: str | None = None) -> None:
+    """The options of a verb that runs a model; `sampling` says where values of the next token's choice come from."""
+    add_memory(parser)
+    add_engine(parser)
     parser.add_argument(
         "--no-profile", action="store_true", help="do not measure the drive before a run that reads from it"
     )
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="also say how the model is converted and why it is run as it is"
+    )
+    if sampling is not None:
+        add_speculation(parser)
+        add_sampling(parser, defaults=sampling)
 
 
 def add_speculation(parser: argparse.ArgumentParser) -> None:
@@ -137,12 +146,6 @@ def _speculate(given: str | None) -> Speculate | Path:
 
     with ProgressBar("convert") as bar:
         return resolve_model(given, progress=bar, say=say)
-
-
-def add_verbose(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-v", "--verbose", action="store_true", help="also say how the model is converted and why it is run as it is"
-    )
 
 
 def explained(args: argparse.Namespace) -> Callable[[str], None]:

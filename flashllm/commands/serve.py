@@ -78,12 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="in which the model writes reasoning and calls of tools (default: as its chat template says)",
     )
-    options.add_memory(parser)
-    options.add_engine(parser)
-    options.add_no_profile(parser)
-    options.add_verbose(parser)
-    options.add_speculation(parser)
-    options.add_sampling(parser, defaults="of requests that do not say; by default the model's generation_config.json")
+    options.add_run(parser, sampling="of requests that do not say; by default the model's generation_config.json")
 
 
 def main(args: argparse.Namespace) -> int:

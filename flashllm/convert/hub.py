@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 from flashllm.arch.registry import resolve
@@ -155,11 +156,8 @@ class Hub:
         if CONFIG not in sizes:
             hint = ADAPTER_HINT if ADAPTER in sizes else ""
             raise FormatError(f"{model}: has no {CONFIG}, so it is no model that transformers could load{hint}")
-        config = huggingface_hub.hf_hub_download(
-            model.repo, CONFIG, revision=model.revision, cache_dir=self._cache, endpoint=self._endpoint
-        )
         try:
-            resolve(read_json_object(Path(config)))
+            resolve(read_json_object(self._fetch(model, CONFIG)))
             names = needed_files(sizes)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{model}: {error}") from error
@@ -176,21 +174,21 @@ class Hub:
 
     def _download_files(self, model: HubModel, sizes: Mapping[str, int], say: Say) -> Path:
         """The GGUF file that `model` names, with the others of a model that is split over several."""
-        import huggingface_hub
-
         name = model.file or ""
         if name not in sizes:
             known = ", ".join(sorted(other for other in sizes if _is_gguf(other))) or "none"
             raise UsageError(f"{model}: there is no such file; GGUF files there: {known}")
         names = split_files(name, sizes)
         say(f"downloading {model}: {len(names)} file(s), {format_size(sum(sizes[each] for each in names))}")
-        paths = [
-            huggingface_hub.hf_hub_download(
-                model.repo, each, revision=model.revision, cache_dir=self._cache, endpoint=self._endpoint
-            )
-            for each in names
-        ]
-        return Path(paths[0])
+        paths = [self._fetch(model, each) for each in names]
+        return paths[0]
+
+    def _fetch(self, model: HubModel, name: str, *, here: bool = False) -> Path:
+        """A file of the repository, in the cache; `here`: that is there already."""
+        from huggingface_hub import hf_hub_download
+
+        where: dict[str, Any] = {"revision": model.revision, "cache_dir": self._cache, "endpoint": self._endpoint}
+        return Path(hf_hub_download(model.repo, name, local_files_only=here, **where))
 
     def _offline(self, model: HubModel, cause: Exception, say: Say) -> Path:
         """The folder that an earlier download left, complete or not: the conversion finds what is missing."""
@@ -198,11 +196,9 @@ class Hub:
 
         try:
             if model.file is not None:
-                path = huggingface_hub.hf_hub_download(
-                    model.repo, model.file, revision=model.revision, cache_dir=self._cache, local_files_only=True
-                )
+                path = self._fetch(model, model.file, here=True)
                 say(f"{model}: the hub cannot be reached ({cause}); using the file downloaded earlier")
-                return Path(path)
+                return path
             folder = huggingface_hub.snapshot_download(
                 model.repo,
                 revision=model.revision,

@@ -84,8 +84,7 @@ class ConversionPlan:
     @property
     def lying_nbytes(self) -> int:
         """Bytes of experts that stay where they are."""
-        layers = () if self.in_place is None else self.in_place.layers
-        return sum(each.nbytes for layer in layers for each in layer) * self.architecture.experts
+        return 0 if self.in_place is None else self.in_place.expert_nbytes * self.architecture.experts
 
     @property
     def stream_block_rows(self) -> int:
@@ -121,6 +120,8 @@ class ConversionPlan:
         scales = f"; scales of the down columns in memory, {format_size(nbytes)}" if nbytes else ""
         left = self.kept.left if self.kept is not None else ()
         rest = f"; {len(left)} matrices, {left[0]} the first, dequantised to {self.dtype.name}" if left else ""
+        if self.kept is not None and self.kept.anew:
+            rest += f"; {len(self.kept.anew)} down projections of shared experts coded anew, in 8 bits"
         where = ""
         if self.in_place is not None:
             where = f"; {format_size(self.lying_nbytes)} of experts stay in it and are read there"

@@ -153,9 +153,8 @@ class _Conversion:
         for path in self._plan.companions:
             self._copy(path)
         for name, content in self._plan.made.items():
-            with HashingWriter(self._partial.path / name) as writer:
+            with self._file(name) as writer:
                 self._write(writer, name, memoryview(content))
-                self._files[name] = FileEntry(sha256=writer.finish(), nbytes=writer.position)
         if self._plan.own_predictors is not None:
             self._write_own_predictors(self._plan.own_predictors)
         elif self._plan.predictor_rank or self._plan.coded_gates:
@@ -181,7 +180,7 @@ class _Conversion:
 
     def _write_ffn(self) -> None:
         plan = self._plan
-        with HashingWriter(self._partial.path / FFN, preallocate=plan.ffn_nbytes) as writer:
+        with self._file(FFN, plan.ffn_nbytes) as writer:
             self._write(writer, FFN, memoryview(plan.ffn_header))
             self._resume(writer)
             for layer in range(len(self._checksums), plan.architecture.num_layers):
@@ -192,7 +191,6 @@ class _Conversion:
                 writer.sync()  # before the journal says so
                 self._checksums.append(np.concatenate([np.empty(0, np.uint64), *checksums]))  # none without neurons
                 self._partial.record(self._step(layer))
-            self._files[FFN] = FileEntry(sha256=writer.finish(), nbytes=writer.position)
         if self._files[FFN].nbytes != plan.ffn_nbytes:
             raise AssertionError("the layout and the written rows disagree")
 
@@ -248,21 +246,19 @@ class _Conversion:
         table = self._plan.table
         if table is None:
             return
-        with HashingWriter(self._partial.path / TABLE, preallocate=self._plan.table_nbytes) as writer:
+        with self._file(TABLE, self._plan.table_nbytes) as writer:
             self._write(writer, TABLE, memoryview(self._plan.table_header))
             for stored in self._weights.vectors(self._plan.claims[TOKEN_TABLE], table.encoding):
                 rows = np.zeros((len(stored), table.stride), np.uint8)
                 rows[:, : table.row_nbytes] = stored
                 self._table_checksums.append(row_checksums(rows))
                 self._write(writer, TABLE, rows.reshape(-1).data)
-            self._files[TABLE] = FileEntry(sha256=writer.finish(), nbytes=writer.position)
 
     def _write_resident(self) -> None:
-        with HashingWriter(self._partial.path / RESIDENT, preallocate=self._plan.resident_nbytes) as writer:
+        with self._file(RESIDENT, self._plan.resident_nbytes) as writer:
             self._write(writer, RESIDENT, memoryview(self._plan.resident_header))
             for entry in self._plan.resident:
                 self._write_tensor(writer, entry)
-            self._files[RESIDENT] = FileEntry(sha256=writer.finish(), nbytes=writer.position)
 
     def _write_tensor(self, writer: HashingWriter, entry: ResidentEntry) -> None:
         if entry.name == TABLE_CHECKSUMS:
@@ -275,23 +271,27 @@ class _Conversion:
             self._write(writer, RESIDENT, data)
 
     def _write_own_predictors(self, predictors: OwnPredictors) -> None:
-        with HashingWriter(self._partial.path / PREDICTORS) as writer:
+        with self._file(PREDICTORS) as writer:
             self._write(writer, PREDICTORS, memoryview(predictors.header(self._files[FFN].sha256)))
             for array in predictors.arrays():
                 self._write(writer, PREDICTORS, array.data)
-            self._files[PREDICTORS] = FileEntry(sha256=writer.finish(), nbytes=writer.position)
 
     def _write_predictors(self) -> None:
-        with HashingWriter(self._partial.path / PREDICTORS) as writer:
+        with self._file(PREDICTORS) as writer:
             for data in made_predictors(self._plan, self._weights, self._files[FFN].sha256):
                 self._write(writer, PREDICTORS, data)
-            self._files[PREDICTORS] = FileEntry(sha256=writer.finish(), nbytes=writer.position)
 
     def _copy(self, path: Path) -> None:
-        with HashingWriter(self._partial.path / path.name) as writer:
+        with self._file(path.name) as writer:
             for chunk in iterate_chunks(path):
                 self._write(writer, path.name, memoryview(chunk))
-            self._files[path.name] = FileEntry(sha256=writer.finish(), nbytes=writer.position)
+
+    @contextlib.contextmanager
+    def _file(self, name: str, nbytes: int = 0) -> Iterator[HashingWriter]:
+        """A file of the directory, of `nbytes` where they are known; it is listed when it is written."""
+        with HashingWriter(self._partial.path / name, preallocate=nbytes) as writer:
+            yield writer
+            self._files[name] = FileEntry(sha256=writer.finish(), nbytes=writer.position)
 
     def _write(self, writer: HashingWriter, what: str, data: memoryview) -> None:
         writer.write(data)

@@ -16,7 +16,7 @@ from flashllm import _core
 from flashllm.arch.tensors import TOKEN_TABLE
 from flashllm.config import Backend, RunConfig
 from flashllm.engine.resident import Tensors, read_tensors
-from flashllm.engine.state import NeuronCache
+from flashllm.engine.state import KeptRows, NeuronCache
 from flashllm.format.in_place import block_rows, slice_rows
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_dir import ModelDir
@@ -271,12 +271,12 @@ class _Builder:
         rows, stride = self._plan.memory.cache_rows, self._manifest.rows.stride
         return self._cache[sum(rows[:layer]) * stride : sum(rows[: layer + 1]) * stride]
 
-    def _keep_rows(self, stream: _core.RowStream, layer: int) -> "_KeptRows":
+    def _keep_rows(self, stream: _core.RowStream, layer: int) -> "KeptRows":
         """The layer's part of the neuron caches' memory holds its first rows, once they have been read."""
         rows = self._rows_of(layer)
         if len(rows):
             stream.keep(layer, rows)
-        return _KeptRows(stream, layer)
+        return KeptRows(stream, layer)
 
     def _load_predictors(self, ffns: Sequence[_core.FfnLayer | None]) -> None:
         tensors = self._read(PREDICTORS)
@@ -307,20 +307,6 @@ class _Builder:
             )
             for _ in range(2)
         ]
-
-
-class _KeptRows:
-    """A layer's rows that a stream keeps: memory that gives way like a neuron cache's."""
-
-    def __init__(self, stream: _core.RowStream, layer: int) -> None:
-        self._stream, self._layer = stream, layer
-
-    @property
-    def capacity(self) -> int:
-        return self._stream.kept(self._layer)
-
-    def set_capacity(self, rows: int) -> None:
-        self._stream.set_kept(self._layer, rows)
 
 
 def _row_offsets(path: Any, manifest: Manifest) -> list[int]:

@@ -8,25 +8,16 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
 from flashllm.errors import FlashIOError
 from flashllm.format.manifest_values import FileEntry
 from flashllm.format.model_dir import check_hash
-from flashllm.format.safetensors import read_header
+from flashllm.format.safetensors import NUMPY_DTYPES, read_header
 
 Tensors = dict[str, NDArray[Any]]
 
-_NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype("<u2"),  # its bits: numpy has no bfloat16
-    "U64": np.dtype("<u8"),
-    "I8": np.dtype("i1"),
-    "U8": np.dtype("u1"),  # codes in groups (flashllm/base/group_codes.py)
-}
 _READ_BLOCK = 64 << 20  # bytes handed to the reader at a time
 
 
@@ -57,6 +48,6 @@ def read_tensors(path: Path, reader: _core.Reader, *, direct: bool, expected: Fi
             sha256.update(before.data)
         check_hash(path, expected, sha256.hexdigest())
     return {
-        name: buffer[info.offset : info.offset + info.nbytes].view(_NUMPY_DTYPES[info.dtype]).reshape(info.shape)
+        name: buffer[info.offset : info.offset + info.nbytes].view(NUMPY_DTYPES[info.dtype]).reshape(info.shape)
         for name, info in header.tensors.items()
     }

@@ -10,13 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashllm.engine.meter import StepTimes
-from flashllm.engine.passes import StepOptions
+from flashllm.engine.model import Model
+from flashllm.engine.passes import Pass, StepOptions
 from flashllm.engine.turns import PATIENCE_S, SLICE_S, Turn, Turns
 from flashllm.errors import BudgetError, Cancelled, ContextFull
 from flashllm.plan.memory import MAX_VERIFIED
@@ -26,26 +27,6 @@ _EXPOSED = ("io_ms", "memory_ms", "compute_ms")
 
 Entries = Sequence[tuple[Any, Sequence[int]]]
 Logits = NDArray[np.float32]
-
-
-class Waiting(Protocol):
-    """A pass that can wait: `flashllm.engine.passes.Pass`."""
-
-    def advance(self, seconds: float) -> Logits | None: ...
-    def close(self) -> None: ...
-
-
-class Steps(Protocol):
-    """The part of `flashllm.engine.model.Model` that is shared."""
-
-    @property
-    def meter(self) -> Any: ...
-    @property
-    def most_drafted(self) -> int: ...
-    def is_prompt(self, tokens: int) -> bool: ...
-    def step(self, entries: Entries, **options: Unpack[StepOptions]) -> Logits: ...
-    def begin(self, entries: Entries, **options: Unpack[StepOptions]) -> Waiting: ...
-    def cancel(self, on: bool = True) -> None: ...
 
 
 class ShareMeter:
@@ -86,7 +67,7 @@ class _Member:
     meter: ShareMeter
     entries: Entries = ()
     options: StepOptions = field(default_factory=StepOptions)  # of its step
-    running: Waiting | None = None
+    running: Pass | None = None
     logits: Logits | None = None
     error: Exception | None = None
 
@@ -98,7 +79,7 @@ class _Member:
 class SharedModel:
     """The model for each thread that is a `member`, as if it were alone. What is not here is the model's own."""
 
-    def __init__(self, model: Steps, make_room: Callable[[], bool]) -> None:
+    def __init__(self, model: Model, make_room: Callable[[], bool]) -> None:
         """`make_room` gives memory of sequences back, if it can: what it returns."""
         self._model, self._make_room = model, make_room
         self._changed = threading.Condition()

@@ -9,7 +9,6 @@ bytes are the native core's.
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,13 +25,21 @@ Spans = list[list[NDArray[np.uint8]]]  # pages of each kind of layer
 _numbers = itertools.count()
 
 
-class NeuronCache(Protocol):
-    """A layer's cache, which gives memory away and gets it back."""
+class KeptRows:
+    """A layer's rows that a stream keeps: memory that gives way like a neuron cache's."""
+
+    def __init__(self, stream: _core.RowStream, layer: int) -> None:
+        self._stream, self._layer = stream, layer
 
     @property
-    def capacity(self) -> int: ...
+    def capacity(self) -> int:
+        return self._stream.kept(self._layer)
 
-    def set_capacity(self, rows: int) -> None: ...
+    def set_capacity(self, rows: int) -> None:
+        self._stream.set_kept(self._layer, rows)
+
+
+NeuronCache = _core.FfnLayer | KeptRows  # of a layer: gives memory away and gets it back
 
 
 class StateMemory(OneProcess):

@@ -102,6 +102,11 @@ class InPlace:
         found = zip(self.layers[layer], rows, strict=True)
         return sum(-(-each.nbytes // each.piece_nbytes(count)) for each, count in found)
 
+    @property
+    def expert_nbytes(self) -> int:
+        """Bytes of one expert of each layer, together."""
+        return sum(each.nbytes for layer in self.layers for each in layer)
+
     def check_files(self, directory: Path) -> None:
         """FormatError where one is gone or another."""
         for file in self.files:

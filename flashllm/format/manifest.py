@@ -32,7 +32,7 @@ from typing import Any, Self
 from flashllm.arch.registry import block_spec, resident_shapes, resolve
 from flashllm.arch.spec import Architecture, BlockSpec
 from flashllm.arch.tensors import TOKEN_TABLE
-from flashllm.base.checks import check_file_name, check_int, check_list, check_str
+from flashllm.base.checks import check_file_name, check_int, check_keys, check_str, from_json
 from flashllm.base.codes.carried import PLANE_CODES, SCALE_FORMS
 from flashllm.base.files import is_there, read_json_object, write_atomically
 from flashllm.errors import FormatError, UsageError
@@ -54,14 +54,7 @@ from flashllm.format.manifest_values import (
     Source,
     Sparsity,
     check_dtype,
-    fields_of,
-    read_architecture,
-    read_calibration,
-    read_files,
-    read_optional,
     read_rows,
-    read_sparsity,
-    read_value,
 )
 from flashllm.format.model_files import (
     CONFIG,
@@ -90,7 +83,12 @@ _MAX_FILES = 1000
 _MATRIX_ENCODINGS = (*CODED_ENCODINGS, *CARRIED_ENCODINGS)
 # Forms other than fp32 of what weights in groups are multiplied by. "int16": those of 8 bits; those of 4 bits by int8.
 ACTIVATIONS = ("int16", "int8")
-_OPTIONAL_KEYS = ("resident_encoding", "activations", "sparsity", "quality", "in_place")
+_UNWRITTEN: dict[str, Any] = {  # keys that are there only where the value is another
+    **dict.fromkeys(("resident_encoding", "activations", "sparsity", "quality", "in_place")),
+    "other_encodings": {},
+    "down_scales": [],
+    "checksum_rows": 1,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,32 +313,24 @@ class Manifest:
     @classmethod
     def _from_json(cls, value: Any) -> Self:
         if isinstance(value, dict):
-            # Written only where there is one:
-            value = {
-                **dict.fromkeys(_OPTIONAL_KEYS),
-                "other_encodings": {},
-                "down_scales": [],
-                "checksum_rows": 1,
-                **value,
-            }
+            value = {**_UNWRITTEN, **value}
             value.pop("permutation", None)  # of earlier versions, as the copy of the neurons that it was about
-        fields = fields_of(cls, value, "the manifest")
-        fields["architecture"] = read_architecture(fields["architecture"])
-        fields["rows"] = read_rows(fields["rows"], fields["architecture"])
-        fields["calibration"] = read_calibration(fields["calibration"])
-        fields["sparsity"] = read_sparsity(fields["sparsity"])
-        fields["quality"] = read_optional(Quality, fields["quality"], "quality")
-        fields["in_place"] = read_in_place(fields["in_place"])
-        if not isinstance(fields["other_encodings"], dict):
-            raise ValueError("other_encodings must be an object")
-        fields["files"] = {name: entry for name, entry in read_files(fields["files"]).items() if name != PLACED}
-        fields["source"] = read_value(Source, fields["source"], "source")
-        fields["down_scales"] = tuple(check_list(fields["down_scales"], "down_scales"))
+        kinds = {field.name: field.type for field in dataclasses.fields(cls)}
+        fields = check_keys(value, tuple(kinds), "the manifest")
+        rows, in_place = fields.pop("rows"), fields.pop("in_place")
+        fields = {name: from_json(kinds[name], each, name) for name, each in fields.items()}
+        fields["rows"] = read_rows(rows, fields["architecture"])
+        fields["in_place"] = read_in_place(in_place)
+        fields["files"].pop(PLACED, None)
         return cls(**fields)
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object, in the order of the written file."""
-        return {
+        calibration, sparsity, quality = (
+            None if each is None else dataclasses.asdict(each)
+            for each in (self.calibration, self.sparsity, self.quality)
+        )
+        value = {
             "format_version": self.format_version,
             "flashllm_version": self.flashllm_version,
             "architecture": {
@@ -349,26 +339,27 @@ class Manifest:
                 if (name not in EXPERT_KEYS or self.architecture.experts) and (name not in LAYER_KEYS or value)
             },
             "dtype": self.dtype,
-            **({} if self.resident_encoding is None else {"resident_encoding": self.resident_encoding}),
-            **({"other_encodings": dict(self.other_encodings)} if self.other_encodings else {}),
-            **({"down_scales": list(self.down_scales)} if self.down_scales else {}),
-            **({} if self.activations is None else {"activations": self.activations}),
-            **({} if self.checksum_rows == 1 else {"checksum_rows": self.checksum_rows}),
+            "resident_encoding": self.resident_encoding,
+            "other_encodings": dict(self.other_encodings),
+            "down_scales": list(self.down_scales),
+            "activations": self.activations,
+            "checksum_rows": self.checksum_rows,
             "rows": {
                 name: list(self.rows.matrices) if name == "matrices" else getattr(self.rows, name)
                 for name in ROW_KEYS
                 if name != "down_encoding" or self.rows.down_encoding is not None
             },
             "files": {name: dataclasses.asdict(self.files[name]) for name in sorted(self.files)},
-            "calibration": None if self.calibration is None else dataclasses.asdict(self.calibration),
-            **({} if self.sparsity is None else {"sparsity": dataclasses.asdict(self.sparsity)}),
-            **({} if self.quality is None else {"quality": dataclasses.asdict(self.quality)}),
-            **({} if self.in_place is None else {"in_place": self.in_place.to_json()}),
+            "calibration": calibration,
+            "sparsity": sparsity,
+            "quality": quality,
+            "in_place": None if self.in_place is None else self.in_place.to_json(),
             "sparse_prefill_tokens": self.sparse_prefill_tokens,
             "prefill_block_tokens": self.prefill_block_tokens,
             "stream_block_rows": self.stream_block_rows,
             "source": dataclasses.asdict(self.source),
         }
+        return {name: each for name, each in value.items() if name not in _UNWRITTEN or each != _UNWRITTEN[name]}
 
     def save(self, directory: Path) -> None:
         """Write `flashllm.json` into `directory`, atomically and durably."""

@@ -2,10 +2,9 @@
 read from JSON. Knows no files.
 """
 
-import dataclasses
 import re
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from flashllm.arch.spec import Architecture, check_number
 from flashllm.base.checks import check_int, check_keys, check_list, check_str, is_number
@@ -16,8 +15,6 @@ from flashllm.format.rows import RowLayout
 EXPERT_KEYS = ("experts", "chosen_experts", "shared_neurons")  # of the architecture of a mixture of experts
 LAYER_KEYS = ("widths", "dense_layers")  # of the architecture of a model whose layers differ
 ROW_KEYS = ("encoding", "down_encoding", "matrices", "row_nbytes", "stride", "num_rows")
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,32 +111,6 @@ def check_dtype(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be one of {', '.join(WEIGHT_DTYPES)}, not {str(value)[:80]!r}")
 
 
-def fields_of(kind: type[Any], value: Any, where: str) -> dict[str, Any]:
-    """A JSON object that has the fields of `kind`, no more and no fewer. ValueError says where it does not."""
-    return check_keys(value, tuple(field.name for field in dataclasses.fields(kind)), where)
-
-
-def read_value(kind: type[T], value: Any, where: str) -> T:
-    """A `kind` whose fields are those of a JSON object. ValueError names the place and the fault."""
-    try:
-        return kind(**fields_of(kind, value, where))
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-
-
-def read_optional(kind: type[T], value: Any, where: str) -> T | None:
-    """The same; None for null."""
-    return None if value is None else read_value(kind, value, where)
-
-
-def read_architecture(value: Any) -> Architecture:
-    """Fields on experts, and on layers that differ, may be left out where there are none."""
-    if isinstance(value, dict):
-        of_layers = {name: tuple(check_list(value.get(name, []), name)) for name in LAYER_KEYS}
-        value = {**dict.fromkeys(EXPERT_KEYS, 0), **value, **of_layers}
-    return read_value(Architecture, value, "architecture")
-
-
 def read_rows(value: Any, architecture: Architecture) -> RowLayout:
     """The layout, whose derived numbers must be those that are written."""
     if isinstance(value, dict):
@@ -157,27 +128,3 @@ def read_rows(value: Any, architecture: Architecture) -> RowLayout:
         if type(rows[name]) is not int or rows[name] != getattr(layout, name):
             raise ValueError(f"rows.{name} must be {getattr(layout, name)}, not {str(rows[name])[:80]}")
     return layout
-
-
-def read_calibration(value: Any) -> Calibration | None:
-    """None for null."""
-    if value is None:
-        return None
-    parts = fields_of(Calibration, value, "calibration")
-    lists = {name: tuple(check_list(parts[name], name)) for name in ("mean_active", "req")}
-    return Calibration(**{**parts, **lists})
-
-
-def read_sparsity(value: Any) -> Sparsity | None:
-    """None for null."""
-    if value is None:
-        return None
-    parts = fields_of(Sparsity, value, "sparsity")
-    return Sparsity(**{**parts, "cuts": tuple(check_list(parts["cuts"], "cuts"))})
-
-
-def read_files(value: Any) -> dict[str, FileEntry]:
-    """Each file's entry by its name."""
-    if not isinstance(value, dict):
-        raise ValueError("files must be an object")
-    return {name: read_value(FileEntry, entry, f"files {name[:80]!r}") for name, entry in value.items()}

@@ -12,8 +12,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
-import numpy as np
-
 from flashllm.arch.registry import block_spec, complete_config
 from flashllm.arch.spec import Architecture, BlockSpec
 from flashllm.base.codes.carried import SCALE_FORMS, Plane
@@ -139,9 +137,6 @@ class ModelDir:
         return self.block.kv_nbytes_per_token(self.dtype.itemsize)
 
 
-_PLANE_DTYPES = {"F16": np.float16, "I8": np.int8, "U8": np.uint8}
-
-
 def read_plane(directory: Path, manifest: Manifest, layer: int) -> Plane | None:
     """The scales of a layer's down columns; None where the rows hold them. FormatError, FlashIOError."""
     if not manifest.rows.has_plane:
@@ -150,10 +145,7 @@ def read_plane(directory: Path, manifest: Manifest, layer: int) -> Plane | None:
     arrays = {}
     with open_safetensors(directory / RESIDENT) as file:
         for name in plane_tensors(layer, form, manifest.layout(layer)):
-            info = file.header.tensors[name]
-            values = np.empty(info.shape, _PLANE_DTYPES[info.dtype])
-            file.read_into(info, 0, values.reshape(-1).view(np.uint8).data)
-            arrays[name.rpartition(".")[2]] = values
+            arrays[name.rpartition(".")[2]] = file.array(file.header.tensors[name])
     return Plane(form=SCALE_FORMS[form], arrays=arrays)
 
 

@@ -47,19 +47,18 @@ def read_popularity(directory: Path, manifest: Manifest) -> Popularity | None:
     if POPULARITY not in manifest.files:
         return None
     path, widths = Path(directory) / POPULARITY, manifest.architecture.every_width
-    shares = np.empty(sum(widths), np.float32)
+    found: list[NDArray[np.float32]] = []
     with open_safetensors(path) as file:
         shapes: dict[str, tuple[int, ...]] = {_of_layer(layer): (width,) for layer, width in enumerate(widths)}
         if _OF_ALL in file.header.tensors and len(set(widths)) == 1:
             shapes = {_OF_ALL: (len(widths), widths[0])}
-        first = 0
         for name, shape in shapes.items():
-            tensor, end = file.header.tensors.get(name), first + int(np.prod(shape))
+            tensor = file.header.tensors.get(name)
             if tensor is None or tensor.dtype != "F32" or tensor.shape != shape:
                 message = f"{path}: must hold {name}, F32 {list(shape)}; remove the file from the model directory"
                 raise FormatError(message)
-            file.read_into(tensor, 0, shares[first:end].view(np.uint8).data)
-            first = end
+            found.append(file.array(tensor).reshape(-1))
+    shares = np.concatenate(found)
     if not ((shares >= 0) & (shares <= 1)).all():
         raise FormatError(f"{path}: holds shares outside 0 to 1; the model directory is damaged")
     return tuple(np.split(shares, np.cumsum(widths)[:-1]))

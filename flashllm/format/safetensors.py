@@ -20,6 +20,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from flashllm.base.files import file_status, open_for_reading, parse_json, pread_bytes, pread_into
 from flashllm.errors import FormatError
 
@@ -35,6 +38,15 @@ ITEMSIZES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
+
+NUMPY_DTYPES: dict[str, np.dtype[Any]] = {  # of tensors that are read as arrays
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),  # its bits: numpy has no bfloat16
+    "U64": np.dtype("<u8"),
+    "I8": np.dtype("i1"),
+    "U8": np.dtype("u1"),  # codes in groups (flashllm/base/group_codes.py)
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +107,12 @@ class SafetensorsFile:
     def read_into(self, info: TensorInfo, start: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes of tensor `info` from its byte `start`."""
         pread_into(self.fd, buffer, info.position(start, len(buffer)), self.header.path)
+
+    def array(self, info: TensorInfo) -> NDArray[Any]:
+        """The values of a tensor of one of NUMPY_DTYPES."""
+        values = np.empty(info.shape, NUMPY_DTYPES[info.dtype])
+        self.read_into(info, 0, values.reshape(-1).view(np.uint8).data)
+        return values
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from flashllm.engine.model import Model
 from flashllm.errors import UsageError
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import PREDICTORS
-from flashllm.generate.language_model import LanguageModel
 from flashllm.generate.tokenizer import Tokenizer
 
 _PRIOR = 0.7  # that a drafted token is right, before any was judged
@@ -29,7 +28,7 @@ class DraftModel:
 
     priors = (_PRIOR,)
 
-    def __init__(self, model: LanguageModel, *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, model: Model, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self._model, self._clock = model, clock
         self._sequence = model.new_sequence()
         self._held = array("q")

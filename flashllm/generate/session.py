@@ -6,40 +6,28 @@ it was after the last record.
 """
 
 from array import array
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashllm.base.files import Closing
 from flashllm.engine.meter import StepTimes
+from flashllm.engine.model import Model
+from flashllm.engine.state import SequenceState
 from flashllm.errors import ContextFull, UsageError
 from flashllm.generate.detokenizer import Decoder, Detokenizer
 from flashllm.generate.grammar import Matcher
-from flashllm.generate.language_model import LanguageModel, ModelSequence
 from flashllm.generate.logprobs import TokenLogprobs, logprobs_of
 from flashllm.generate.sampling import Sampler, SamplingOptions
 from flashllm.generate.speculation import Decoding, Speculation
+from flashllm.generate.templates.chat_template import ChatTemplate
+from flashllm.generate.tokenizer import Tokenizer
 
 Stopped = Literal["eos", "length", "stop", "context"]
 _SCORED_NBYTES = 32 << 20  # of the logits that a scored prompt has in memory at once
-
-
-class Template(Protocol):
-    """Renderer of conversations: `flashllm.generate.templates.chat_template.ChatTemplate`."""
-
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str: ...
-
-
-class TextTokenizer(Protocol):
-    """The part of `flashllm.generate.tokenizer.Tokenizer` that a session needs."""
-
-    @property
-    def end_ids(self) -> frozenset[int]: ...
-    def encode(self, text: str, *, add_special: bool = True) -> list[int]: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +67,11 @@ class Session(Closing):
 
     def __init__(
         self,
-        model: LanguageModel,
-        tokenizer: TextTokenizer,
+        model: Model,
+        tokenizer: Tokenizer,
         options: SamplingOptions | None = None,
         *,
-        template: Template | None = None,
+        template: ChatTemplate | None = None,
         speculation: Speculation | None = None,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
@@ -100,7 +88,7 @@ class Session(Closing):
         self._computed = 0
         self._turn = 0  # which stream may extend the context
         self._sampler = Sampler(self.options.seed)
-        self._sequence: ModelSequence | None = model.new_sequence()
+        self._sequence: SequenceState | None = model.new_sequence()
 
     @property
     def tokens(self) -> list[int]:
@@ -253,7 +241,7 @@ class Session(Closing):
             else:
                 self.messages.append({"role": "assistant", "content": "".join(answer)})
 
-    def _answer(self, template: Template) -> Iterator[PrefillRecord | TokenRecord]:
+    def _answer(self, template: ChatTemplate) -> Iterator[PrefillRecord | TokenRecord]:
         system = [{"role": "system", "content": self.system}] if self.system else []
         # The template writes the special tokens itself.
         ids = self.tokenizer.encode(template.render(system + self.messages), add_special=False)
@@ -347,7 +335,7 @@ class Session(Closing):
             self._computed += 1
 
     def _compute_prompt(
-        self, sequence: ModelSequence, ids: list[int], *, scored: bool, dense: bool
+        self, sequence: SequenceState, ids: list[int], *, scored: bool, dense: bool
     ) -> tuple[NDArray[np.float32], tuple[TokenLogprobs, ...] | None]:
         """Logits [vocab] after `ids`, and where they are scored the log probabilities of all but the first."""
         if not scored:
@@ -363,7 +351,7 @@ class Session(Closing):
             logits = rows[-1]
         return logits, tuple(scores)
 
-    def _open_sequence(self) -> ModelSequence:
+    def _open_sequence(self) -> SequenceState:
         if self._sequence is None:
             raise UsageError("the session is closed")
         return self._sequence

@@ -17,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm.config import RunConfig
+from flashllm.engine.model import Model
+from flashllm.engine.state import SequenceState
 from flashllm.errors import ContextFull
 from flashllm.generate.depth import DepthGate
-from flashllm.generate.language_model import LanguageModel, ModelSequence
 from flashllm.generate.lookup import PromptLookup
 
 
@@ -106,7 +107,7 @@ class Speculation:
         self.gate.judged(kind, accepted, rejected)
 
 
-def speculation_of(config: RunConfig, model: LanguageModel, draft: Drafter | None = None) -> Speculation | None:
+def speculation_of(config: RunConfig, model: Model, draft: Drafter | None = None) -> Speculation | None:
     """The speculation that `config` asks for, with the draft model if there is one; None where nothing is drafted."""
     if config.speculate == "off" or model.most_drafted < 1:
         return None
@@ -121,7 +122,7 @@ class Decoding:
     """
 
     def __init__(
-        self, model: LanguageModel, sequence: ModelSequence, tokens: "array[int]", speculation: Speculation | None
+        self, model: Model, sequence: SequenceState, tokens: "array[int]", speculation: Speculation | None
     ) -> None:
         self._model, self._sequence, self._tokens, self._speculation = model, sequence, tokens, speculation
         self._ahead: deque[tuple[int, NDArray[np.float32]]] = deque()  # a drafted token and the logits after it

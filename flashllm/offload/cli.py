@@ -174,12 +174,7 @@ def _text(document: dict[str, Any], policy: "Policy", prediction: "Prediction", 
         f"policy      GPU batch {policy.gpu_batch} × {policy.num_batches} = block of {policy.block_size}",
     ]
     for kind, name in (("w", "weights"), ("c", "KV cache"), ("h", "activations")):
-        shares = ", ".join(
-            f"{getattr(policy, kind + tier):.1%} {where}"
-            for tier, where in (("g", "device"), ("c", "CPU"), ("d", "disk"))
-            if getattr(policy, kind + tier) > 0
-        )
-        lines.append(f"  {name:12s}{shares}")
+        lines.append(f"  {name:12s}{', '.join(policy.shares(kind, 1))}")
     if methods:
         lines.append(f"  {'with':12s}{', '.join(methods)}")
     lines.append(f"stage times over the block, s{'':8s}prefill      decode")

@@ -386,12 +386,7 @@ def run_options(options: LaunchOptions, launch: Launch | None = None) -> RunOpti
 def describe(policy: Policy) -> str:
     parts = [f"batches of {policy.gpu_batch} sequences, {policy.num_batches} a block"]
     for kind, name in (("w", "weights"), ("c", "cache"), ("h", "activations")):
-        shares = [
-            f"{getattr(policy, kind + tier):.0%} {where}"
-            for tier, where in (("g", "device"), ("c", "CPU"), ("d", "disk"))
-            if getattr(policy, kind + tier) > 0
-        ]
-        parts.append(f"{name} {' + '.join(shares)}")
+        parts.append(f"{name} {' + '.join(policy.shares(kind))}")
     compressed = [name for name in COMPRESSIBLE if getattr(policy, f"compress_{name}")]
     if compressed:
         parts.append(f"compressed {' and '.join(compressed)}")

@@ -32,11 +32,6 @@ class LatencyEngine:
     token_s: float
     seconds: float  # of the prompt and all its new tokens
 
-    @property
-    def throughput(self) -> float:
-        """New tokens a second, after the prompt."""
-        return 1 / self.token_s
-
 
 def latency_engine(
     path: Path, hardware: Hardware, workload: Workload, *, memory: int | None = None, store: Path | None = None

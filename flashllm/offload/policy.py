@@ -34,14 +34,30 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
-    """The places of tensors (fractions that sum to 1 for each kind), how batches are grouped, which methods are on.
+class Method:
+    """The part of a policy that is not placement: what the search enumerates and the user chooses."""
+
+    gpu_batch: int  # sequences computed at once
+    num_batches: int = 1  # GPU batches in a block, which share each load of a layer's weights
+    compress_weights: bool = False
+    compress_cache: bool = False
+    cpu_attention: bool = False  # decode attention runs where the cache lives when that is not the device
+    attention_sparsity: float = 1.0  # share of the value cache that is read; 0.1 in section 6.2, 1.0 reads all
+    overlap: bool = True
+
+    @property
+    def block_size(self) -> int:
+        """Sequences in a block (bls of A.3)."""
+        return self.gpu_batch * self.num_batches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy(Method):
+    """A method, and the places of tensors: fractions that sum to 1 for each kind.
 
     Letters: w weights, c KV cache, h activations; g device ("GPU"), c CPU memory, d disk.
     """
 
-    gpu_batch: int  # sequences computed at once
-    num_batches: int = 1  # GPU batches in a block, which share each load of a layer's weights
     wg: float
     wc: float
     wd: float
@@ -51,11 +67,6 @@ class Policy:
     hg: float
     hc: float
     hd: float
-    compress_weights: bool = False
-    compress_cache: bool = False
-    cpu_attention: bool = False  # decode attention runs where the cache lives when that is not the device
-    attention_sparsity: float = 1.0  # share of the value cache that is read; 0.1 in section 6.2, 1.0 reads all
-    overlap: bool = True
 
     PLACEMENT: ClassVar[tuple[str, ...]] = ("wg", "wc", "wd", "cg", "cc", "cd", "hg", "hc", "hd")
 
@@ -78,11 +89,6 @@ class Policy:
         sparsity = self.attention_sparsity
         if isinstance(sparsity, bool) or not isinstance(sparsity, int | float) or not 0 < sparsity <= 1:
             raise ValueError(f"attention_sparsity must be above 0 and at most 1, not {sparsity!r}")
-
-    @property
-    def block_size(self) -> int:
-        """Sequences in a block (bls of A.3)."""
-        return self.gpu_batch * self.num_batches
 
     @property
     def placement(self) -> tuple[float, ...]:
@@ -111,6 +117,12 @@ class Policy:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    def shares(self, kind: str, digits: int = 0) -> list[str]:
+        """The places of a kind, "w", "c" or "h", for people: like "40% device"; in per cent of so many digits."""
+        tiers = (("g", "device"), ("c", "CPU"), ("d", "disk"))
+        found = [(getattr(self, kind + tier), where) for tier, where in tiers]
+        return [f"{share:.{digits}%} {where}" for share, where in found if share > 0]
 
     @classmethod
     def from_json(cls, data: Any, *, where: str = "policy") -> "Policy":

@@ -41,12 +41,8 @@ class CodesFolder:
             path = self._file(number)
             if not path.exists():
                 return None
-            codes: Codes = {}
             with open_safetensors(path) as file:
-                for name, info in file.header.tensors.items():
-                    codes[name] = np.empty(info.shape, np.uint8)
-                    file.read_into(info, 0, codes[name].reshape(-1).data)
-            self._loaded = number, codes
+                self._loaded = number, {name: file.array(info) for name, info in file.header.tensors.items()}
         return self._loaded[1]
 
     def write(self, number: int, codes: Codes) -> None:

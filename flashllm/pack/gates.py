@@ -4,7 +4,7 @@ Arithmetic over a loaded model's weights, some rows at a time; chooses nothing.
 """
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from flashllm.engine.model import Model
 from flashllm.format.model_files import PREDICTORS, RESIDENT, gate_tensor
 from flashllm.format.predictors import GATE_CODE
 from flashllm.format.rows import ROW_ENCODINGS, unpack_rows
-from flashllm.format.safetensors import SafetensorsFile, open_safetensors
+from flashllm.format.safetensors import open_safetensors
 
 Floats = NDArray[np.float32]
 
@@ -36,7 +36,7 @@ class Gates:
     def coded_products(self, layer: int, x: Floats) -> Floats:
         """The same of the gate in 4 bits, of a model that has one."""
         with open_safetensors(self._model.directory.path / PREDICTORS) as file:
-            codes = _tensor(file, f"layers.{layer}.gate", np.dtype("u1"))
+            codes = file.array(file.header.tensors[f"layers.{layer}.gate"])
         rows = self._manifest.stream_block_rows
         parts = [
             x @ GATE_CODE.decode(codes[first : first + rows], x.shape[1]).T for first in range(0, len(codes), rows)
@@ -68,7 +68,7 @@ class Gates:
         encoding = ROW_ENCODINGS[rows.encoding]
         if self._manifest.resident_gate:
             with open_safetensors(self._model.directory.path / RESIDENT) as file:
-                stored = _tensor(file, gate_tensor(layer), encoding.storage)
+                stored = file.array(file.header.tensors[gate_tensor(layer)])
             for first in range(0, len(stored), together):
                 yield encoding.widened(stored[first : first + together], rows.d_model)
             return
@@ -83,13 +83,6 @@ class Gates:
         with open_safetensors(self._model.directory.path / RESIDENT) as file:
             if name not in file.header.tensors:
                 return products
-            dtype = self._model.directory.dtype
-            bias: Floats = cast_dtype(_tensor(file, name, dtype.storage), dtype, WEIGHT_DTYPES["float32"])
+            values, dtype = file.array(file.header.tensors[name]), self._model.directory.dtype
+            bias: Floats = cast_dtype(values, dtype, WEIGHT_DTYPES["float32"])
             return np.add(products, bias, out=products)
-
-
-def _tensor(file: SafetensorsFile, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
-    info = file.header.tensors[name]
-    values = np.empty(info.shape, dtype)
-    file.read_into(info, 0, values.reshape(-1).view(np.uint8).data)
-    return values

@@ -59,11 +59,8 @@ class Layer(NamedTuple):
                 yield bundle, name, array[:, neurons] if name == "down" else array[neurons]
 
     def tensors(self) -> Tensors:
-        matrices = {
-            name: Matrix(array, array.shape[0], array.shape[1], None, None)
-            for name, array in (self.matrices | dict(self.router)).items()
-        }
-        return Tensors(matrices, self.vectors)
+        arrays = self.matrices | dict(self.router)
+        return Tensors({name: Matrix.of(array) for name, array in arrays.items()}, self.vectors)
 
 
 class _Inputs:
@@ -206,9 +203,8 @@ class Calibration:
         return [self._ops.embed(ends, rows, self._positions) for rows in chosen]
 
     def _ends(self, names: Sequence[str], vectors: Mapping[str, Floats]) -> Tensors:
-        tables = {name: self._table(name) for name in names if f"{name}.weight" in self._source.shapes}
-        matrices = {name: Matrix(table, table.shape[0], table.shape[1], None, None) for name, table in tables.items()}
-        return Tensors(matrices, vectors)
+        there = [name for name in names if f"{name}.weight" in self._source.shapes]
+        return Tensors({name: Matrix.of(self._table(name)) for name in there}, vectors)
 
     def _table(self, name: str) -> Array:
         array = np.empty(self._source.shapes[f"{name}.weight"], self._ops.storage)

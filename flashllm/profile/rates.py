@@ -36,7 +36,7 @@ class RateCurve:
         return cls(((1.0, rate),))
 
     @classmethod
-    def from_json(cls, data: Any) -> "RateCurve":
+    def from_plain(cls, data: Any) -> "RateCurve":
         """A number, or a list of [size, rate]. Raises ValueError for anything else."""
         try:
             if isinstance(data, int | float) and not isinstance(data, bool):
@@ -45,7 +45,7 @@ class RateCurve:
         except (TypeError, OverflowError):
             raise ValueError(f"expected a rate or a list of [size, rate], not {data!r}") from None
 
-    def to_json(self) -> list[list[float]]:
+    def to_plain(self) -> list[list[float]]:
         return [[size, rate] for size, rate in self.knots]
 
     def at(self, size: float) -> float:

@@ -108,7 +108,7 @@ def write_curve(folder: Path, nbytes: int, among: Sequence[int] = _WRITES) -> Ra
     def write(size: int) -> Sample:
         def once() -> None:
             place = int(random.integers(0, nbytes - size + 1)) // _BLOCK * _BLOCK
-            writer.wait(writer.write(place, buffer[:size]))
+            writer.write([(place, buffer[:size])])
 
         return Sample(size=size, units=size, seconds=seconds_of(once, at_least_s=_WRITE_S))
 
@@ -116,7 +116,7 @@ def write_curve(folder: Path, nbytes: int, among: Sequence[int] = _WRITES) -> Ra
         if not writer.direct:
             return None  # the page cache's rates say nothing of the drive
         for start in range(0, nbytes, len(buffer)):
-            writer.wait(writer.write(start, buffer[: nbytes - start]))
+            writer.write([(start, buffer[: nbytes - start])])
         return curve_of(sample_rounds({"writes": (write, sizes)}, rounds=_WRITE_ROUNDS)["writes"])
     except FlashIOError:
         return None

@@ -20,13 +20,12 @@ from typing import Any
 
 import psutil
 
-from flashllm.base.checks import check_keys, check_list, check_str
+from flashllm.base.checks import check_keys, check_list, check_str, from_json, to_json
 from flashllm.base.files import locked_directory, read_json_object, write_atomically
 from flashllm.base.machine import num_cores
 from flashllm.base.user_dirs import user_cache_dir
 from flashllm.errors import FlashError, FormatError
 from flashllm.profile.machine import Profile
-from flashllm.profile.stored import from_json, to_json
 
 _VERSION, _READ = 4, (3, 4)
 _WAIT_S = 10.0  # for another process that measures, or writes

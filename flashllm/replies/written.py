@@ -27,6 +27,11 @@ def is_object(text: str) -> bool:
         return False
 
 
+def arguments_of(text: str) -> dict[str, Any]:
+    """A call's arguments as an object; what is none, as its one field "arguments"."""
+    return dict(load(text)) if is_object(text) else {"arguments": text}
+
+
 def dump(value: Any) -> str:
     """`value` as JSON. ValueError for infinite numbers."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False)

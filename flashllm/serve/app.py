@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -25,6 +25,7 @@ from flashllm.api.prompts import PromptEncoder, Unanswerable
 from flashllm.api.requests import Request as Wanted
 from flashllm.generate.grammar import Matcher
 from flashllm.generate.sampling import SamplingOptions
+from flashllm.generate.tokenizer import Tokenizer
 from flashllm.serve import http, page
 from flashllm.serve.bodies import Asked, parse
 from flashllm.serve.forms import Form, Memory
@@ -37,20 +38,13 @@ Document = Mapping[str, Any]
 COMPLETION_TOKENS = 16  # of a completion that does not say; a chat's answer may fill the context
 
 
-class Text(Protocol):
-    """The part of `flashllm.generate.tokenizer.Tokenizer` that the endpoints need."""
-
-    def decode(self, ids: list[int]) -> str: ...
-    def token_text(self, token_id: int) -> str: ...
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
     """The model as clients see it."""
 
     name: str
     encoder: PromptEncoder
-    tokenizer: Text
+    tokenizer: Tokenizer
     defaults: SamplingOptions  # of requests that do not say
     memory: Memory
     nbytes: int = 0  # of its files

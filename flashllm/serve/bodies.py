@@ -4,10 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from flashllm.api.fields import MAX_DEPTH, BadRequest, depth, flag, short
+from flashllm.api.fields import BadRequest, flag, json_object, mapping, text
 from flashllm.api.requests import Request, parse_body
-from flashllm.base.files import parse_json
-from flashllm.errors import FormatError
 from flashllm.generate.sampling import SamplingOptions
 
 MAX_PROMPTS = 128
@@ -22,35 +20,23 @@ class Asked:
     model: str | None  # None: it names none
     requests: tuple[Request, ...]  # one a prompt
     stream: bool
-    include_usage: bool  # a last chunk with the usage
-    include_timings: bool  # each chunk says where its token's time went (an addition to OpenAI's interface)
-    echo: bool  # the text begins with the prompt
-    generate: bool  # False: max_tokens is 0, so that the prompt alone is echoed
+    include_usage: bool = False  # a last chunk with the usage
+    include_timings: bool = False  # each chunk says where its token's time went (an addition to OpenAI's interface)
+    echo: bool = False  # the text begins with the prompt
+    generate: bool = True  # False: max_tokens is 0, so that the prompt alone is echoed
 
     @classmethod
     def chat(cls, request: Request, *, stream: bool, model: str | None = None) -> "Asked":
         """A conversation of another dialect."""
-        return cls(
-            kind="chat",
-            model=model,
-            requests=(request,),
-            stream=stream,
-            include_usage=False,
-            include_timings=False,
-            echo=False,
-            generate=True,
-        )
+        return cls(kind="chat", model=model, requests=(request,), stream=stream)
 
 
 def parse(raw: bytes, kind: Literal["chat", "completion"], *, custom_id: str, defaults: SamplingOptions) -> Asked:
     """Understand the body `raw`. BadRequest where it asks for nothing we can answer; it names the field."""
     body = parse_object(raw)
-    model = body.get("model")
-    if model is not None and not isinstance(model, str):
-        raise BadRequest(f"model must be a text, not {short(model)}", param="model")
-    stream = flag(body, "stream") if "stream" in body else False
+    stream = flag(body, "stream")
     options = _stream_options(body, stream=stream)
-    echo = kind == "completion" and "echo" in body and flag(body, "echo")
+    echo = kind == "completion" and flag(body, "echo")
     rest = {name: each for name, each in body.items() if name not in ("stream", "stream_options")}
     if kind == "completion":
         rest.pop("echo", None)
@@ -59,14 +45,13 @@ def parse(raw: bytes, kind: Literal["chat", "completion"], *, custom_id: str, de
         rest["max_tokens"] = 1
     return Asked(
         kind=kind,
-        model=model,
+        model=model_of(body),
         requests=tuple(
             parse_body(one, kind, custom_id=custom_id, defaults=defaults)
             for one in (_by_prompt(rest) if kind == "completion" else [rest])
         ),
         stream=stream,
-        include_usage=options["include_usage"],
-        include_timings=options["include_timings"],
+        **options,
         echo=echo,
         generate=generate,
     )
@@ -74,27 +59,22 @@ def parse(raw: bytes, kind: Literal["chat", "completion"], *, custom_id: str, de
 
 def parse_object(raw: bytes) -> dict[str, Any]:
     """The JSON object `raw`, without what is null in it: that is not given, as upstream. BadRequest."""
-    try:
-        value = parse_json(raw, "the body")
-    except FormatError as error:
-        raise BadRequest(str(error)) from None
-    if depth(value) > MAX_DEPTH:
-        raise BadRequest(f"the body is nested more than {MAX_DEPTH} deep")
-    if not isinstance(value, dict):
-        raise BadRequest(f"the body must be a JSON object, not {type(value).__name__}")
-    return {name: each for name, each in value.items() if each is not None}
+    return {name: each for name, each in json_object(raw, "the body").items() if each is not None}
+
+
+def model_of(body: Mapping[str, Any]) -> str | None:
+    """The name of the model that a body asks for; None: it names none."""
+    return None if "model" not in body else text("model", body["model"])
 
 
 def _stream_options(body: Mapping[str, Any], *, stream: bool) -> dict[str, bool]:
-    given = body.get("stream_options", {})
-    if not isinstance(given, dict):
-        raise BadRequest(f"stream_options must be an object, not {short(given)}", param="stream_options")
+    given = mapping("stream_options", body.get("stream_options", {}))
     if given and not stream:
         raise BadRequest("stream_options needs stream: true", param="stream_options")
     for name in given:
         if name not in _STREAM_OPTIONS:
             raise BadRequest(f"stream_options: the field {name[:80]!r} is unknown", param="stream_options")
-    return {name: flag(given, name) if given.get(name) is not None else False for name in _STREAM_OPTIONS}
+    return {name: given.get(name) is not None and flag(given, name) for name in _STREAM_OPTIONS}
 
 
 def _by_prompt(body: Mapping[str, Any]) -> list[dict[str, Any]]:

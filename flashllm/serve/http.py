@@ -65,6 +65,21 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
     return ApiError(error.status_code, message, headers=error.headers).response()
 
 
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def telling(endpoint: Endpoint, form: Callable[[ApiError], Mapping[str, Any]]) -> Endpoint:
+    """The endpoint, with its errors in a dialect's form."""
+
+    async def told(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except ApiError as error:
+            return JSONResponse(form(error), error.status, headers=error.headers)
+
+    return told
+
+
 class Body:
     """A request's body, and what it takes of the memory for all of them until it is let go."""
 

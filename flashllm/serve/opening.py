@@ -10,7 +10,7 @@ from pathlib import Path
 from starlette.applications import Starlette
 
 from flashllm.api.pieces import Pieces
-from flashllm.api.prompts import PromptEncoder, Template
+from flashllm.api.prompts import PromptEncoder
 from flashllm.base.command_line import say
 from flashllm.base.machine import process_nbytes
 from flashllm.config import RunConfig
@@ -19,7 +19,7 @@ from flashllm.generate.draft_model import opened_draft
 from flashllm.generate.grammar import Grammars
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.speculation import Speculation, speculation_of
-from flashllm.generate.templates.chat_template import opened_template
+from flashllm.generate.templates.chat_template import ChatTemplate, opened_template
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.parked.file import identity
 from flashllm.parked.folder import ParkingFolder
@@ -30,7 +30,7 @@ from flashllm.serve.dialects.ollama import Ollama
 from flashllm.serve.dialects.responses import Responses
 from flashllm.serve.dialects.tokens import Tokens
 from flashllm.serve.metrics import Metrics
-from flashllm.serve.worker import ServedModel, Worker
+from flashllm.serve.worker import Worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,9 +93,9 @@ def open_app(path: Path, config: RunConfig, options: ServerOptions) -> Iterator[
 
 @contextmanager
 def app_of(
-    model: ServedModel,
+    model: Model,
     tokenizer: Tokenizer,
-    template: Template | None,
+    template: ChatTemplate | None,
     options: ServerOptions,
     *,
     limit: int,

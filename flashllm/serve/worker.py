@@ -9,37 +9,23 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import cast
 
 from flashllm.api.answers import chat_message
 from flashllm.api.prompts import Reading
 from flashllm.api.requests import Request
 from flashllm.base.command_line import say
 from flashllm.base.files import Closing
-from flashllm.engine.shared import SharedModel, Steps
+from flashllm.engine.model import Model
+from flashllm.engine.shared import SharedModel
 from flashllm.errors import Cancelled, ContextFull, FlashError, FormError
-from flashllm.format.manifest import Manifest
 from flashllm.generate.grammar import Matcher
-from flashllm.generate.language_model import LanguageModel
-from flashllm.generate.session import PrefillRecord, Session, Stopped, TextTokenizer, TokenRecord
+from flashllm.generate.session import PrefillRecord, Session, Stopped, TokenRecord
 from flashllm.generate.speculation import Speculation
+from flashllm.generate.tokenizer import Tokenizer
 from flashllm.parked.folder import ParkingFolder
 from flashllm.replies.parser import Event as Said
 from flashllm.serve.conversations import Conversations, Place, digest, turns_of
-
-
-class ServedModel(LanguageModel, Steps, Protocol):
-    """The part of `flashllm.engine.model.Model` that the worker and the server over it need."""
-
-    @property
-    def manifest(self) -> Manifest: ...
-    @property
-    def memory_limit(self) -> int: ...
-    @property
-    def state_nbytes(self) -> int: ...
-    @property
-    def kept_nbytes(self) -> int: ...
-    def keep_to(self, limit_nbytes: int) -> None: ...
 
 
 class QueueFull(Exception):
@@ -102,8 +88,8 @@ class Worker(Closing):
 
     def __init__(
         self,
-        model: ServedModel,
-        tokenizer: TextTokenizer,
+        model: Model,
+        tokenizer: Tokenizer,
         *,
         max_waiting: int,
         keep: int,
@@ -197,7 +183,7 @@ class Worker(Closing):
         self._conversations.close()
 
     def _new_session(self) -> Session:
-        return Session(cast(LanguageModel, self._shared), self._tokenizer, speculation=self._speculation)
+        return Session(cast(Model, self._shared), self._tokenizer, speculation=self._speculation)
 
     def _make_room(self) -> bool:
         with self._keeping:

@@ -3,19 +3,18 @@
 import importlib.util
 import json
 import sys
-from dataclasses import replace
 
 import bench_path  # noqa: F401
 import numpy as np
 import pytest
-from dummy_experts import SHAPES, make
+from dummy_gguf import config_of, make
 
 from flashllm.cli import main
 from flashllm.commands.machine import report as reporting
 from flashllm.commands.machine.memory_group import GroupError, MemoryGroup
 from flashllm.profile.drive import answers, kind_of_drive, modes_of
 
-TINY = {"layers": 2, "hidden": 64, "ffn": 32, "heads": 2, "kv_heads": 1, "head_dim": 32, "vocab": 100}
+TINY = {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 2, "num_experts": 12, "vocab_size": 100}
 
 
 @pytest.fixture
@@ -75,7 +74,7 @@ def test_the_peer_needs_its_package_a_gguf_file_and_a_report(run, tiny, monkeypa
 def test_both_engines_run_the_same_file(run, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     file = tmp_path / "m.gguf"
-    make(file, replace(SHAPES["olmoe"], experts=12, **TINY))
+    make(file, config_of("olmoe-1b-7b", 2, num_key_value_heads=1, **TINY), "bf16")
     status, out, err = run(file, "--report", "--json", "--beside", "llama.cpp")
     assert status == 0, err
     runs = json.loads(out)["runs"]

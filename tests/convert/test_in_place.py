@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from gguf_files import HALVES
-from test_kept import MIXTURES, experts_alone, make, mixed
+from test_kept import MIXTURES, experts_alone, make, mixed, of_narrow_experts
 
 from flashllm import _core
 from flashllm.base.codes.carried import PACKED_AS, PLANE_CODES, pack_codes
@@ -81,6 +81,13 @@ def test_stored_rows_become_the_rows_that_conversion_writes(kind):
             rows.unpack(stored.reshape(-1)[half:], half, found)
             rows.unpack(stored.reshape(-1)[:half], 0, found)
         np.testing.assert_array_equal(found, expected, err_msg=plane.name)
+
+
+def test_shared_neurons_that_are_coded_anew_do_not_lie_in_the_file(tmp_path):
+    _, copied, lying = both(tmp_path, of_narrow_experts, "qwen2_moe")
+    assert Manifest.load(lying).in_place is not None
+    np.testing.assert_array_equal(logits_of(copied), logits_of(lying))
+    assert verify(lying).ok
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q5_1", mixed], ids=["Q8_0", "Q5_1", "mixed"])

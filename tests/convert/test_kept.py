@@ -1,6 +1,7 @@
 """Quantised GGUF files keep their bits: every weight is the file's, and so are logits and tokens."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -185,12 +186,38 @@ def test_experts_keep_their_bits(tmp_path, kind, model_type):
     np.testing.assert_array_equal(small, expected)
 
 
-def test_shared_neurons_of_another_form_are_dequantised(tmp_path):
-    path, _ = make(tmp_path, lambda name: "Q4_1" if "ffn_down_shexp" in name else "Q4_0", "qwen2_moe")
+def of_narrow_experts(name):
+    """As llama.cpp's Q4_K_M where an expert's width is no multiple of 256 and the shared one's is: DeepSeek-V2-Lite."""
+    if "ffn_down" in name:
+        return "Q6_K" if "shexp" in name else "Q8_0" if "blk.0" in name else "Q5_0"
+    return "Q4_K"
+
+
+def test_shared_neurons_of_another_form_are_coded_anew(tmp_path):
+    path, folder = make(tmp_path, of_narrow_experts, "qwen2_moe")
     lines = []
-    manifest = convert(path, tmp_path / "model", keep=True, say=lines.append)
-    assert (manifest.rows.encoding, manifest.rows.down) == ("int4_32", "float16")
-    assert "layers.0.experts.0.down.weight the first, dequantised to float16" in lines[0]
+    manifest = convert(path, tmp_path / "kept", keep=True, dtype="float32", say=lines.append)
+    convert(folder, tmp_path / "wide", dtype="float32")
+    count = manifest.architecture.num_layers
+    assert (manifest.rows.encoding, manifest.rows.down, manifest.down_scales) == (
+        "q4_k",
+        "codes8",
+        ("half_32",) * count,
+    )
+    assert f"{count} down projections of shared experts coded anew, in 8 bits" in lines[0]
+    with open_weights(tmp_path / "kept") as found, open_weights(tmp_path / "wide") as expected:
+        for tensor, shape in expected.shapes.items():
+            one, two = np.empty(shape, np.float32), np.empty(shape, np.float32)
+            found.read({tensor: one})
+            expected.read({tensor: two})
+            if re.fullmatch(r"layers\.\d+\.down\.weight", tensor):
+                experts = manifest.architecture.experts * manifest.architecture.unit_rows
+                shared = two[:, experts:]
+                assert 0 < np.abs(one[:, experts:] - shared).max() <= np.abs(shared).max() / 200
+                one, two = one[:, :experts], two[:, :experts]
+            np.testing.assert_array_equal(one, two, err_msg=tensor)
+    found, expected = logits_of(tmp_path / "kept", "dense"), logits_of(tmp_path / "wide", "dense")
+    assert np.abs(found - expected).mean() < 0.02 * expected.std()
 
 
 def test_what_is_kept_is_told_and_counted(tmp_path, capsys):

@@ -6,7 +6,7 @@ import pytest
 
 from flashllm.offload.machine.hardware import Hardware
 from flashllm.offload.machine.machines import T4
-from flashllm.offload.planner.costs import COMPRESSED, CostModel, Method
+from flashllm.offload.planner.costs import COMPRESSED, CostModel
 from flashllm.offload.planner.linear import SIZE, WG
 from flashllm.offload.planner.peaks import cpu_peaks, device_peaks, disk_peak, memory_limits
 from flashllm.offload.planner.predict import predict
@@ -32,7 +32,7 @@ def mixed(**changes) -> Policy:
 
 
 def cost_model(policy: Policy, hardware: Hardware = PLAIN, shape: ModelShape = SHAPE) -> CostModel:
-    return CostModel(shape=shape, hardware=hardware, workload=WORK, method=Method.of(policy))
+    return CostModel(shape=shape, hardware=hardware, workload=WORK, method=policy)
 
 
 def test_prefill_equations():

@@ -1,10 +1,8 @@
-"""The direct writer: what is read back, every kind of failed call, room on the drive, and what it keeps alive."""
+"""The direct writer: what is read back, every kind of failed call, and room on the drive."""
 
 import errno
-import gc
 import os
 import stat
-import weakref
 
 import numpy as np
 import pytest
@@ -55,16 +53,9 @@ def test_what_is_written_is_read_back(tmp_path_factory, sizes, threads, seed):
     data = memory(total, seed)
     writer = _core.DirectWriter(str(tmp_path_factory.mktemp("writer") / "scratch"), total, threads)
     places = np.cumsum([0, *sizes]) * PAGE
-    tickets = [
-        writer.write(int(places[i]), data[places[i] : places[i + 1]])
-        for i in np.random.default_rng(seed).permutation(len(sizes))
-    ]
-    writer.wait(tickets[0])
-    writer.wait(tickets[0])
-    assert _core.finished(writer, tickets[0])
-    for ticket in tickets:
-        writer.wait(ticket)
-    assert all(_core.finished(writer, ticket) for ticket in tickets)
+    writer.write(
+        [(int(places[i]), data[places[i] : places[i + 1]]) for i in np.random.default_rng(seed).permutation(len(sizes))]
+    )
     assert np.array_equal(contents(writer), data)
     reader = _core.DirectFile(writer.path)
     assert (reader.direct, reader.size) == (writer.direct, total)
@@ -92,7 +83,7 @@ def test_memory_files_say_why_they_are_not_direct():
         assert not writer.direct
         assert "memory" in writer.fallback_reason
         data = memory(3 * PAGE)
-        writer.wait(writer.write(0, data))
+        writer.write([(0, data)])
         assert np.array_equal(contents(writer), data)
     finally:
         writer.close()
@@ -103,8 +94,8 @@ def test_memory_files_say_why_they_are_not_direct():
 def test_short_writes_are_continued(make, argument):
     data = memory(PIECE + 5 * PAGE)
     writer = make(data.size)
-    _core.inject_write_fault(writer, "short_read", 0, 6, argument)
-    writer.wait(writer.write(0, data))
+    writer.inject("short_read", 0, 6, argument)
+    writer.write([(0, data)])
     assert np.array_equal(contents(writer), data)
 
 
@@ -112,8 +103,8 @@ def test_short_writes_are_continued(make, argument):
 def test_interrupted_writes_are_repeated(make, error):
     data = memory(3 * PIECE)
     writer = make(data.size)
-    _core.inject_write_fault(writer, "error", 0, 20, error)
-    writer.wait(writer.write(0, data))
+    writer.inject("error", 0, 20, error)
+    writer.write([(0, data)])
     assert np.array_equal(contents(writer), data)
 
 
@@ -121,53 +112,48 @@ def test_interrupted_writes_are_repeated(make, error):
 def test_a_failed_write_says_where(make, error):
     writer = make(8 * PAGE, threads=1)
     data = memory(2 * PAGE)
-    _core.inject_write_fault(writer, "error", 1, 1, error)
-    good, bad, later = (writer.write(offset, data) for offset in (0, 4 * PAGE, 6 * PAGE))
+    writer.inject("error", 1, 1, error)
     with pytest.raises(FlashIOError, match=f"writing 8192 bytes at offset 16384 failed.*errno {error}") as caught:
-        writer.wait(bad)
+        writer.write([(offset, data) for offset in (0, 4 * PAGE, 6 * PAGE)])
     assert caught.value.offset == 4 * PAGE
     assert writer.path in str(caught.value)
-    writer.wait(bad)  # told once
-    writer.wait(good)
-    writer.wait(later)
+    assert np.array_equal(contents(writer)[: 2 * PAGE], data)
+    assert not contents(writer)[6 * PAGE :].any()  # the rest is not tried
+    writer.write([(4 * PAGE, data)])
+    assert np.array_equal(contents(writer)[4 * PAGE : 6 * PAGE], data)
 
 
 def test_of_a_long_write_that_failed_the_rest_is_not_tried(make):
     writer = make(8 * PIECE, threads=1)
-    _core.inject_write_fault(writer, "error", 1, 1, errno.EIO)
-    ticket = writer.write(0, memory(8 * PIECE))
+    writer.inject("error", 1, 1, errno.EIO)
     with pytest.raises(FlashIOError, match=f"offset {PIECE} "):
-        writer.wait(ticket)
+        writer.write([(0, memory(8 * PIECE))])
     assert not contents(writer)[2 * PIECE :].any()
-    writer.wait(ticket)
 
 
 @pytest.mark.parametrize("kind", ["error", "end_of_file"])
 def test_a_drive_that_takes_nothing_does_not_hang(make, kind):
     writer = make(PAGE)
-    _core.inject_write_fault(writer, kind, 0, 10**6, errno.EAGAIN)
-    writer.write(0, memory(PAGE))
+    writer.inject(kind, 0, 10**6, errno.EAGAIN)
     with pytest.raises(FlashIOError, match="offset 0 failed"):
-        writer.close()
-    writer.close()
+        writer.write([(0, memory(PAGE))])
 
 
 def test_what_cannot_be_written_is_refused(make, tmp_path):
     writer, data = make(4 * PAGE), memory(4 * PAGE)
     for offset, array in ((1, data), (0, data[:100]), (0, data[:0])):
         with pytest.raises(ValueError, match="multiples of 4096"):
-            writer.write(offset, array)
+            writer.write([(0, data), (offset, array)])
     for offset, array in ((PAGE, data), (8 * PAGE, data[:PAGE])):
         with pytest.raises(ValueError, match="beyond the file's 16384"):
-            writer.write(offset, array)
+            writer.write([(0, data), (offset, array)])
     if writer.direct and _core.DirectFile(writer.path).memory_alignment > 1:
         with pytest.raises(ValueError, match="memory at a multiple"):
-            writer.write(0, data[1 : PAGE + 1])
-    with pytest.raises(ValueError, match="no write has the ticket 7"):
-        writer.wait(7)
+            writer.write([(0, data[1 : PAGE + 1])])
+    assert not contents(writer).any()
     writer.close()
     with pytest.raises(ValueError, match="it is closed"):
-        writer.write(0, data)
+        writer.write([(0, data)])
     for nbytes in (0, 100):
         with pytest.raises(ValueError, match="positive multiple"):
             _core.DirectWriter(str(tmp_path / "x"), nbytes)
@@ -187,19 +173,3 @@ def test_a_drive_without_room_is_said_with_sizes_and_never_filled(tmp_path):
     with pytest.raises(FlashIOError, match=rf"{wanted} bytes on the drive.*of which \d+ bytes are free: .*errno"):
         _core.DirectWriter(str(tmp_path / "scratch"), wanted)
     assert tmp_path.stat().st_mtime_ns == untouched
-
-
-def test_what_is_written_lives_until_it_is_done(make):
-    class Owned(np.ndarray):
-        """An array that can be watched."""
-
-    writer = make(PAGE, threads=1)
-    array = memory(PAGE).view(Owned)
-    died = weakref.ref(array)
-    expected = np.array(array)
-    ticket = writer.write(0, array)
-    del array
-    writer.wait(ticket)
-    gc.collect()
-    assert died() is None
-    assert np.array_equal(contents(writer), expected)

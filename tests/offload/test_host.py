@@ -16,9 +16,8 @@ from tiny_models import make_tiny_opt
 from flashllm import _core
 from flashllm.errors import BudgetError
 from flashllm.offload.planner import host_peaks
-from flashllm.offload.planner.costs import Method
 from flashllm.offload.planner.host_costs import HostCostModel, cost_model
-from flashllm.offload.planner.local import Methods, check_fits, plan_policy, predict_job
+from flashllm.offload.planner.local import Methods, check_fits, local_hardware, plan_policy, predict_job
 from flashllm.offload.planner.predict import predict
 from flashllm.offload.planner.search import SearchSpace, search
 from flashllm.offload.policy import Workload
@@ -65,9 +64,9 @@ def mixed(tmp_path_factory):
 
 
 def host(shape, policy, work=WORK, hardware=HOST):
-    model = cost_model(shape, hardware, work, Method.of(policy))
+    model = cost_model(shape, hardware, work, policy)
     assert isinstance(model, HostCostModel)
-    return dataclasses.replace(model, policy=policy)
+    return model
 
 
 @pytest.mark.parametrize("where", PLACES)
@@ -248,10 +247,11 @@ def test_a_job_is_planned_and_priced_here(model, tmp_path):
             memory=memory, disk=GB, folder=tmp_path, compress_weights=compress, compress_cache=compress
         )  # fmt: skip
         plan = plan_policy(shape, WORK, methods, requests=40)
-        assert plan.prediction.peak_device <= memory
         assert plan.policy.compress_cache == compress
         whole = predict_job(shape, methods, plan.policy, [(plan.policy.block_size, WORK)])
-        assert whole["decode_s"] == pytest.approx(plan.prediction.decode_s)
+        assert whole["tiers"]["device"] <= memory
+        one = predict(shape, local_hardware(shape, methods), WORK, plan.policy)
+        assert whole["decode_s"] == pytest.approx(one.decode_s)
         part = predict_job(shape, methods, plan.policy, [(1, WORK)])
         assert 0 < part["decode_s"] <= whole["decode_s"]  # equal where the disk is the limit
 

@@ -9,11 +9,11 @@ import pytest
 
 from flashllm.errors import BudgetError
 from flashllm.offload.machine.machines import T4
-from flashllm.offload.planner.costs import CostModel, Method
+from flashllm.offload.planner.costs import CostModel
 from flashllm.offload.planner.predict import price
 from flashllm.offload.planner.program import PlacementProgram
 from flashllm.offload.planner.search import SearchSpace, search
-from flashllm.offload.policy import Workload
+from flashllm.offload.policy import Method, Workload
 from flashllm.offload.shape import BUILTIN, ModelShape
 from flashllm.profile.rates import RateCurve
 

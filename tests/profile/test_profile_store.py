@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from profiles import profile_of, reader
 
+from flashllm.base.checks import to_json
 from flashllm.base.machine import system_name
 from flashllm.errors import FlashIOError, FormatError
 from flashllm.profile.choice import choose_reader
@@ -21,7 +22,6 @@ from flashllm.profile.store import (
     store_path,
     update_profile,
 )
-from flashllm.profile.stored import to_json
 
 ONE = DeviceKey(machine="m, 2 cores", device="/dev/one", filesystem="ext4")
 OTHER = DeviceKey(machine="m, 2 cores", device="/dev/other", filesystem="ext4")

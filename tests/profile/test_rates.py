@@ -28,12 +28,12 @@ def test_impossible_knots_are_refused(knots):
 
 
 def test_json_takes_numbers_and_lists():
-    assert RateCurve.from_json(5) == RateCurve.flat(5.0)
+    assert RateCurve.from_plain(5) == RateCurve.flat(5.0)
     curve = RateCurve(((1.0, 2.0), (3.0, 4.0)))
-    assert RateCurve.from_json(curve.to_json()) == curve
+    assert RateCurve.from_plain(curve.to_plain()) == curve
     for bad in (True, "fast", [1, 2], [[1]], None):
         with pytest.raises(ValueError):
-            RateCurve.from_json(bad)
+            RateCurve.from_plain(bad)
 
 
 def test_a_curve_goes_through_the_medians():

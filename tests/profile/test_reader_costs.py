@@ -5,6 +5,7 @@ import json
 import pytest
 from profiles import profile_of, reader
 
+from flashllm.base.checks import from_json, to_json
 from flashllm.profile.costs import (
     BatchSample,
     BesideSample,
@@ -14,7 +15,6 @@ from flashllm.profile.costs import (
     worthwhile_gap,
 )
 from flashllm.profile.machine import Profile
-from flashllm.profile.stored import from_json, to_json
 
 LATENCY = 90e-6
 

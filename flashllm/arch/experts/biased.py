@@ -1,6 +1,7 @@
 """Mixtures of experts whose routers choose by a bias that their weights do not have (Wang et al., 2024), a row each."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from flashllm.arch.experts.row import (
@@ -17,6 +18,7 @@ from flashllm.arch.family import (
     always,
     decoder_block,
     fused,
+    fused_tensors,
     head_size,
     kv_heads,
     linear_tensors,
@@ -499,16 +501,7 @@ LING = row(
     newer_choice=_BIAS,
     block=_ling,
     attention=(
-        *(
-            tensor
-            for part, name in enumerate(("query", "key", "value"))
-            for tensor in linear_tensors(
-                f"layers.{{i}}.{name}",
-                "attention.query_key_value",
-                bias=says("use_qkv_bias"),
-                part=fused(part, kv_heads),
-            )
-        ),
+        *fused_tensors("attention.query_key_value", partial(fused, heads=kv_heads), bias=says("use_qkv_bias")),
         *linear_tensors("layers.{i}.out", "attention.dense", bias=says("use_bias")),
     ),
     head_norms={"query_norm": "attention.query_layernorm", "key_norm": "attention.key_layernorm"},

@@ -1,12 +1,14 @@
 """Models under Llama's names whose neurons are never zero, unless their config names an activation of the ReLU kind."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from flashllm.arch.family import (
     always,
     decoder_block,
     fused,
+    fused_tensors,
     head_size,
     kv_heads,
     linear_tensors,
@@ -77,11 +79,7 @@ PHI3 = row(
     matrices=FUSED_GATE,
     matrix_parts=GATE_PARTS,
     attention=(
-        *(
-            tensor
-            for part, name in enumerate(("query", "key", "value"))
-            for tensor in linear_tensors(f"layers.{{i}}.{name}", "self_attn.qkv_proj", part=fused(part, kv_heads))
-        ),
+        *fused_tensors("self_attn.qkv_proj", partial(fused, heads=kv_heads)),
         *linear_tensors("layers.{i}.out", "self_attn.o_proj"),
     ),
 )

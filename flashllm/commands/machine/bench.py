@@ -41,10 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--beside", choices=("llama.cpp",), help="with --report: the same for llama.cpp on the same GGUF file"
     )
     options.add_json(parser)
-    options.add_memory(parser)
-    options.add_engine(parser)
-    options.add_no_profile(parser)
-    options.add_verbose(parser)
+    options.add_run(parser)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from flashllm.base.machine import peak_process_nbytes
 from flashllm.errors import FlashError
 
@@ -32,6 +34,7 @@ def flashllm(settings: dict[str, Any]) -> dict[str, Any]:
 
     options = settings["options"]
     store = None if options["store"] is None else Path(options["store"])
+    finite = True
     start = time.perf_counter()
     with Model.open(Path(settings["model"]), RunConfig(**{**options, "store": store})) as model:
         loaded_s, runs = time.perf_counter() - start, []
@@ -39,15 +42,19 @@ def flashllm(settings: dict[str, Any]) -> dict[str, Any]:
             with model.new_sequence() as sequence:
 
                 def step(ids: list[int], sequence: Any = sequence) -> dict[str, Any]:
+                    nonlocal finite
                     model.meter.restart()
-                    model.step([(sequence, ids)])
-                    return dataclasses.asdict(model.meter.take())
+                    logits = model.step([(sequence, ids)])
+                    times = dataclasses.asdict(model.meter.take())
+                    finite = finite and bool(np.isfinite(logits).all())
+                    return times
 
                 runs.append(_run(step, settings))
         plan = model.plan
         return {
             "load_s": loaded_s,
             "runs": runs,
+            "finite": finite,
             "mode": plan.mode,
             "threads": plan.threads,
             "direct_io": model.direct_io,

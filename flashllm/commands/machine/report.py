@@ -67,7 +67,7 @@ def report(args: argparse.Namespace, path: Path) -> dict[str, Any]:
         "cache_bits": config.cache_bits,
         "store": None if config.store is None else str(config.store.absolute()),
     }
-    limit = _Limit(config.memory)
+    limit = Limit(config.memory)
     runs, ids = [], text_ids(path, model.block.vocab_size, max(PROMPTS) + TOKENS)
     for turn, prompt in enumerate(PROMPTS):
         if prompt + TOKENS > model.block.context:
@@ -138,7 +138,7 @@ def text_ids(path: Path, vocab: int, count: int) -> list[int]:
     return (ids * -(-count // len(ids)))[:count]
 
 
-class _Limit:
+class Limit:
     """Runs engines in processes of their own: capped where a limit is given and can be enforced."""
 
     def __init__(self, memory: int | None) -> None:

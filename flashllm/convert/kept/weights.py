@@ -3,7 +3,8 @@
 Rows that a token is multiplied by (up, gate, attention, embedding, head) keep codes and scales in one vector. A down
 column's codes go into the neuron's row, and its scales, which the checkpoint has for groups of neurons, into the
 layer's plane of scales. Up and gate have one encoding in all layers, columns codes of one width: where layers differ,
-the widest. Matrices that cannot be kept are dequantised.
+the widest. A plane's scales have one form: a shared expert's down projection of another form than the experts' is coded
+anew, in 8 bits. Matrices that cannot be kept are dequantised.
 
 Knows kinds of codes by `blocks.KINDS`, no file format.
 """
@@ -19,7 +20,17 @@ from numpy.typing import NDArray
 
 from flashllm.arch.registry import Claim, bundle_names
 from flashllm.arch.spec import Architecture
-from flashllm.base.codes.carried import PACKED_AS, PLANE_CODES, UNIT, CarriedCode, PlaneCode, pack_codes, plane_code_of
+from flashllm.base.codes.carried import (
+    PACKED_AS,
+    PLANE_CODES,
+    UNIT,
+    CarriedCode,
+    Floats,
+    PlaneCode,
+    Quantised,
+    pack_codes,
+    plane_code_of,
+)
 from flashllm.convert.checkpoint.coded import Vectors
 from flashllm.convert.checkpoint.pieces import runs
 from flashllm.convert.checkpoint.source import Checkpoint, QuantisedTensor
@@ -28,6 +39,7 @@ from flashllm.errors import FormatError
 from flashllm.format.model_files import is_coded_matrix
 
 _ROWS_TOGETHER = 256  # taken apart at a time
+_ANEW = "Q8_0"  # the kind of what is coded anew
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +51,7 @@ class KeptWeights:
     down_scales: tuple[str, ...]  # of each layer, where `down` is
     resident: Mapping[str, str]  # encoding by canonical name
     left: tuple[str, ...]  # canonical names of quantised matrices that are not kept
+    anew: frozenset[str]  # of down projections that are coded anew, as `_ANEW`
     _claims: Mapping[str, Claim]
     _tensors: Mapping[str, QuantisedTensor]  # by canonical name
     _where: Mapping[str, str]  # the same, for messages
@@ -100,10 +113,10 @@ class KeptWeights:
 
     def _scales(self, name: str) -> dict[str, NDArray[Any]]:
         """The scales [groups of neurons, d_model] of a down projection by their names."""
-        kind, claim = self._kind(name), self._claims[name]
+        claim = self._claims[name]
         parts: dict[str, list[NDArray[Any]]] = {}
         for first in range(0, claim.rows, _ROWS_TOGETHER):
-            quantised = self._quantised(name, kind, claim, first, min(_ROWS_TOGETHER, claim.rows - first))
+            quantised = self._quantised(name, claim, first, min(_ROWS_TOGETHER, claim.rows - first))
             for part, values in quantised.scales.items():
                 parts.setdefault(part, []).append(values)
         return {part: np.concatenate(values).T for part, values in parts.items()}
@@ -112,13 +125,13 @@ class KeptWeights:
         """Every column's codes, [d_ff, bytes]; of one layer, or expert, at a time."""
         if name not in self._columns:
             self._columns.clear()
-            kind, claim, code = self._kind(name), self._claims[name], self._down_code()
+            kind, claim, code = self._stored_kind(name), self._claims[name], self._down_code()
             d_model, d_ff = claim.shape
             packed = np.empty((d_ff, code.vector_nbytes(d_model)), np.uint8)
             unit_nbytes = code.vector_nbytes(UNIT)
             for first in range(0, d_model, _ROWS_TOGETHER):
                 count = min(_ROWS_TOGETHER, d_model - first)
-                codes = np.ascontiguousarray(self._quantised(name, kind, claim, first, count).codes.T)
+                codes = np.ascontiguousarray(self._quantised(name, claim, first, count).codes.T)
                 at = first // UNIT * unit_nbytes
                 part = pack_codes(codes, code.bits, unsigned=kind.form.unsigned)
                 packed[:, at : at + part.shape[1]] = part
@@ -132,16 +145,21 @@ class KeptWeights:
     def _kind(self, name: str) -> Kind:
         return KINDS[self._tensors[name].kind]
 
+    def _stored_kind(self, name: str) -> Kind:
+        """How the model directory has a down projection."""
+        return KINDS[_ANEW] if name in self.anew else self._kind(name)
+
     def _packed(self, name: str, code: CarriedCode, start: int, length: int) -> NDArray[np.uint8]:
         """Stored rows of a tensor as vectors."""
         return code.pack(self._taken(name, self._kind(name), start, length))
 
-    def _quantised(self, name: str, kind: Kind, claim: Claim, first: int, count: int) -> Any:
-        """Rows of a canonical tensor that are one run of stored rows."""
+    def _quantised(self, name: str, claim: Claim, first: int, count: int) -> Quantised:
+        """Rows of a down projection that are one run of stored rows."""
         ((start, length),) = runs(claim, first, count)
-        return self._taken(name, kind, start, length)
+        found = self._taken(name, self._kind(name), start, length)
+        return _coded_anew(found.widened()) if name in self.anew else found
 
-    def _taken(self, name: str, kind: Kind, start: int, length: int) -> Any:
+    def _taken(self, name: str, kind: Kind, start: int, length: int) -> Quantised:
         try:
             return kind.quantised(self._tensors[name].raw(start, length))
         except OverflowError as error:
@@ -187,6 +205,7 @@ def keep_weights(
         down_scales=down.scales,
         resident=resident,
         left=tuple(name for name in found if name not in kept),
+        anew=down.anew,
         _claims={name: claimed[name] for name in kept},
         _tensors={name: usable[name] for name in kept},
         _where={name: checkpoint.where(names[claimed[name].source]) for name in kept},
@@ -199,6 +218,7 @@ class _Down(NamedTuple):
 
     encoding: str | None = None  # None: not at all
     scales: tuple[str, ...] = ()  # forms of those that lie apart, of each layer
+    anew: frozenset[str] = frozenset()  # names of those that are not kept, but coded anew
 
 
 def _kept_down(
@@ -207,7 +227,8 @@ def _kept_down(
     bundles: Sequence[Sequence[str]],
     d_model: int,
 ) -> _Down:
-    """Down columns are kept where all are quantised, and those of a layer in one form."""
+    """Down columns are kept where all are quantised, and those of a layer in one form, or those of its experts in that
+    of `_ANEW`."""
     layers = [[f"{bundle}down.weight" for bundle in layer] for layer in bundles]
     names = [name for layer in layers for name in layer]
     if any(name not in usable or claimed[name].part.repeats != 1 for name in names):
@@ -216,12 +237,24 @@ def _kept_down(
     if any(usable[name].transposed for name in names):  # the file has the columns as rows, with their own scales
         own = {_encoding(kinds[name]) if usable[name].transposed else None for name in names}
         return _Down(own.pop()) if len(own) == 1 else _Down()
+    own_form = KINDS[_ANEW].form
+    anew = [name for layer in layers for name in layer if own_form == kinds[layer[0]].form != kinds[name].form]
+    kinds |= dict.fromkeys(anew, KINDS[_ANEW])
     forms = [{kinds[name].form.name for name in layer} for layer in layers]
     code = plane_code_of([(kind.bits, kind.form) for kind in kinds.values()])
     if code is None or d_model % UNIT or any(len(layer) > 1 for layer in forms):
         return _Down()
     usual = next(iter(kinds.values())).form.name  # what layers without neurons name
-    return _Down(code.name, tuple(next(iter(layer), usual) for layer in forms))
+    return _Down(code.name, tuple(next(iter(layer), usual) for layer in forms), frozenset(anew))
+
+
+def _coded_anew(values: Floats) -> Quantised:
+    """Rows in the kind `_ANEW`: 8 bits, a scale in fp16 for 32, by the largest of them."""
+    groups = values.reshape(len(values), -1, 32)
+    scales = (np.abs(groups).max(axis=2) / 127).astype("<f2")
+    steps = np.where(scales > 0, scales, 1).astype(np.float32)[:, :, None]
+    codes = np.rint(groups / steps).clip(-127, 127).astype(np.int8)
+    return Quantised(form=KINDS[_ANEW].form, codes=codes.reshape(values.shape), scales={"scales": scales})
 
 
 def most_common(encodings: Iterable[str]) -> str | None:

@@ -108,61 +108,15 @@ class PyReadBatch {
   nb::list alive_;
 };
 
-// Without the interpreter's lock.
-template <typename Call>
-auto unlocked(const Call& call) {
-  const nb::gil_scoped_release released;
-  return call();
+// Of (offset, array) each.
+void write(DirectWriter& self, const std::vector<std::pair<std::uint64_t, ConstBytes>>& runs) {
+  std::vector<DirectWriter::Run> all;
+  for (const auto& [offset, array] : runs) all.push_back({offset, bytes_of(array), array.nbytes()});
+  const nb::gil_scoped_release unlocked;
+  self.write(all);
 }
 
-// A writer as Python sees it: it keeps what is written alive until that is done.
-class PyDirectWriter {
- public:
-  PyDirectWriter(const std::string& path, std::uint64_t nbytes, int threads)
-      : writer_(unlocked([&] { return std::make_unique<DirectWriter>(path, nbytes, threads); })) {}
-  ~PyDirectWriter() {
-    const nb::gil_scoped_release unlocked;
-    writer_.reset();
-  }
-  PyDirectWriter(const PyDirectWriter&) = delete;
-  PyDirectWriter& operator=(const PyDirectWriter&) = delete;
-
-  DirectWriter& native() { return *writer_; }
-
-  std::uint64_t write(std::uint64_t offset, const ConstBytes& array) {
-    forget_finished();
-    const std::uint64_t ticket =
-        writer_->write(offset, reinterpret_cast<const std::byte*>(array.data()), array.nbytes());
-    alive_.emplace(ticket, nb::cast(array));
-    return ticket;
-  }
-
-  void wait(std::uint64_t ticket) {
-    const Forget forget{*this};
-    unlocked([&] { writer_->wait(ticket); });
-  }
-  void close() {
-    const Forget forget{*this};
-    unlocked([&] { writer_->close(); });
-  }
-
- private:
-  struct Forget {
-    PyDirectWriter& self;
-    ~Forget() { self.forget_finished(); }
-  };
-  void forget_finished() {
-    for (auto each = alive_.begin(); each != alive_.end();)
-      each = writer_->finished(each->first) ? alive_.erase(each) : std::next(each);
-  }
-
-  std::unique_ptr<DirectWriter> writer_;
-  std::map<std::uint64_t, nb::object> alive_;
-};
-
 }  // namespace
-
-DirectWriter& direct_writer_of(nb::handle writer) { return nb::cast<PyDirectWriter&>(writer).native(); }
 
 void init_io(nb::module_& m) {
   m.def("allocate", &allocate, nb::arg("nbytes"));
@@ -218,16 +172,12 @@ void init_io(nb::module_& m) {
       .def("poll", &PyReadBatch::poll)
       .def("wait", &PyReadBatch::wait);
 
-  nb::class_<PyDirectWriter>(m, "DirectWriter")
-      .def(nb::init<const std::string&, std::uint64_t, int>(), nb::arg("path"), nb::arg("nbytes"),
-           nb::arg("threads") = 4)
-      .def_prop_ro("path", [](PyDirectWriter& self) { return self.native().path(); })
-      .def_prop_ro("size", [](PyDirectWriter& self) { return self.native().size(); })
-      .def_prop_ro("direct", [](PyDirectWriter& self) { return self.native().direct(); })
-      .def_prop_ro("fallback_reason", [](PyDirectWriter& self) { return self.native().fallback_reason(); })
-      .def("write", &PyDirectWriter::write, nb::arg("offset"), nb::arg("array"))
-      .def("wait", &PyDirectWriter::wait, nb::arg("ticket"))
-      .def("close", &PyDirectWriter::close);
+  nb::class_<DirectWriter>(m, "DirectWriter")
+      .def(nb::init<std::string, std::uint64_t, int>(), nb::arg("path"), nb::arg("nbytes"),
+           nb::arg("threads") = 4, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("direct", &DirectWriter::direct)
+      .def("write", &write, nb::arg("runs"))
+      .def("close", &DirectWriter::close, nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace flashllm

@@ -49,37 +49,22 @@ class PyTap final : public Tap {
 
 constexpr std::chrono::milliseconds kCheckAfter(50);
 
-// A TokenTable with all it refers to.
-class PyTokenTable {
- public:
-  PyTokenTable(std::shared_ptr<Reader> reader, std::shared_ptr<DirectFile> file, std::uint64_t offset,
-               std::size_t columns, const std::string& encoding, std::uint32_t stride,
-               ChecksumArray checksums, ByteArray memory, const std::string& simd)
-      : reader_(std::move(reader)),
-        file_(std::move(file)),
-        checksums_(std::move(checksums)),
-        memory_(std::move(memory)) {
-    const RowCodec codec = parse_codec(encoding);
-    RowSource rows;
-    rows.units.num_rows = static_cast<std::int32_t>(checksums_.shape(0));
-    rows.file_offset = offset;
-    rows.stride = stride;
-    rows.checksums = checksums_.data();
-    require(stride != 0 && vector_nbytes(codec, columns) <= stride && memory_.nbytes() >= stride,
-            "a table's rows must fit their stride, and memory at least one of them");
-    const std::size_t kept = std::min(memory_.nbytes() / stride, checksums_.shape(0));
-    table_ = std::make_unique<TokenTable>(rows, codec, columns, static_cast<std::int32_t>(kept),
-                                          bytes_of(memory_), *reader_, *file_, parse_simd(simd));
-  }
-  TokenTable& table() { return *table_; }
-
- private:
-  std::shared_ptr<Reader> reader_;
-  std::shared_ptr<DirectFile> file_;
-  ChecksumArray checksums_;
-  ByteArray memory_;
-  std::unique_ptr<TokenTable> table_;
-};
+// What the table refers to (reader, file, checksums, memory) lives as long as its object.
+void make_table(TokenTable* self, Reader& reader, const DirectFile& file, std::uint64_t offset,
+                std::size_t columns, const std::string& encoding, std::uint32_t stride,
+                const ChecksumArray& checksums, const ByteArray& memory, const std::string& simd) {
+  const RowCodec codec = parse_codec(encoding);
+  RowSource rows;
+  rows.units.num_rows = static_cast<std::int32_t>(checksums.shape(0));
+  rows.file_offset = offset;
+  rows.stride = stride;
+  rows.checksums = checksums.data();
+  require(stride != 0 && vector_nbytes(codec, columns) <= stride && memory.nbytes() >= stride,
+          "a table's rows must fit their stride, and memory at least one of them");
+  const std::size_t kept = std::min(memory.nbytes() / stride, checksums.shape(0));
+  new (self) TokenTable(rows, codec, columns, static_cast<std::int32_t>(kept), bytes_of(memory), reader, file,
+                        parse_simd(simd));
+}
 
 // New ids of a sequence.
 using Entry = std::tuple<SequenceState*, std::vector<std::int32_t>>;
@@ -89,7 +74,7 @@ class PyModel {
   // caches: of each layer whose neurons `source` reads; None: every token computes every neuron of it.
   PyModel(nb::handle block, std::shared_ptr<NamedTensors> tensors, const RowFormat& rows,
           std::shared_ptr<RowStream> stream, std::shared_ptr<NeuronSource> source,
-          const std::vector<std::optional<LayerRows>>& caches, std::shared_ptr<PyTokenTable> table,
+          const std::vector<std::optional<LayerRows>>& caches, std::shared_ptr<TokenTable> table,
           std::shared_ptr<ThreadPool> pool, std::shared_ptr<FfnCounters> counters, std::size_t block_tokens,
           std::size_t fill_tokens, bool prefetch)
       : tensors_(std::move(tensors)),
@@ -109,8 +94,8 @@ class PyModel {
     ModelWeights weights = read_ends(*tensors_, of);
     for (std::size_t i = 0; i < caches.size(); ++i)
       weights.blocks.push_back(block_weights(of, i, rows, caches[i]));
-    model_ = std::make_unique<Model>(spec, weights, rows, *stream_, table_ ? &table_->table() : nullptr,
-                                     *pool_, *counters_, tensors_->level(), [this] { check(); });
+    model_ = std::make_unique<Model>(spec, weights, rows, *stream_, table_.get(), *pool_, *counters_,
+                                     tensors_->level(), [this] { check(); });
   }
 
   const std::vector<std::shared_ptr<PyFfnLayer>>& ffns() const { return ffns_; }
@@ -201,7 +186,7 @@ class PyModel {
   std::shared_ptr<NamedTensors> tensors_;
   std::shared_ptr<RowStream> stream_;
   std::shared_ptr<NeuronSource> source_;
-  std::shared_ptr<PyTokenTable> table_;
+  std::shared_ptr<TokenTable> table_;
   std::shared_ptr<ThreadPool> pool_;
   std::shared_ptr<FfnCounters> counters_;
   std::vector<std::shared_ptr<PyFfnLayer>> ffns_;
@@ -268,15 +253,15 @@ class PyPass {
 }  // namespace
 
 void init_model(nb::module_& m) {
-  nb::class_<PyTokenTable>(m, "TokenTable")
-      .def(nb::init<std::shared_ptr<Reader>, std::shared_ptr<DirectFile>, std::uint64_t, std::size_t,
-                    const std::string&, std::uint32_t, ChecksumArray, ByteArray, const std::string&>(),
-           nb::kw_only(), nb::arg("reader"), nb::arg("file"), nb::arg("offset"), nb::arg("columns"),
-           nb::arg("encoding"), nb::arg("stride"), nb::arg("checksums"), nb::arg("memory"), nb::arg("simd"));
+  nb::class_<TokenTable>(m, "TokenTable")
+      .def("__init__", &make_table, nb::kw_only(), nb::arg("reader"), nb::arg("file"), nb::arg("offset"),
+           nb::arg("columns"), nb::arg("encoding"), nb::arg("stride"), nb::arg("checksums"),
+           nb::arg("memory"), nb::arg("simd"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
+           nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>());
   nb::class_<PyModel>(m, "Model")
       .def(nb::init<nb::handle, std::shared_ptr<NamedTensors>, const RowFormat&, std::shared_ptr<RowStream>,
                     std::shared_ptr<NeuronSource>, const std::vector<std::optional<LayerRows>>&,
-                    std::shared_ptr<PyTokenTable>, std::shared_ptr<ThreadPool>, std::shared_ptr<FfnCounters>,
+                    std::shared_ptr<TokenTable>, std::shared_ptr<ThreadPool>, std::shared_ptr<FfnCounters>,
                     std::size_t, std::size_t, bool>(),
            nb::kw_only(), nb::arg("block"), nb::arg("tensors"), nb::arg("row_format"), nb::arg("stream"),
            nb::arg("source"), nb::arg("caches"), nb::arg("table").none(), nb::arg("pool"),

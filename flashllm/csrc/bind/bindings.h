@@ -6,6 +6,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -116,9 +117,6 @@ SimdLevel parse_simd(const std::string& name);  // "auto", or a level's name
 Activation parse_activation(const std::string& name, float threshold = 0.0F, float cut = 0.0F);
 // The arrays of a dict.
 TensorSource tensors_of(nb::dict arrays);
-
-// What a bound writer holds; nb::cast_error where it is another object. The caller keeps the object alive.
-DirectWriter& direct_writer_of(nb::handle writer);
 
 inline nb::dict dict_of(std::initializer_list<Named<std::uint64_t>> counts) {
   nb::dict result;

@@ -7,9 +7,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
+#include <exception>
 #include <filesystem>
+#include <mutex>
 #include <system_error>
+#include <thread>
 #include <utility>
 
 #include "io/direct_file.h"
@@ -36,7 +40,7 @@ std::string described(int error) {
 }  // namespace
 
 DirectWriter::DirectWriter(std::string path, std::uint64_t nbytes, int threads)
-    : path_(std::move(path)), size_(nbytes) {
+    : path_(std::move(path)), size_(nbytes), threads_(static_cast<std::size_t>(threads)) {
   if (nbytes == 0 || nbytes % kAlignment != 0)
     throw CoreError(ErrorKind::usage, "a file's size must be a positive multiple of " +
                                           std::to_string(kAlignment) + ", got " + std::to_string(nbytes));
@@ -48,19 +52,10 @@ DirectWriter::DirectWriter(std::string path, std::uint64_t nbytes, int threads)
     allocate();
     fallback_reason_ = make_direct();
     direct_ = fallback_reason_.empty();
-    threads_.reserve(static_cast<std::size_t>(threads));
-    for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { serve(); });
   } catch (...) {
-    stop();
+    close();
     unlink(path_.c_str());
     throw;
-  }
-}
-
-DirectWriter::~DirectWriter() {
-  try {
-    close();
-  } catch (const CoreError&) {  // nobody waited for it
   }
 }
 
@@ -123,81 +118,58 @@ std::string DirectWriter::make_direct() {
   return "";
 }
 
-std::uint64_t DirectWriter::write(std::uint64_t offset, const std::byte* data, std::size_t nbytes) {
-  if (offset % kAlignment != 0 || nbytes % kAlignment != 0 || nbytes == 0)
+void DirectWriter::require_run(const Run& run) const {
+  if (run.offset % kAlignment != 0 || run.nbytes % kAlignment != 0 || run.nbytes == 0)
     throw CoreError(ErrorKind::usage, "a write's offset and size must be multiples of " +
-                                          std::to_string(kAlignment) + ", got " + std::to_string(nbytes) +
-                                          " bytes at " + std::to_string(offset));
-  if (offset > size_ || nbytes > size_ - offset)
-    throw CoreError(ErrorKind::usage, "a write of " + std::to_string(nbytes) + " bytes at " +
-                                          std::to_string(offset) + " reaches beyond the file's " +
+                                          std::to_string(kAlignment) + ", got " + std::to_string(run.nbytes) +
+                                          " bytes at " + std::to_string(run.offset));
+  if (run.offset > size_ || run.nbytes > size_ - run.offset)
+    throw CoreError(ErrorKind::usage, "a write of " + std::to_string(run.nbytes) + " bytes at " +
+                                          std::to_string(run.offset) + " reaches beyond the file's " +
                                           std::to_string(size_));
-  if (reinterpret_cast<std::uintptr_t>(data) % memory_alignment_ != 0)
+  if (reinterpret_cast<std::uintptr_t>(run.data) % memory_alignment_ != 0)
     throw CoreError(ErrorKind::usage, "direct writes need memory at a multiple of " +
                                           std::to_string(memory_alignment_) + " bytes");
-  std::uint64_t ticket;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (closed_) throw CoreError(ErrorKind::usage, "cannot write " + path_ + ": it is closed");
-    ticket = next_ticket_++;
-    writes_.emplace(ticket, Write{offset, data, nbytes, 0, nbytes, nullptr});
-    unclaimed_.push_back(ticket);
-    ++under_way_;
+}
+
+void DirectWriter::write(const std::vector<Run>& runs) {
+  const std::shared_lock<std::shared_mutex> open(open_);
+  if (fd_ < 0) throw CoreError(ErrorKind::usage, "cannot write " + path_ + ": it is closed");
+  std::vector<Run> pieces;
+  for (const Run& run : runs) {
+    require_run(run);
+    for (std::size_t at = 0; at < run.nbytes; at += kPiece)
+      pieces.push_back({run.offset + at, run.data + at, std::min(kPiece, run.nbytes - at)});
   }
-  work_.notify_all();
-  return ticket;
-}
-
-// The mutex is held: the next bytes of the earliest write that has any.
-DirectWriter::Piece DirectWriter::claim() {
-  const std::uint64_t ticket = unclaimed_.front();
-  Write& write = writes_.at(ticket);
-  const Piece piece{ticket, write.offset + write.claimed, write.data + write.claimed,
-                    std::min(kPiece, write.nbytes - write.claimed)};
-  write.claimed += piece.nbytes;
-  if (write.claimed == write.nbytes) unclaimed_.pop_front();
-  return piece;
-}
-
-void DirectWriter::finish(const Piece& piece, std::exception_ptr error) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  Write& write = writes_.at(piece.ticket);
-  write.unfinished -= piece.nbytes;
-  if (error != nullptr) {
-    if (write.error == nullptr) write.error = std::move(error);
-    if (write.claimed != write.nbytes) {  // the rest is not tried
-      write.unfinished -= write.nbytes - write.claimed;
-      write.claimed = write.nbytes;
-      unclaimed_.erase(std::find(unclaimed_.begin(), unclaimed_.end(), piece.ticket));
-    }
-  }
-  if (write.unfinished != 0) return;
-  if (write.error == nullptr) writes_.erase(piece.ticket);
-  --under_way_;
-  done_.notify_all();
-}
-
-void DirectWriter::serve() {
-  for (;;) {
-    Piece piece;
-    {
-      std::unique_lock<std::mutex> lock(mutex_);
-      work_.wait(lock, [this] { return stopping_ || !unclaimed_.empty(); });
-      if (unclaimed_.empty()) return;
-      piece = claim();
-    }
-    std::exception_ptr error;
+  std::atomic<std::size_t> next{0};
+  std::mutex failing;
+  std::exception_ptr error;
+  const auto fail = [&] {
+    const std::lock_guard<std::mutex> lock(failing);
+    if (error == nullptr) error = std::current_exception();
+    next = pieces.size();
+  };
+  const auto serve = [&] {
     try {
-      write_piece(piece);
+      for (std::size_t i = next++; i < pieces.size(); i = next++) write_piece(pieces[i]);
     } catch (...) {
-      error = std::current_exception();
+      fail();
     }
-    finish(piece, std::move(error));
+  };
+  std::vector<std::thread> helpers;
+  try {
+    helpers.reserve(threads_);
+    while (helpers.size() + 1 < std::min(threads_, pieces.size())) helpers.emplace_back(serve);
+  } catch (...) {
+    fail();
   }
+  serve();
+  for (std::thread& helper : helpers) helper.join();
+  if (error != nullptr) std::rethrow_exception(error);
 }
 
 // Short writes are continued, from the last whole sector on; EINTR and (for a while) EAGAIN are repeated.
-void DirectWriter::write_piece(const Piece& piece) const {
+void DirectWriter::write_piece(const Run& piece) const {
   std::size_t written = 0;
   int in_vain = 0;
   while (written < piece.nbytes) {
@@ -226,60 +198,14 @@ void DirectWriter::write_piece(const Piece& piece) const {
   }
 }
 
-bool DirectWriter::is_finished(std::uint64_t ticket) const {
-  if (ticket >= next_ticket_)
-    throw CoreError(ErrorKind::usage, "no write has the ticket " + std::to_string(ticket));
-  const auto found = writes_.find(ticket);
-  return found == writes_.end() || found->second.unfinished == 0;
-}
-
-bool DirectWriter::finished(std::uint64_t ticket) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return is_finished(ticket);
-}
-
-void DirectWriter::wait(std::uint64_t ticket) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  done_.wait(lock, [&] { return is_finished(ticket); });
-  const auto failed = writes_.find(ticket);
-  if (failed == writes_.end()) return;
-  const std::exception_ptr error = failed->second.error;
-  writes_.erase(failed);
-  std::rethrow_exception(error);
-}
-
-void DirectWriter::wait_all() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  done_.wait(lock, [this] { return under_way_ == 0; });
-  if (writes_.empty()) return;
-  const std::exception_ptr error = writes_.begin()->second.error;
-  writes_.clear();
-  std::rethrow_exception(error);
-}
-
-void DirectWriter::stop() {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    stopping_ = true;
-  }
-  work_.notify_all();
-  for (std::thread& thread : threads_) thread.join();
-  threads_.clear();
+void DirectWriter::close() {
+  const std::unique_lock<std::shared_mutex> alone(open_);
+  if (fd_ < 0) return;
 #ifdef FLASHLLM_TESTING
   forget_faults(*this);
 #endif
-  if (fd_ >= 0) ::close(fd_);
+  ::close(fd_);
   fd_ = -1;
-}
-
-void DirectWriter::close() {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (closed_) return;
-    closed_ = true;
-  }
-  stop();  // threads end when nothing is left to write
-  wait_all();
 }
 
 }  // namespace flashllm

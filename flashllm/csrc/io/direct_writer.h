@@ -3,15 +3,10 @@
 // must tell the user. The file is the caller's to remove. Nothing is synced: it is for scratch.
 #pragma once
 
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
-#include <exception>
-#include <map>
-#include <mutex>
+#include <shared_mutex>
 #include <string>
-#include <thread>
 #include <vector>
 
 namespace flashllm {
@@ -26,8 +21,7 @@ class DirectWriter {
   // already, cannot be made, or the drive has no room (with both sizes). A file that was made is removed
   // again.
   DirectWriter(std::string path, std::uint64_t nbytes, int threads);
-  // Waits as close() does; errors are lost.
-  ~DirectWriter();
+  ~DirectWriter() { close(); }
   DirectWriter(const DirectWriter&) = delete;
   DirectWriter& operator=(const DirectWriter&) = delete;
 
@@ -37,61 +31,36 @@ class DirectWriter {
   const std::string& fallback_reason() const { return fallback_reason_; }  // empty when direct
   std::size_t memory_alignment() const { return memory_alignment_; }       // what write() asks of `data`
 
-  // Starts to write; `data` must stay as it is until the write is done. Writes that overlap have no order.
-  // Returns the write's ticket. Throws CoreError (usage) for an offset, a size or memory that is not aligned,
-  // for a run beyond the file, and after close().
-  std::uint64_t write(std::uint64_t offset, const std::byte* data, std::size_t nbytes);
-
-  // Whether the write is done, or failed.
-  bool finished(std::uint64_t ticket);
-  // Until it is. Throws its CoreError (io: path, offset, size, errno) once.
-  void wait(std::uint64_t ticket);
-  // The same for all; the error thrown is the earliest write's, and the others' are forgotten.
-  void wait_all();
-  // wait_all, then the threads end and the file is closed. A second call does nothing.
-  void close();
-
- private:
-  struct Write {
+  struct Run {
     std::uint64_t offset;
     const std::byte* data;
     std::size_t nbytes;
-    std::size_t claimed, unfinished;  // bytes
-    std::exception_ptr error;
   };
-  struct Piece {
-    std::uint64_t ticket, offset;
-    const std::byte* data;
-    std::size_t nbytes;
-  };
+  // Writes the runs, in no order, and returns when all are written; several threads may write at once. Throws
+  // CoreError: usage for an offset, a size or memory that is not aligned, for a run beyond the file, and
+  // after close(), and nothing is written; io (path, offset, size, errno) for the first write that failed,
+  // and what was not begun by then is not written.
+  void write(const std::vector<Run>& runs);
+  // Waits for the writes under way and closes the file. A second call does nothing.
+  void close();
 
+ private:
   void require_room() const;
   void create();
   void allocate();
   [[noreturn]] void throw_no_room(const std::string& free, int error) const;
   std::string make_direct();  // why not; empty: writes are direct from now on
-  void serve();
-  Piece claim();
-  void finish(const Piece& piece, std::exception_ptr error);
-  void write_piece(const Piece& piece) const;
-  bool is_finished(std::uint64_t ticket) const;
-  void stop();
+  void require_run(const Run& run) const;
+  void write_piece(const Run& piece) const;
 
   std::string path_;
   std::uint64_t size_;
+  std::size_t threads_;
   int fd_ = -1;
   bool direct_ = false;
   std::string fallback_reason_;
   std::size_t memory_alignment_ = 1;
-
-  std::mutex mutex_;  // guards all below
-  std::condition_variable work_, done_;
-  std::map<std::uint64_t, Write> writes_;  // under way, or failed and not waited for
-  std::deque<std::uint64_t> unclaimed_;    // tickets with bytes that no thread has taken
-  std::uint64_t next_ticket_ = 0;
-  std::size_t under_way_ = 0;
-  bool stopping_ = false, closed_ = false;
-  std::vector<std::thread> threads_;
+  std::shared_mutex open_;  // held by writers; alone by who closes the file
 };
 
 }  // namespace flashllm

@@ -94,7 +94,9 @@ class _Verification:
         self._manifest = manifest
         self._progress = progress
         self._done_nbytes = 0
-        self._total_nbytes = sum(entry.nbytes for entry in manifest.files.values()) + self._lying_nbytes()
+        self._total_nbytes = sum(entry.nbytes for entry in manifest.files.values())
+        if manifest.in_place is not None:
+            self._total_nbytes += manifest.in_place.expert_nbytes * manifest.architecture.experts
         self._problems: list[Problem] = []
 
     def run(self) -> VerifyReport:
@@ -128,10 +130,6 @@ class _Verification:
             problems=tuple(self._problems),
             unused=unused_line(self._path),
         )
-
-    def _lying_nbytes(self) -> int:
-        layers = () if self._manifest.in_place is None else self._manifest.in_place.layers
-        return sum(each.nbytes for layer in layers for each in layer) * self._manifest.architecture.experts
 
     def _check_lying(self, damaged: set[str]) -> None:
         """Compare the experts that lie in another file with their checksums, as far as those are whole."""
@@ -219,9 +217,7 @@ class _Verification:
                 info = file.header.tensors.get(checksums_tensor(layer))
                 if info is None or (info.dtype, info.shape) != ("U64", (self._manifest.checksums[layer],)):
                     return None
-                checksums = np.empty(info.shape, "<u8")
-                file.read_into(info, 0, checksums.view(np.uint8).data)
-                return checksums
+                return file.array(info)
         except FlashError:
             return None
 

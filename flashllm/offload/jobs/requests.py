@@ -9,11 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flashllm.api.fields import MAX_DEPTH, BadRequest, depth, short
+from flashllm.api.fields import BadRequest, json_object, short
 from flashllm.api.fields import text as checked_text
 from flashllm.api.requests import ENDPOINTS, SEED_MASK, Kind, Request, parse_body
-from flashllm.base.files import parse_json
-from flashllm.errors import FormatError
 from flashllm.generate.sampling import SamplingOptions
 
 MAX_CUSTOM_ID_CHARS = 512
@@ -43,13 +41,9 @@ def parse_request(raw: bytes, number: int, *, text: bool, defaults: Defaults) ->
             raise BadRequest(f"is not UTF-8 at byte {error.start}", is_prompt=True) from None
         return _request({"prompt": prompt}, "prompt", f"line-{number}", defaults)
     try:
-        value = parse_json(raw, "the line")
-    except FormatError as error:
-        raise BadRequest(str(error).removeprefix("the line: ")) from None
-    if depth(value) > MAX_DEPTH:
-        raise BadRequest(f"is nested more than {MAX_DEPTH} deep")
-    if not isinstance(value, dict):
-        raise BadRequest(f"must be a JSON object, not {type(value).__name__}")
+        value = json_object(raw, "the line")
+    except BadRequest as error:
+        raise BadRequest(str(error).removeprefix("the line").lstrip(": ")) from None
     is_batch = any(name in value for name in ("body", "url", "method"))
     custom_id: str | None = None
     try:

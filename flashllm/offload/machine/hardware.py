@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from flashllm.base.checks import from_json, to_json
 from flashllm.base.files import read_json_object
 from flashllm.errors import FormatError
 from flashllm.profile.rates import RateCurve
-from flashllm.profile.stored import from_json, to_json
 
 # How streams share the machine while they overlap (`costs.py` gives the two formulas).
 COMBINE = ("a3", "serial-load")
@@ -73,16 +73,10 @@ class Hardware:
     def cpu_usable(self) -> int:
         return max(0, self.cpu_memory - self.cpu_reserved)
 
-    def limited(
-        self, *, device_memory: int | None = None, cpu_memory: int | None = None, disk_capacity: int | None = None
-    ) -> "Hardware":
-        """This machine with other capacities, as the command line's SIZE options state them; rates stay."""
-        return dataclasses.replace(
-            self,
-            device_memory=self.device_memory if device_memory is None else device_memory,
-            cpu_memory=self.cpu_memory if cpu_memory is None else cpu_memory,
-            disk_capacity=self.disk_capacity if disk_capacity is None else disk_capacity,
-        )
+    def limited(self, **capacities: int | None) -> "Hardware":
+        """This machine with other device_memory, cpu_memory or disk_capacity; None: as it is. Rates stay."""
+        given: dict[str, Any] = {name: nbytes for name, nbytes in capacities.items() if nbytes is not None}
+        return dataclasses.replace(self, **given)
 
     def to_json(self) -> dict[str, Any]:
         return dict(to_json(self))

@@ -111,7 +111,7 @@ class NativeProbe:
     def square_s(self) -> float:
         """Seconds of a layer so small that only calls and Python are left."""
         ops = HostOps(_tiny_block(), self.dtype, self.pool)
-        matrix = Matrix(self._random(_TINY, _TINY), _TINY, _TINY, None, None)
+        matrix = Matrix.of(self._random(_TINY, _TINY))
         norms = {f"{name}.weight": np.ones(_TINY, np.float32) for name in ("attention_norm", "ffn_norm")}
         weights = Tensors(dict.fromkeys(("query", "key", "value", "out", "up", "gate", "down"), matrix), norms)
         x, positions = self._random(1, _TINY), np.zeros(1, np.int64)
@@ -185,11 +185,11 @@ class NativeProbe:
     def _matrix(self, rows: int, columns: int, bits: int | None, name: str) -> Matrix:
         array = np.repeat(self._random(1, columns), rows, axis=0)  # alike: making them takes longer than timing
         if bits is None:
-            return Matrix(array, rows, columns, None, None)
+            return Matrix.of(array)
         packing = WeightPacking(bits=bits, layers=1, shares_keys=False).of(name, -1)
         packed = _core.allocate(packing.nbytes(rows, columns))
         pack(array, self.dtype, packing, packed, self.pool)
-        return Matrix(packed, rows, columns, packing, None)
+        return Matrix(packed, rows, columns, packing)
 
     def _arena(self, slots: int, nbytes: int) -> Array:
         """Plain blocks with values that packing has to look at."""

@@ -16,7 +16,7 @@ from functools import cached_property
 
 from flashllm.offload.machine.hardware import Hardware
 from flashllm.offload.planner.linear import CC, CD, CG, HC, HD, WC, WD, Linear, constant
-from flashllm.offload.policy import Policy, Workload
+from flashllm.offload.policy import Method, Policy, Workload
 from flashllm.offload.shape import ModelShape
 
 # 4 bits a value, and a minimum and a scale of 16 bits for each group of 64 (section 5): 4.5 of 16 bits.
@@ -31,45 +31,22 @@ _SOFTMAX_PASSES = 6  # scores written, masked (read, write), normalised (read, w
 STAGES = ("ctog", "gtoc", "dtoc", "ctod", "comp")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Method:
-    """The part of a policy that is not placement: what the search enumerates and the user chooses."""
-
-    gpu_batch: int
-    num_batches: int
-    compress_weights: bool = False
-    compress_cache: bool = False
-    cpu_attention: bool = True
-    attention_sparsity: float = 1.0
-    overlap: bool = True
-
-    @classmethod
-    def of(cls, policy: Policy) -> "Method":
-        return cls(
-            gpu_batch=policy.gpu_batch,
-            num_batches=policy.num_batches,
-            compress_weights=policy.compress_weights,
-            compress_cache=policy.compress_cache,
-            cpu_attention=policy.cpu_attention,
-            attention_sparsity=policy.attention_sparsity,
-            overlap=policy.overlap,
-        )
-
-    @property
-    def block_size(self) -> int:
-        return self.gpu_batch * self.num_batches
-
-
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Stage times of one method on one machine: seconds, one layer, one block."""
+    """Stage times of one method, or of a whole policy, on one machine: seconds, one layer, one block."""
 
     shape: ModelShape
     hardware: Hardware
     workload: Workload
     method: Method
     blocks_in_flight: int = 1  # blocks whose cache is held at once: as many as a pipeline has stages
-    policy: Policy | None = None  # that is priced, where it is known
+    weight_bits: int = 4  # of compressed ones; the paper's forms have 4 alone
+    cache_bits: int = 4
+
+    @property
+    def policy(self) -> Policy | None:
+        """The policy that is priced, where it is known."""
+        return self.method if isinstance(self.method, Policy) else None
 
     # Sizes, in bytes -------------------------------------------------------------------------------------------
 

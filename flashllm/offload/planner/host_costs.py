@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from flashllm.offload.machine.hardware import Hardware
-from flashllm.offload.planner.costs import CostModel, Method
+from flashllm.offload.planner.costs import CostModel
 from flashllm.offload.planner.linear import CD, HC, HD, WC, WD, Linear, constant
 from flashllm.offload.planner.packing import WeightPacking, late_layers
-from flashllm.offload.policy import Workload
+from flashllm.offload.policy import Method, Workload
 from flashllm.offload.runtime.ops import ROWS_TOGETHER
 from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK
 from flashllm.offload.shape import ModelShape
@@ -26,10 +26,7 @@ _SEALED_MULTIPLE = 4096  # bytes that a packed block is padded to
 
 @dataclass(frozen=True, kw_only=True)
 class HostCostModel(CostModel):
-    """As `CostModel`. With a `policy`, what depends on it in leaps is exact; without, it is what most policies do."""
-
-    weight_bits: int = 4  # of packed weights
-    cache_bits: int = 4
+    """As `CostModel`. Of a policy, what depends on it in leaps is exact; of a method, it is what most policies do."""
 
     # Sizes, in bytes -------------------------------------------------------------------------------------------
 
@@ -214,27 +211,7 @@ class HostCostModel(CostModel):
         return [constant(0)]
 
 
-def cost_model(
-    shape: ModelShape,
-    hardware: Hardware,
-    workload: Workload,
-    method: Method,
-    *,
-    blocks_in_flight: int = 1,
-    weight_bits: int = 4,
-    cache_bits: int = 4,
-) -> CostModel:
-    """The cost model of the machine's kind. The paper's has 4 bits alone."""
-    if hardware.device != "cpu":
-        return CostModel(
-            shape=shape, hardware=hardware, workload=workload, method=method, blocks_in_flight=blocks_in_flight
-        )
-    return HostCostModel(
-        shape=shape,
-        hardware=hardware,
-        workload=workload,
-        method=method,
-        blocks_in_flight=blocks_in_flight,
-        weight_bits=weight_bits,
-        cache_bits=cache_bits,
-    )
+def cost_model(shape: ModelShape, hardware: Hardware, workload: Workload, method: Method, **settings: int) -> CostModel:
+    """The cost model of the machine's kind. `settings`: weight_bits, cache_bits, blocks_in_flight."""
+    kind = HostCostModel if hardware.device == "cpu" else CostModel
+    return kind(shape=shape, hardware=hardware, workload=workload, method=method, **settings)

@@ -14,7 +14,7 @@ from flashllm.errors import BudgetError, UsageError
 from flashllm.offload.machine.hardware import Hardware
 from flashllm.offload.machine.here import this_machine
 from flashllm.offload.machine.machines import T4
-from flashllm.offload.planner.predict import Prediction, predict
+from flashllm.offload.planner.predict import predict
 from flashllm.offload.policy import Policy, Workload
 from flashllm.offload.shape import ModelShape
 from flashllm.profile.rates import RateCurve
@@ -27,10 +27,9 @@ _SQUARE_S = 5e-4  # of a batch in a layer, besides its work
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalPlan:
-    """A policy for a job here, what it is expected to take for one full block, and where the figures come from."""
+    """A policy for a job here, and where the figures come from."""
 
     policy: Policy
-    prediction: Prediction
     source: str
 
 
@@ -52,6 +51,11 @@ class Methods:
     cache_bits: int = 4
     attention_sparsity: float = 1.0
     overlap: bool | None = None  # None: as is faster; it takes a second layer's memory
+
+    @property
+    def bits(self) -> dict[str, int]:
+        """Of compressed weights and cache, as `predict` takes them."""
+        return {"weight_bits": self.weight_bits, "cache_bits": self.cache_bits}
 
 
 def local_hardware(shape: ModelShape, methods: Methods) -> Hardware:
@@ -115,7 +119,7 @@ def plan_policy(
         cpu_attention=(True,),  # what the runtime does with a cache beside the device
     )
     plan = search(shape, hardware, workload, space)
-    return LocalPlan(policy=plan.policy, prediction=plan.prediction, source=hardware.source)
+    return LocalPlan(policy=plan.policy, source=hardware.source)
 
 
 def predict_job(
@@ -128,8 +132,7 @@ def predict_job(
     peaks = dict.fromkeys(("device", "cpu", "disk"), 0)
     for sequences, workload in blocks:
         part = of_size(policy, sequences)
-        bits = {"weight_bits": methods.weight_bits, "cache_bits": methods.cache_bits}
-        prediction = predict(shape, hardware, workload, part, **bits)
+        prediction = predict(shape, hardware, workload, part, **methods.bits)
         prefill_s += prediction.prefill_s
         decode_s += prediction.decode_s
         tokens += sequences * workload.gen_len
@@ -149,8 +152,8 @@ def check_fits(
     With `stages` it is one stage of a pipeline, which has the layers of `shape`, and as many blocks in flight.
     """
     block = of_size(policy, min(policy.block_size, max(-(-requests // stages), 1)))
-    bits = {"weight_bits": methods.weight_bits, "cache_bits": methods.cache_bits}
-    prediction = predict(shape, local_hardware(shape, methods), workload, block, blocks_in_flight=stages, **bits)
+    hardware = local_hardware(shape, methods)
+    prediction = predict(shape, hardware, workload, block, blocks_in_flight=stages, **methods.bits)
     if prediction.over:
         short = ", ".join(f"{name} memory by {format_size(excess)}" for name, excess in prediction.over.items())
         raise BudgetError(
@@ -162,8 +165,7 @@ def check_fits(
 def of_size(policy: Policy, sequences: int) -> Policy:
     """`policy` for a block that is not full."""
     gpu_batch = min(policy.gpu_batch, sequences)
-    fields = policy.to_json() | {"gpu_batch": gpu_batch, "num_batches": -(-sequences // gpu_batch)}
-    return Policy.from_json(fields)
+    return replace(policy, gpu_batch=gpu_batch, num_batches=-(-sequences // gpu_batch))
 
 
 def _typical_gpu() -> Hardware:

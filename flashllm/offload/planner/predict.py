@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashllm.offload.machine.hardware import Hardware
-from flashllm.offload.planner.costs import STAGES, CostModel, Method
+from flashllm.offload.planner.costs import STAGES, CostModel
 from flashllm.offload.planner.host_costs import cost_model
 from flashllm.offload.planner.peaks import memory_limits
 from flashllm.offload.policy import Policy, Workload
@@ -48,21 +48,18 @@ def predict(
     hardware: Hardware,
     workload: Workload,
     policy: Policy,
-    *,
-    weight_bits: int = 4,
-    cache_bits: int = 4,
-    blocks_in_flight: int = 1,
+    **settings: int,
 ) -> Prediction:
-    """Prices `policy` by the cost model; a policy that does not fit is priced too, with `over` saying what is short."""
-    method = Method.of(policy)
-    bits = {"weight_bits": weight_bits, "cache_bits": cache_bits}
-    model = cost_model(shape, hardware, workload, method, blocks_in_flight=blocks_in_flight, **bits)
-    return price(model, policy)
+    """Prices `policy` by the cost model; a policy that does not fit is priced too, with `over` saying what is short.
+
+    `settings`: as of `cost_model`.
+    """
+    return price(cost_model(shape, hardware, workload, policy, **settings), policy)
 
 
 def price(model: CostModel, policy: Policy) -> Prediction:
     """As `predict`, for a cost model already made for the policy's method."""
-    model = dataclasses.replace(model, policy=policy)
+    model = dataclasses.replace(model, method=policy)
     x, layers, block = policy.placement, model.shape.layers, policy.block_size
     n = model.workload.gen_len
     head = max(form.value(x) for form in model.head_bounds())

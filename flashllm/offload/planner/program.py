@@ -3,6 +3,7 @@
 It knows the cost model only as affine forms; which pairs to try is the search's business.
 """
 
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -189,23 +190,4 @@ class PlacementProgram:
         """The policy with these nine fractions; sums that miss 1 by a rounding are put right."""
         parts = np.clip(placement.reshape(3, 3), 0, 1)
         parts /= parts.sum(axis=1, keepdims=True)
-        wg, wc, wd, cg, cc, cd, hg, hc, hd = (float(value) for value in parts.ravel())
-        method = self.model.method
-        return Policy(
-            gpu_batch=method.gpu_batch,
-            num_batches=method.num_batches,
-            wg=wg,
-            wc=wc,
-            wd=wd,
-            cg=cg,
-            cc=cc,
-            cd=cd,
-            hg=hg,
-            hc=hc,
-            hd=hd,
-            compress_weights=method.compress_weights,
-            compress_cache=method.compress_cache,
-            cpu_attention=method.cpu_attention,
-            attention_sparsity=method.attention_sparsity,
-            overlap=method.overlap,
-        )
+        return Policy(**asdict(self.model.method) | dict(zip(Policy.PLACEMENT, parts.ravel().tolist(), strict=True)))

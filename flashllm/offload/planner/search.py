@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from flashllm.base.units import format_size
 from flashllm.errors import BudgetError
 from flashllm.offload.machine.hardware import Hardware
-from flashllm.offload.planner.costs import CostModel, Method
+from flashllm.offload.planner.costs import CostModel
 from flashllm.offload.planner.host_costs import cost_model
 from flashllm.offload.planner.predict import Prediction, price
 from flashllm.offload.planner.program import TIERS, PlacementProgram
-from flashllm.offload.policy import Policy, Workload
+from flashllm.offload.policy import Method, Policy, Workload
 from flashllm.offload.shape import ModelShape
 
 # Section 4.3: GPU batches in multiples of 4 (1 and 2 besides), at most 20 of them in a block.
@@ -149,7 +149,7 @@ def search(shape: ModelShape, hardware: Hardware, workload: Workload, space: Sea
             prediction = price(best.program.model, policy)
             if prediction.over:  # what its leaps take (HostCostModel) was not counted: once more with that
                 if best.program.model.policy is None:
-                    exact = dataclasses.replace(best.program.model, policy=policy)
+                    exact = dataclasses.replace(best.program.model, method=policy)
                     program = PlacementProgram(exact, forbid=space.forbid, latency_s=space.latency_s)
                     heapq.heappush(heap, _Candidate(best.bound, next(ticket), program))
                 continue

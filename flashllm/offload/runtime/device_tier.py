@@ -16,9 +16,8 @@ from flashllm.offload.runtime.ops import Ops
 from flashllm.offload.runtime.tasks import BUFFERS
 from flashllm.offload.runtime.tiers.activations import Activations
 from flashllm.offload.runtime.tiers.arrangement import Arrangement, arrange
-from flashllm.offload.runtime.tiers.disk import DiskFile
 from flashllm.offload.runtime.tiers.kv import KvCache
-from flashllm.offload.runtime.tiers.scratch import Scratch
+from flashllm.offload.runtime.tiers.scratch import Scratch, ScratchFile
 from flashllm.offload.runtime.tiers.source import WeightSource
 from flashllm.offload.runtime.tiers.weight_plan import DISK, WeightPlan
 from flashllm.offload.runtime.tiers.weights import WeightStore
@@ -73,7 +72,7 @@ class HostTier:
         sizes: Sizes,
         policy: Policy,
         *,
-        disk: DiskFile | None,
+        disk: ScratchFile | None,
     ) -> KvCache:
         return KvCache(attention, arrange(sizes, policy), disk=disk, share=policy.attention_sparsity)
 

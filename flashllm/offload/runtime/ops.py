@@ -28,8 +28,13 @@ class Matrix:
     array: Array  # [rows, columns] of the dtype's storage, or packed bytes
     rows: int  # outputs
     columns: int  # inputs
-    packing: Packing | None  # None: as it is
-    bias: Array | None  # [rows] fp32
+    packing: Packing | None = None  # None: as it is
+    bias: Array | None = None  # [rows] fp32
+
+    @classmethod
+    def of(cls, array: Array) -> "Matrix":
+        """One that is as it is, without a bias."""
+        return cls(array, array.shape[0], array.shape[1])
 
 
 @dataclass(slots=True)

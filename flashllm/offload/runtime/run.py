@@ -39,9 +39,8 @@ from flashllm.offload.runtime.options import CacheLayout, RunOptions
 from flashllm.offload.runtime.tasks import Task, tasks
 from flashllm.offload.runtime.tiers.activations import Activations
 from flashllm.offload.runtime.tiers.arrangement import Arrangement, arrange
-from flashllm.offload.runtime.tiers.disk import DiskFile
 from flashllm.offload.runtime.tiers.kv import KvCache
-from flashllm.offload.runtime.tiers.scratch import Scratch, open_reader
+from flashllm.offload.runtime.tiers.scratch import Scratch, ScratchFile, open_reader
 from flashllm.offload.stages import Stage
 
 Array = NDArray[Any]
@@ -196,11 +195,11 @@ class _Run:
         itemsize = runner._ops.storage.itemsize
         hidden_disk = Activations.disk_nbytes(self._arrangement, width=block.d_model, itemsize=itemsize)
         self._scratch = Scratch(runner._scratch_folder, kv_disk + hidden_disk)
-        self._disk: DiskFile | None = None
+        self._disk: ScratchFile | None = None
         with ExitStack() as parts:  # closed where something fails; else `execute` closes it
             parts.enter_context(self._scratch)
             if kv_disk + hidden_disk:
-                self._disk = DiskFile(self._scratch.create("run", kv_disk + hidden_disk), runner._reader)
+                self._disk = self._scratch.create("run", kv_disk + hidden_disk, runner._reader)
             self._kv = runner._opened.tier.open_cache(runner._attention, sizes, policy, disk=self._disk)
             self._activations = Activations(
                 self._arrangement, runner._ops, width=block.d_model, disk=self._disk, offset=kv_disk

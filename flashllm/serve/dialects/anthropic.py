@@ -5,21 +5,21 @@ out, as are headers of clients that change with every request: they would end ev
 """
 
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from flashllm.api.fields import BadRequest, flag, mapping, objects, short, text
+from flashllm.api.fields import BadRequest, check_names, flag, mapping, objects, short, text
 from flashllm.api.requests import parse_body
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.replies import written
 from flashllm.replies.parser import Event as Said
 from flashllm.serve.app import Api
 from flashllm.serve.bodies import Asked, parse_object
-from flashllm.serve.http import ApiError, NamedEventStream
+from flashllm.serve.http import ApiError, NamedEventStream, telling
 from flashllm.serve.worker import Began, Chosen, Ended
 
 _SAME = ("max_tokens", "temperature", "top_p", "top_k")
@@ -55,8 +55,8 @@ class Anthropic:
     def routes(self) -> list[Route]:
         """The routes and their endpoints."""
         return [
-            Route("/v1/messages", _told(self.messages), methods=["POST"]),
-            Route("/v1/messages/count_tokens", _told(self.count_tokens), methods=["POST"]),
+            Route("/v1/messages", telling(self.messages, _error), methods=["POST"]),
+            Route("/v1/messages/count_tokens", telling(self.count_tokens, _error), methods=["POST"]),
         ]
 
     async def messages(self, request: Request) -> Response:
@@ -76,9 +76,7 @@ class Anthropic:
 
     def _understand(self, raw: bytes, defaults: SamplingOptions) -> Asked:
         body = parse_object(raw)
-        for name in body:
-            if name not in _KNOWN:
-                raise BadRequest(f"the field {name[:80]!r} is unknown", param=name[:80])
+        check_names(body, _KNOWN)
         chat = {name: body[name] for name in _SAME if name in body}
         chat["messages"] = [*_system(body.get("system")), *_messages(body.get("messages"))]
         chat |= _tools(body) | self._thinking(body.get("thinking", {}))
@@ -89,7 +87,7 @@ class Anthropic:
             schema = mapping("output_config.format", shape).get("schema")
             chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
         request = parse_body(chat, "chat", custom_id=f"msg_{secrets.token_hex(12)}", defaults=defaults)
-        return Asked.chat(request, stream="stream" in body and flag(body, "stream"))
+        return Asked.chat(request, stream=flag(body, "stream"))
 
     def _thinking(self, given: Any) -> Document:
         """Fields of a chat: a budget and, for a template that knows it, whether the model reasons at all."""
@@ -101,18 +99,6 @@ class Anthropic:
         if kind is not None and template is not None and template.takes("enable_thinking"):
             values["chat_template_kwargs"] = {"enable_thinking": kind != "disabled"}
         return values
-
-
-def _told(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """The endpoint, with errors in Anthropic's form."""
-
-    async def told(request: Request) -> Response:
-        try:
-            return await endpoint(request)
-        except ApiError as error:
-            return JSONResponse(_error(error), error.status, headers=error.headers)
-
-    return told
 
 
 def _error(error: ApiError) -> Document:
@@ -232,9 +218,7 @@ class _Form:
         """The answer of a request that is not a stream."""
         for block in self._content:
             if block["type"] == "tool_use":
-                arguments = block["input"]
-                valid = written.is_object(arguments)
-                block["input"] = written.load(arguments) if valid else {"arguments": arguments}
+                block["input"] = written.arguments_of(block["input"])
         return {**self._message(), "content": self._content}
 
     def _message(self) -> Document:

@@ -4,7 +4,7 @@ The same job, the same worker, the same checks; only the names differ.
 """
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from starlette.requests import Request
@@ -13,14 +13,14 @@ from starlette.routing import Route
 
 import flashllm
 from flashllm.api.answers import chat_delta
-from flashllm.api.fields import BadRequest, flag, short, text
+from flashllm.api.fields import BadRequest, flag, mapping, text
 from flashllm.api.requests import parse_body
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.replies import written
 from flashllm.replies.parser import Event as Said
 from flashllm.serve.app import Api
-from flashllm.serve.bodies import Asked, parse_object
-from flashllm.serve.http import ApiError, DocumentStream
+from flashllm.serve.bodies import Asked, model_of, parse_object
+from flashllm.serve.http import ApiError, DocumentStream, telling
 from flashllm.serve.worker import Began, Chosen, Ended
 
 _OPTIONS = {  # Ollama's name -> OpenAI's
@@ -35,7 +35,6 @@ _OPTIONS = {  # Ollama's name -> OpenAI's
 }
 _IGNORED = frozenset(("keep_alive", "num_ctx", "num_thread", "use_mmap", "num_gpu"))  # they change no answer here
 _PROMPT = frozenset(("model", "options", "stream", "think", "format", *_IGNORED))  # of a body of /api/generate
-Endpoint = Callable[[Request], Awaitable[Response]]
 Tell = Callable[[Sequence[Said]], dict[str, Any]]  # fields of a line that tell what is said
 _LATEST = ":latest"  # clients add it to a name without a tag
 
@@ -52,9 +51,9 @@ class Ollama:
             Route("/api/version", self.version),
             Route("/api/tags", self.tags),
             Route("/api/ps", self.tags),
-            Route("/api/show", _told(self.show), methods=["POST"]),
-            Route("/api/chat", _told(self.chat), methods=["POST"]),
-            Route("/api/generate", _told(self.generate), methods=["POST"]),
+            Route("/api/show", telling(self.show, _error), methods=["POST"]),
+            Route("/api/chat", telling(self.chat, _error), methods=["POST"]),
+            Route("/api/generate", telling(self.generate, _error), methods=["POST"]),
         ]
 
     async def version(self, request: Request) -> Response:
@@ -98,7 +97,7 @@ class Ollama:
         answering = await self._api.begin(request, "chat", understand)
         form = _Form(self._api.served.name, tell)
         if answering.asked.stream:
-            documents = answering.documents(form.take, form.last, lambda error: {"error": str(error)})
+            documents = answering.documents(form.take, form.last, _error)
             return DocumentStream(documents, answering.cancel, form.waiting)
         await answering.finish(request, form.take)
         return JSONResponse({**form.last(), **tell(form.said)})
@@ -107,16 +106,8 @@ class Ollama:
         return {"format": "flashllm", "family": "flashllm", "families": ["flashllm"], "quantization_level": ""}
 
 
-def _told(endpoint: Endpoint) -> Endpoint:
-    """The endpoint, with errors in Ollama's form: a text."""
-
-    async def told(request: Request) -> Response:
-        try:
-            return await endpoint(request)
-        except ApiError as error:
-            return JSONResponse({"error": str(error)}, error.status, headers=error.headers)
-
-    return told
+def _error(error: ApiError) -> dict[str, Any]:
+    return {"error": str(error)}
 
 
 class _Form:
@@ -188,14 +179,10 @@ def _response(said: Sequence[Said]) -> dict[str, Any]:
 def _message(said: Sequence[Said]) -> dict[str, Any]:
     delta = chat_delta(said)
     thinking = {"thinking": delta["reasoning_content"]} if "reasoning_content" in delta else {}
-    calls = [{"function": _function(**call["function"])} for call in delta.get("tool_calls", ())]
+    functions = [call["function"] for call in delta.get("tool_calls", ())]
+    calls = [{"function": {**each, "arguments": written.arguments_of(each["arguments"])}} for each in functions]
     message = {"role": "assistant", "content": delta.get("content", ""), **thinking}
     return {"message": {**message, "tool_calls": calls} if calls else message}
-
-
-def _function(name: str, arguments: str) -> dict[str, Any]:
-    valid = written.is_object(arguments)
-    return {"name": name, "arguments": written.load(arguments) if valid else {"arguments": arguments}}
 
 
 def _understand(raw: bytes, defaults: SamplingOptions) -> Asked:
@@ -211,16 +198,14 @@ def _understand_prompt(raw: bytes, defaults: SamplingOptions) -> Asked:
         if name not in _PROMPT and name not in ("prompt", "system", "raw") and value not in ("", []):
             raise BadRequest(f"the field {name[:80]!r} is unknown", param=name[:80])
     prompt = text("prompt", given.get("prompt"))
-    if "raw" in given and flag(given, "raw"):
+    if flag(given, "raw"):
         return _asked({**body, "prompt": prompt}, "completion", defaults)
     system = [{"role": "system", "content": given["system"]}] if given.get("system") else []
     return _asked({**body, "messages": [*system, {"role": "user", "content": prompt}]}, "chat", defaults)
 
 
 def _asked(body: dict[str, Any], kind: Literal["chat", "completion"], defaults: SamplingOptions) -> Asked:
-    options = body.pop("options", {})
-    if not isinstance(options, dict):
-        raise BadRequest(f"options must be an object, not {short(options)}", param="options")
+    options = mapping("options", body.pop("options", {}))
     ours: dict[str, Any] = {}
     for name, value in options.items():
         if name in _OPTIONS:
@@ -229,7 +214,7 @@ def _asked(body: dict[str, Any], kind: Literal["chat", "completion"], defaults: 
             raise BadRequest(f"options: {name[:80]!r} is not supported", param=f"options.{name[:80]}")
     if ours.get("max_tokens") in (-1, -2):  # as many as there is room for
         del ours["max_tokens"]
-    stream = flag(body, "stream") if "stream" in body else True
+    stream = flag(body, "stream", True)
     if "think" in body:
         thinks = body.pop("think")
         if isinstance(thinks, str):
@@ -274,12 +259,8 @@ def _call(call: Any, call_id: str) -> Any:
 
 
 def _model(body: Mapping[str, Any]) -> str | None:
-    name = body.get("model", body.get("name"))
-    if name is None:
-        return None
-    if not isinstance(name, str):
-        raise BadRequest(f"model must be a text, not {short(name)}", param="model")
-    return name.removesuffix(_LATEST)
+    name = model_of({"model": body["name"], **body} if "name" in body else body)
+    return None if name is None else name.removesuffix(_LATEST)
 
 
 def _time(seconds: float) -> str:

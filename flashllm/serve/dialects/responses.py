@@ -13,13 +13,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from flashllm.api.fields import BadRequest, flag, mapping, objects, short, text
+from flashllm.api.fields import BadRequest, check_names, flag, mapping, objects, short, text
 from flashllm.api.requests import parse_body
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.replies import written
 from flashllm.replies.parser import Event as Said
 from flashllm.serve.app import Api
-from flashllm.serve.bodies import Asked, parse_object
+from flashllm.serve.bodies import Asked, model_of, parse_object
 from flashllm.serve.http import ApiError, NamedEventStream
 from flashllm.serve.worker import Began, Chosen, Ended
 
@@ -64,8 +64,7 @@ class Responses:
         for name, value in body.items():
             if name in _UNSUPPORTED and value != _UNSUPPORTED[name]:
                 raise BadRequest(f"{name}: {short(value)} is not supported", param=name)
-            if name not in _KNOWN and name not in _UNSUPPORTED:
-                raise BadRequest(f"the field {name[:80]!r} is unknown", param=name[:80])
+        check_names(body, _KNOWN | _UNSUPPORTED.keys())
         chat = {name: body[name] for name in _SAME if name in body}
         system = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
         chat["messages"] = [*system, *_messages(body.get("input"))]
@@ -82,8 +81,7 @@ class Responses:
         if effort is not None and takes:
             chat["reasoning_effort"] = effort
         request = parse_body(chat, "chat", custom_id=f"resp_{secrets.token_hex(12)}", defaults=defaults)
-        model = None if "model" not in body else text("model", body["model"])
-        return Asked.chat(request, stream="stream" in body and flag(body, "stream"), model=model)
+        return Asked.chat(request, stream=flag(body, "stream"), model=model_of(body))
 
 
 def _text_of(where: str, value: Any) -> str:

@@ -7,7 +7,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from flashllm.api.fields import BadRequest
+from flashllm.api.fields import check_names
 from flashllm.api.prompts import Unanswerable
 from flashllm.api.requests import Request, parse_body
 from flashllm.errors import FlashError
@@ -58,9 +58,7 @@ class Tokens:
         def understand(raw: bytes, defaults: SamplingOptions) -> Asked:
             body: dict[str, Any] = parse_object(raw)
             model = body.pop("model", None)
-            for name in body:
-                if name not in fields:
-                    raise BadRequest(f"the field {name[:80]!r} is unknown", param=name[:80])
+            check_names(body, fields)
             named = {_PROMPTS.get(name, name): value for name, value in body.items()}
             kind = "chat" if fields == _CHAT or "messages" in named else "completion"
             asked = parse_body(named, "chat" if kind == "chat" else "completion", custom_id="tokens", defaults=defaults)

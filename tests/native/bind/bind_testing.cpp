@@ -55,6 +55,12 @@ void init_testing(nb::module_& m) {
   bound<DirectFile>(m, "DirectFile")
       .def("inject", &inject_fault, nb::arg("kind"), nb::arg("first"), nb::arg("count") = 1,
            nb::arg("argument") = 0);
+  bound<DirectWriter>(m, "DirectWriter")
+      .def_prop_ro("path", &DirectWriter::path)
+      .def_prop_ro("size", &DirectWriter::size)
+      .def_prop_ro("fallback_reason", &DirectWriter::fallback_reason)
+      .def("inject", &inject_write_fault, nb::arg("kind"), nb::arg("first"), nb::arg("count") = 1,
+           nb::arg("argument") = 0);
 
   m.def("digest", [](const std::string& simd) { return digest_of(parse_simd(simd)); }, nb::arg("simd"));
 
@@ -71,15 +77,6 @@ void init_testing(nb::module_& m) {
       },
       nb::arg("kind"), nb::arg("first"), nb::arg("count") = 1, nb::arg("argument") = 0);
   m.def("interrupt_probes", &interrupt_probes, nb::arg("count"));
-
-  // Of a bound writer: its native one.
-  m.def(
-      "inject_write_fault",
-      [](nb::handle writer, const std::string& kind, std::uint64_t first, std::uint64_t count,
-         std::uint64_t argument) {
-        inject_write_fault(direct_writer_of(writer), kind, first, count, argument);
-      },
-      nb::arg("writer"), nb::arg("kind"), nb::arg("first"), nb::arg("count") = 1, nb::arg("argument") = 0);
 }
 
 }  // namespace flashllm

@@ -98,12 +98,6 @@ void init_inspection(nb::module_& m) {
       .def_prop_ro("queue_depth", [](const Reader& self) { return self.options().queue_depth; })
       .def_prop_ro("verify", [](const Reader& self) { return self.options().verify; });
 
-  // Of a bound writer.
-  m.def(
-      "finished",
-      [](nb::handle writer, std::uint64_t ticket) { return direct_writer_of(writer).finished(ticket); },
-      nb::arg("writer"), nb::arg("ticket"));
-
   bound<RowStream>(m, "RowStream").def("drain", [](RowStream& self) { self.drain(); }).def("take", &take);
 
   bound<PyFfnLayer>(m, "FfnLayer")

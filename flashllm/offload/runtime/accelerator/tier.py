@@ -15,9 +15,8 @@ from flashllm.offload.runtime.accelerator.weights import DeviceWeights
 from flashllm.offload.runtime.device_tier import Need, Sizes, largest_batch, states_need, weights_on_disk
 from flashllm.offload.runtime.ops import Ops
 from flashllm.offload.runtime.tiers.arrangement import arrange
-from flashllm.offload.runtime.tiers.disk import DiskFile
 from flashllm.offload.runtime.tiers.kv import KvCache
-from flashllm.offload.runtime.tiers.scratch import Scratch
+from flashllm.offload.runtime.tiers.scratch import Scratch, ScratchFile
 from flashllm.offload.runtime.tiers.source import WeightSource
 from flashllm.offload.runtime.tiers.weight_plan import WeightPlan
 from flashllm.offload.runtime.tiers.weights import WeightStore
@@ -59,7 +58,7 @@ class AcceleratorTier:
         return DeviceWeights(source, plan, device=self._device, pool=pool, scratch=scratch, reader=reader)
 
     def open_cache(
-        self, attention: Sequence[_core.BatchAttention], sizes: Sizes, policy: Policy, *, disk: DiskFile | None
+        self, attention: Sequence[_core.BatchAttention], sizes: Sizes, policy: Policy, *, disk: ScratchFile | None
     ) -> SplitKv:
         share = policy.attention_sparsity
         beside = KvCache(attention, arrange(sizes, policy, tiers_of="cd"), disk=disk, share=share)

@@ -4,7 +4,6 @@ Device matrices are brought there once. Those of the CPU tier lie in pinned memo
 a pinned buffer; a load copies both into one of the device's own staging buffers, while the layer before is computed.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,23 +31,17 @@ class DeviceWeights(WeightStore):
         pool: _core.ThreadPool,
         scratch: Scratch | None = None,
         reader: _core.Reader | None = None,
-        progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """As `WeightStore`; BudgetError where the device has no room."""
         self._device = device
         self._staging: list[Tensor] = []
         self._arriving: Bytes = np.empty(0, np.uint8)
         with device.task():
-            super().__init__(source, plan, pool=pool, scratch=scratch, reader=reader, progress=progress)
+            super().__init__(source, plan, pool=pool, scratch=scratch, reader=reader)
             self._small = {name: device.from_host(array) for name, array in self._small.items()}
         for memory in (self._memory[CPU], *self._buffers):
             if notice := device.pin(memory):
                 self.notices.append(notice)
-
-    @property
-    def memory_nbytes(self) -> int:
-        """Beside the device, as planned."""
-        return self.plan.beside_nbytes
 
     def close(self) -> None:
         self._staging.clear()

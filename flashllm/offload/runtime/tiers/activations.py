@@ -10,15 +10,14 @@ from flashllm import _core
 from flashllm.offload.runtime.ops import Array, HostArray, Ops
 from flashllm.offload.runtime.tasks import BUFFERS
 from flashllm.offload.runtime.tiers.arrangement import Arrangement
-from flashllm.offload.runtime.tiers.disk import DiskFile
-from flashllm.offload.runtime.tiers.scratch import round_up
+from flashllm.offload.runtime.tiers.scratch import ScratchFile, round_up
 
 
 class Activations:
     """Hidden states [rows, width] of each batch; the rows are those of its sequences, one after the other."""
 
     def __init__(
-        self, arrangement: Arrangement, ops: Ops, *, width: int, disk: DiskFile | None, offset: int = 0
+        self, arrangement: Arrangement, ops: Ops, *, width: int, disk: ScratchFile | None, offset: int = 0
     ) -> None:
         """`disk` has room for `disk_nbytes` of the arrangement from `offset` on."""
         self._arrangement, self._ops, self._width, self._disk = arrangement, ops, width, disk
@@ -84,7 +83,7 @@ class Activations:
         states = self._ops.use(self._device.pop(batch))
         return self._ops.join([states, *parts]) if parts else states
 
-    def _file(self) -> DiskFile:
+    def _file(self) -> ScratchFile:
         if self._disk is None:
             raise ValueError("this arrangement has activations on disk, and there is no file for them")
         return self._disk

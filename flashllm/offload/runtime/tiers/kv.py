@@ -16,7 +16,7 @@ from flashllm import _core
 from flashllm.offload.runtime.ops import Projected
 from flashllm.offload.runtime.tasks import BUFFERS, Task
 from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK, Arrangement, Place, blocks_of
-from flashllm.offload.runtime.tiers.disk import DiskFile
+from flashllm.offload.runtime.tiers.scratch import ScratchFile
 
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
@@ -41,7 +41,7 @@ class KvCache:
         attention: Sequence[_core.BatchAttention],
         arrangement: Arrangement,
         *,
-        disk: DiskFile | None,
+        disk: ScratchFile | None,
         share: float = 1.0,
     ) -> None:
         """`attention` is each layer's. `share` of the values is read in decoding: the likeliest positions (top-k sparse
@@ -223,7 +223,7 @@ class KvCache:
     def _disk_offset(self, place: Place, layer: int, block: int) -> int:
         return self._disk_first[layer] + (place.sealed_slot + block) * self._attention[layer].sealed_nbytes
 
-    def _on_disk(self) -> DiskFile:
+    def _on_disk(self) -> ScratchFile:
         if self._disk is None:
             raise ValueError("this arrangement has blocks on disk, and there is no file for them")
         return self._disk

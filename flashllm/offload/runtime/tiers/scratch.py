@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from flashllm.base.units import format_size
 from flashllm.errors import FlashIOError
 
 Bytes = NDArray[np.uint8]
+Runs = Iterable[tuple[int, NDArray[Any]]]  # (offset, contiguous array), both in whole blocks of ALIGNMENT
 ALIGNMENT = 4096  # of offsets, sizes and memory of direct transfers
 READ_THREADS = 8  # large blocks: a few keep the drive busy and leave the processor to the products
 REQUEST_NBYTES = 1 << 20  # of one read; larger ones gain nothing on the drives measured
@@ -43,65 +45,45 @@ def open_reader(threads: int = READ_THREADS) -> _core.Reader:
 
 
 class ScratchFile:
-    """A preallocated file without a name. `file` is for a reader; writes are aligned runs of bytes."""
+    """A preallocated file without a name, which threads write and read at once, in whole aligned runs. `file` is for a
+    reader. FlashIOError where a transfer fails."""
 
-    def __init__(self, path: Path, nbytes: int) -> None:
-        """Creates `path`, which must not exist, and unlinks it. FlashIOError where it cannot have its bytes."""
+    def __init__(self, path: Path, nbytes: int, reader: _core.Reader | None = None) -> None:
+        """Creates `path`, which must not exist, and unlinks it. FlashIOError where it cannot have its bytes. `reader`
+        is `read`'s; None: one of its own."""
+        self._reader = reader
         self.nbytes = max(round_up(nbytes), ALIGNMENT)
-        self.bytes_written = 0
+        self.bytes_read = self.bytes_written = 0
         self._lock = threading.Lock()
         self._writer = _core.DirectWriter(str(path), self.nbytes, WRITE_THREADS)
         try:
             self.file = _core.DirectFile(str(path))
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         finally:
             path.unlink(missing_ok=True)
 
-    @property
-    def direct(self) -> bool:
-        """True where reads and writes go past the page cache."""
-        return self.file.direct and self._writer.direct
-
-    @property
-    def fallback_reason(self) -> str:
-        """Why not; empty where they do."""
-        return self.file.fallback_reason or self._writer.fallback_reason
-
-    def write(self, offset: int, data: Bytes) -> None:
-        """Write `data` (contiguous, in whole blocks, in aligned memory) at `offset`. FlashIOError where it fails."""
-        self.wait([self.start(offset, data)])
-
-    def start(self, offset: int, data: Bytes) -> int:
-        """Begin to write as `write` does; the ticket that `wait` takes. `data` must stay as it is until then."""
-        if offset % ALIGNMENT or data.nbytes % ALIGNMENT or not 0 <= offset <= self.nbytes - data.nbytes:
-            raise ValueError(f"{data.nbytes} bytes at {offset} do not lie in whole blocks of {self.nbytes} bytes")
-        ticket = self._writer.write(offset, bytes_of(data))
+    def write(self, runs: Runs) -> None:
+        """Write each (offset, array); returns when all are written. ValueError for one not in whole blocks of the file,
+        before anything is written; what is written where a transfer fails is not known."""
+        written = [(offset, bytes_of(array)) for offset, array in runs]
+        self._writer.write(written)
         with self._lock:
-            self.bytes_written += data.nbytes
-        return ticket
+            self.bytes_written += sum(array.nbytes for _, array in written)
 
-    def wait(self, tickets: list[int]) -> None:
-        """Until these writes are done, all of them even where one fails. FlashIOError of the first that failed."""
-        error: Exception | None = None
-        for ticket in tickets:
-            try:
-                self._writer.wait(ticket)
-            except FlashIOError as failed:
-                error = error or failed
-        if error is not None:
-            raise error
-
-    def flush(self) -> None:
-        """Wait until the device holds what was written; direct writes have waited already."""
-        if not self.direct:
-            os.fdatasync(self._fd)
+    def read(self, runs: Runs) -> None:
+        """Fill each (offset, array); returns when all are read."""
+        batch, nbytes = _core.ReadBatch(self._reader or open_reader(), self.file), 0
+        for offset, array in runs:
+            batch.add(offset, bytes_of(array))
+            nbytes += array.nbytes
+        if nbytes:
+            batch.submit()
+            batch.wait()
+        with self._lock:
+            self.bytes_read += nbytes
 
     def close(self) -> None:
         """Close the file, which frees its bytes once no reader holds it either."""
-        if self._fd >= 0:
-            self._writer.close()
-            os.close(self._fd)
-            self._fd = -1
+        self._writer.close()
 
 
 class Scratch(Closing):
@@ -124,11 +106,11 @@ class Scratch(Closing):
             message = f"{parent}: cannot hold scratch files: {error.strerror}; choose another folder"
             raise FlashIOError(message) from error
 
-    def create(self, name: str, nbytes: int) -> ScratchFile:
+    def create(self, name: str, nbytes: int, reader: _core.Reader | None = None) -> ScratchFile:
         """A new file of `nbytes`, open until the directory is closed. ValueError beyond the stated size."""
         if round_up(nbytes) > self._left:
             raise ValueError(f"scratch file {name}: {nbytes} bytes; {self._left} of {self.nbytes} are left")
-        file = ScratchFile(self.path / name, nbytes)
+        file = ScratchFile(self.path / name, nbytes, reader)
         self._left -= file.nbytes
         self._files.append(file)
         return file

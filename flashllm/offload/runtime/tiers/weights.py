@@ -8,8 +8,7 @@ whoever loads a buffer sees to it that nobody uses it.
 """
 
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -54,9 +53,8 @@ class WeightStore(Closing):
         pool: _core.ThreadPool,
         scratch: Scratch | None = None,
         reader: _core.Reader | None = None,
-        progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Brings the weights to their tiers; `progress(layers done, layers in all)` follows.
+        """Brings the weights to their tiers.
 
         `scratch` is needed where the plan says scratch_nbytes; without a `reader` it opens one of its own. The source
         may be closed afterwards. FlashIOError, FormatError, ChecksumError, UnsupportedModelError as the source's;
@@ -71,7 +69,6 @@ class WeightStore(Closing):
         self._block, self._dtype = source.block, source.dtype
         self._reader, self._pool = reader or open_reader(), pool
         self._lock = threading.Lock()
-        self._loads, self._busy_s, self._busy_since = 0, 0.0, 0.0
         self._gathering = threading.Lock()
         self._files: dict[Path, _core.DirectFile] = {}
         self._scratch: ScratchFile | None = None
@@ -83,41 +80,16 @@ class WeightStore(Closing):
         self._small: dict[str, Array] = {name: self._read_small(source, name) for name in small_tensors(source)}
         if self.plan.scratch_nbytes:
             self._scratch = cast(Scratch, scratch).create("weights", self.plan.scratch_nbytes)
-        self._fill(source, progress)
+        self._fill(source)
 
     # What the runtime sees -------------------------------------------------------------------------------------
-
-    @property
-    def memory_nbytes(self) -> int:
-        return self.plan.memory_nbytes
-
-    @property
-    def bytes_written(self) -> int:
-        """To the scratch file, at the start."""
-        return 0 if self._scratch is None else self._scratch.bytes_written
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds in which something was being loaded; loads that overlap count once."""
-        with self._lock:
-            return self._busy_s + (time.perf_counter() - self._busy_since if self._loads else 0.0)
 
     def load(self, layer: int, buffer: int) -> None:
         """Fill a staging buffer with the disk and CPU matrices of a layer; `num_layers` means the head. Blocks.
 
         FlashIOError, FormatError where a read fails.
         """
-        with self._lock:
-            if self._loads == 0:
-                self._busy_since = time.perf_counter()
-            self._loads += 1
-        try:
-            self._load(self.plan.bundles[layer], buffer)
-        finally:
-            with self._lock:
-                self._loads -= 1
-                if self._loads == 0:
-                    self._busy_s += time.perf_counter() - self._busy_since
+        self._load(self.plan.bundles[layer], buffer)
 
     def layer(self, layer: int, buffer: int) -> Tensors:
         """A layer's tensors where they lie once `buffer` is loaded."""
@@ -130,7 +102,7 @@ class WeightStore(Closing):
             for name, one in self._small.items():  # a router's
                 if name.startswith(prefix) and not is_vector(name):
                     short = name.removeprefix(prefix).removesuffix(".weight")
-                    matrices[short] = Matrix(one, one.shape[0], one.shape[1], None, None)
+                    matrices[short] = Matrix.of(one)
             self._lent[layer, buffer] = Tensors(matrices, self._vectors(prefix))
         return self._lent[layer, buffer]
 
@@ -138,7 +110,7 @@ class WeightStore(Closing):
         """Weights before the first layer and after the last; with the head where it lies once `buffer` is loaded."""
         if (None, buffer) not in self._lent:
             small = {name.removesuffix(".weight"): one for name, one in self._small.items() if is_outer_matrix(name)}
-            matrices = {name: Matrix(one, one.shape[0], one.shape[1], None, None) for name, one in small.items()}
+            matrices = {name: Matrix.of(one) for name, one in small.items()}
             if buffer is not None:
                 name = "embedding" if self._block.tied_head else "head"
                 bias = self._small.get("head.bias")
@@ -198,10 +170,10 @@ class WeightStore(Closing):
         source.read({name: array})
         return array
 
-    def _fill(self, source: WeightSource, progress: Callable[[int, int], None] | None) -> None:
+    def _fill(self, source: WeightSource) -> None:
         """Bring every tensor to its tier, a layer at a time."""
         image = self._buffers[0] if self._buffers else allocate(self.plan.buffer_nbytes)
-        for number, bundle in enumerate(self.plan.bundles):
+        for bundle in self.plan.bundles:
             # 1. What is read as it is, into memory; files of the disk tier are opened to see that they are there.
             found = [one for one in bundle.tensors.values() if one.extent is not None]
             homes = {tier: self._home(bundle, tier) for tier in (DEVICE, CPU)} | {DISK: (image, 0)}
@@ -219,9 +191,7 @@ class WeightStore(Closing):
             self._settle(bundle)
             first, last = bundle.image
             if last > first:
-                cast(ScratchFile, self._scratch).write(bundle.scratch_offset, image[first:last])
-            if progress is not None:
-                progress(number + 1, len(self.plan.bundles))
+                cast(ScratchFile, self._scratch).write([(bundle.scratch_offset, image[first:last])])
         for path, file in self._files.items():
             if not file.direct:
                 reason = f"direct I/O is not available for {path} ({file.fallback_reason})"

@@ -113,7 +113,6 @@ def test_every_tensor_comes_back_from_every_tier(folders, tmp_path, name, where,
             assert (plan.scratch_nbytes > 0) == (kind == "directory" and "d" in bundled)
             check_store(store, tensors, "bfloat16")
             assert store.bytes_read > 0
-            assert store.busy_s > 0
     assert not list(tmp_path.iterdir())
 
 
@@ -241,7 +240,7 @@ def test_packed_matrices_are_the_packers(folders, tmp_path, where, bits, kind):
             Scratch(tmp_path, plan.scratch_nbytes) as scratch,
             WeightStore(source, plan, reader=open_reader(2), pool=pool, scratch=scratch) as store,
         ):
-            assert (store.bytes_written > 0) == ("d" in plan.homes.values())
+            assert (plan.scratch_nbytes > 0) == ("d" in plan.homes.values())
             for layer in range(store.num_layers):
                 store.load(layer, layer % 2)
                 for name, matrix in store.layer(layer, layer % 2).matrices.items():

@@ -1,0 +1,177 @@
+"""A mixture's GGUF file, run by both engines under enforced limits: a prompt, and tokens behind it.
+
+    python bench/peer/dummy_gguf.py qwen3.6-35b-a3b FILE.gguf
+    python bench/peer/whole_model.py FILE.gguf --memory 8GB 12GB 16GB --json OUT.json     # as root
+
+flashllm uses the file where it lies: everything but the experts is converted once, into FILE.model beside it. At each
+limit the engines take turns, each in a process of its own (flashllm/commands/machine/protocol.py) in a memory group of
+exactly that size, entered with a cold page cache: a prompt and tokens, cold, then the same again, warm. Ids are 0, 1, 2
+... where the file has no vocabulary.
+
+Roofs: *reads* are the bytes that a warm token read, at the drive's rate for requests of the engine's mean size (of
+llama.cpp's, which the kernel makes: of 128 KiB); *products* are the bytes of every matrix that a token is multiplied
+by, at the memory's rate. Both are measured between the runs. The last line is one JSON document.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from flashllm import _core
+from flashllm.base.machine import num_cores, system_name
+from flashllm.base.units import format_size, parse_size
+from flashllm.commands.machine.report import Limit, text_ids
+from flashllm.commands.runtime import profile_drive
+from flashllm.config import RunConfig
+from flashllm.convert.run import convert
+from flashllm.errors import FlashError
+from flashllm.format.manifest import MANIFEST
+from flashllm.format.model_dir import ModelDir
+from flashllm.profile.costs import ReaderChoice
+from flashllm.profile.drive import answers
+
+ENGINES = ("flashllm", "llama.cpp")
+ROOF_NBYTES = 512 << 20
+PEER_READER = ReaderChoice(backend="threads", depth=8, max_gap=0, source="argument")
+PEER_REQUEST = 128 << 10  # what the kernel reads ahead of a fault, at most
+
+
+def touched_nbytes(file: Path) -> int:
+    """Bytes of the matrices that one token is multiplied by: all but the embedding, and of experts those chosen."""
+    import gguf
+
+    reader = gguf.GGUFReader(file)
+    fields = {name.partition(".")[2]: field for name, field in reader.fields.items()}
+    chosen = int(fields["expert_used_count"].contents()) if "expert_used_count" in fields else 0
+    names = {tensor.name for tensor in reader.tensors}
+    total = 0
+    for tensor in reader.tensors:
+        if "_exps" in tensor.name:
+            total += int(tensor.n_bytes) // int(tensor.shape[-1]) * chosen
+        elif len(tensor.shape) > 1 and ("token_embd" not in tensor.name or "output.weight" not in names):
+            total += int(tensor.n_bytes)
+    return total
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Every limit, every engine."""
+    directory = args.directory or args.file.with_suffix(".model")
+    if not (directory / MANIFEST).exists():
+        convert(args.file, directory, in_place=True, predictors=False, keep=True, say=say)
+    model = ModelDir.open(directory)
+    ids = text_ids(directory, model.block.vocab_size, args.prompt + args.tokens)
+    pool, touched = _core.ThreadPool(args.threads), touched_nbytes(args.file)
+    runs: list[dict[str, Any]] = []
+    for memory in args.memory:
+        profile_drive(argparse.Namespace(no_profile=False), directory, RunConfig(memory=memory))
+        for turn in range(args.rounds):
+            for engine in args.engines[:: 1 if turn % 2 == 0 else -1]:
+                say(f"{format_size(memory)}: {engine}")
+                limit = Limit(memory)
+                options = {"memory": memory, "threads": args.threads}
+                if engine == "flashllm":
+                    options |= {"store": None, "context": len(ids) + 1}
+                settings = {"engine": engine, "options": options, "prompt": args.prompt, "ids": ids}
+                run = limit.run(
+                    {**settings, "model": str((directory if engine == "flashllm" else args.file).absolute())}
+                )
+                run |= {"engine": engine, "memory": memory, "enforced": limit.enforced, "reason": limit.reason}
+                if "error" not in run:
+                    run["roofs"] = roofs(run, args.file, pool, touched)
+                runs.append(run)
+                print(line(run), flush=True)
+    return {
+        "benchmark": "whole_model",
+        "file": args.file.name,
+        "file_bytes": args.file.stat().st_size,
+        "model_type": model.architecture.model_type,
+        "layers": model.architecture.num_layers,
+        "rows": model.manifest.rows.encoding,
+        "touched_bytes": touched,
+        "prompt": args.prompt,
+        "tokens": args.tokens,
+        "machine": {"system": system_name(), "cores": num_cores(), "simd": _core.best_simd_level()},
+        "load_average": os.getloadavg()[0],
+        "runs": runs,
+    }
+
+
+def roofs(run: dict[str, Any], file: Path, pool: _core.ThreadPool, touched: int) -> dict[str, Any]:
+    """Ms of a warm token's reads and products alone, and how many times the larger of them the token took."""
+    warm = run["runs"][-1]
+    if run["engine"] == "flashllm":
+        size = round(warm["bytes_read"] / warm["requests"]) if warm["requests"] else PEER_REQUEST
+        found = answers(file, ReaderChoice(**run["reader"]), request_nbytes=size, singles=100)
+    else:
+        found = answers(file, PEER_READER, request_nbytes=PEER_REQUEST, singles=100)
+    memory_bps = statistics.median(_core.read_bandwidth(pool, ROOF_NBYTES, 0.5))
+    reads, products = 1e3 * warm["bytes_read"] / found.bps, 1e3 * touched / memory_bps
+    return {
+        "drive": dataclasses.asdict(found),
+        "memory_bps": memory_bps,
+        "reads_ms": reads,
+        "products_ms": products,
+        "times_the_larger": warm["mean_ms"]["total"] / max(reads, products),
+    }
+
+
+HEAD = "limit | engine | prompt, s: cold, warm | read by it | ms a token: cold, warm (mean) | read a token | hits"
+HEAD += " | reads, products (ms) | total ÷ larger | peak | finite"
+
+
+def line(run: dict[str, Any]) -> str:
+    """The run as a row of the table."""
+    if "error" in run:
+        return f"{format_size(run['memory'])} | {run['engine']} | {run['error']}"
+    cold, warm = run["runs"]
+    cells = [
+        format_size(run["memory"]) + ("" if run["enforced"] else f" NOT enforced: {run['reason']}"),
+        run["engine"],
+        ", ".join(f"{one['prompt']['total_ms'] / 1e3:.1f}" for one in (cold, warm)),
+        ", ".join(format_size(one["prompt"]["bytes_read"]) for one in (cold, warm)),
+        f"{cold['token_ms']:.0f}, {warm['token_ms']:.0f} ({warm['mean_ms']['total']:.0f})",
+        format_size(warm["bytes_read"]),
+        "" if warm["hit_rate"] is None else f"{warm['hit_rate']:.1%}",
+        f"{run['roofs']['reads_ms']:.0f}, {run['roofs']['products_ms']:.0f}",
+        f"{run['roofs']['times_the_larger']:.2f}",
+        format_size(run.get("group_peak_bytes", run["peak_bytes"])),
+        {True: "yes", False: "NO", None: ""}[run.get("finite")],
+    ]
+    return " | ".join(cells)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, metavar="FILE.gguf")
+    parser.add_argument("--memory", type=parse_size, nargs="+", required=True, help="limits, each enforced")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--prompt", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=24, help="behind the prompt (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=1, help="each other one in the other order")
+    parser.add_argument("--threads", type=int, default=num_cores())
+    parser.add_argument("--directory", type=Path, help="of what is converted (default: FILE.model)")
+    parser.add_argument("--json", type=Path, help="write the document here too")
+    args = parser.parse_args(argv)
+    print(HEAD)
+    try:
+        document = json.dumps(measure(args))
+    except FlashError as error:
+        print(f"whole_model: {error}", file=sys.stderr)
+        return 1
+    if args.json is not None:
+        args.json.write_text(document + "\n", encoding="utf-8")
+    print(document)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

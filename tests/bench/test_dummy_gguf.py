@@ -1,0 +1,87 @@
+"""A dummy model as a GGUF file: the right tensors in the right kinds, and tokens that stay with their experts."""
+
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "bench/peer"))
+from dummy_gguf import blocks, coded, config_of, embedding_walk, kinds, make, stored_nbytes, tensors  # noqa: E402
+from make_synthetic_experts import locality  # noqa: E402
+
+from flashllm.config import RunConfig  # noqa: E402
+from flashllm.convert.run import convert  # noqa: E402
+from flashllm.engine.model import Model  # noqa: E402
+
+KINDS = gguf.GGMLQuantizationType
+SMALL = {"hidden_size": 256, "vocab_size": 100, "num_attention_heads": 4}
+MODELS = {
+    "qwen3-30b-a3b": {"moe_intermediate_size": 256, "num_experts": 8},
+    "qwen3.6-35b-a3b": {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 256, "num_experts": 8},
+    "glm-4.7-flash": {"moe_intermediate_size": 256, "n_routed_experts": 8, "intermediate_size": 512},
+    "deepseek-v2-lite": {"moe_intermediate_size": 128, "n_routed_experts": 8, "intermediate_size": 512},
+    "gpt-oss-20b": {"intermediate_size": 256, "num_key_value_heads": 2},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_file_has_the_shape_and_runs_where_it_lies(tmp_path, name):
+    config = config_of(name, 4, **SMALL, **MODELS[name])
+    make(tmp_path / "m.gguf", config, "mxfp4" if name == "gpt-oss-20b" else "q4_k_m")
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    assert {tensor.name: tuple(reversed(tensor.shape.tolist())) for tensor in reader.tensors} == tensors(config)
+    for tensor in reader.tensors:
+        assert np.isfinite(gguf.dequantize(tensor.data, tensor.tensor_type)).all(), tensor.name
+    convert(tmp_path / "m.gguf", tmp_path / "model", keep=True, in_place=True)
+    with Model.open(tmp_path / "model", RunConfig(threads=1, io_threads=4)) as model:
+        assert np.isfinite(model.step([(model.new_sequence(), [1, 2, 3])])).all()
+
+
+def test_kinds_are_those_of_llama_cpps_quantiser():
+    """As 0.3.36 of llama-cpp-python chose them for eight layers of these widths."""
+    config = config_of("qwen3.6-35b-a3b", 8)
+    found = kinds(tensors(config), 8, "q4_k_m")
+    more = {name for name, kind in found.items() if kind == "Q6_K"}
+    names = ("attn_qkv", "attn_v", "ffn_down_exps", "ffn_down_shexp")
+    layers = {name: [i for i in range(8) if f"blk.{i}.{name}.weight" in more] for name in names}
+    assert layers == {
+        "attn_qkv": [0, 6],
+        "attn_v": [3, 7],
+        "ffn_down_exps": [0, 3, 6, 7],
+        "ffn_down_shexp": [0, 3, 6, 7],
+    }
+    assert "output.weight" in more
+    found = kinds(tensors(config_of("deepseek-v2-lite", 4)), 4, "q4_k_m")
+    assert {found[f"blk.{i}.ffn_down_exps.weight"] for i in (1, 3)} == {"Q5_0", "Q8_0"}
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "BF16"])
+def test_blocks_have_the_spread_that_is_asked_for(kind):
+    stored = blocks(kind, 0.02, np.random.default_rng(0))[:5000]
+    values = gguf.dequantize(stored, KINDS[kind])
+    assert values.std() == pytest.approx(0.02, rel=0.2)
+    assert abs(values.mean()) < 0.003
+
+
+@pytest.mark.parametrize(("kind", "off"), [("Q4_K", 0.1), ("Q6_K", 0.03), ("Q8_0", 0.01), ("BF16", 0.005)])
+def test_rows_are_coded(kind, off):
+    rows = np.random.default_rng(0).standard_normal((4, 512)).astype(np.float32)
+    stored = coded(rows, kind)
+    assert stored.nbytes == stored_nbytes((4, 512), kind)
+    assert (gguf.dequantize(stored, KINDS[kind]).reshape(4, 512) - rows).std() < off
+
+
+@pytest.mark.parametrize(("experts", "chosen"), [(64, 8), (32, 4), (128, 8), (64, 4), (256, 8)])
+def test_tokens_stay_with_their_experts(experts, chosen):
+    random = np.random.default_rng(0)
+    rows = np.concatenate(list(embedding_walk(300, 1024, chosen / experts, random)))
+    routes = []
+    for _ in range(6):
+        router = random.standard_normal((experts, 1024), np.float32)
+        routes.append(np.sort(np.argsort(-(rows @ router.T), axis=1)[:, :chosen], axis=1))
+    again, hottest = locality(routes, experts)
+    assert again == pytest.approx(0.40, abs=0.05)
+    assert hottest == pytest.approx(0.37, abs=0.07)
