@@ -206,7 +206,7 @@ void plane_columns(RowCodec codec, std::size_t group, bool minimums, bool factor
     // From neuron 5 on in the last case, which no block of 32 begins with.
     const std::vector<std::vector<std::size_t>> cuts = {{0, kAll}, {0, 32, 320, kAll}, {5, 301, kAll}};
     for (const std::vector<std::size_t>& cut : cuts) {
-      std::vector<float> y(tokens * (kWidth + kColumnPad)), wide(kWidth);
+      std::vector<float> y(tokens * (kWidth + kColumnPad)), wide(kWidth), alone(kWidth);
       ThreadPool pool(cut.size() == 2 ? 1 : 3);
       std::vector<double> sum(tokens * kWidth), most(tokens * kWidth);
       for (std::size_t i = 0; i + 1 < cut.size(); ++i) {
@@ -215,6 +215,8 @@ void plane_columns(RowCodec codec, std::size_t group, bool minimums, bool factor
         if (!rows.can_add_codes(InputForm::int8)) return;
         rows.add_codes(cut[i + 1] - cut[i], {values.data() + cut[i] * kPadded, 1, kPadded}, tokens, y.data(),
                        kWidth + kColumnPad, pool);
+        rows.add_codes(cut[i + 1] - cut[i], {values.data() + cut[i] * kPadded + tokens - 1, 1, kPadded}, 1,
+                       alone.data(), kWidth, pool);
         for (std::size_t n = cut[i]; n < cut[i + 1]; ++n) {
           rows.widen(n - cut[i], 1, 0, kWidth, wide.data(), kWidth);
           for (std::size_t m = 0; m < tokens; ++m)
@@ -228,6 +230,7 @@ void plane_columns(RowCodec codec, std::size_t group, bool minimums, bool factor
       for (std::size_t m = 0; m < tokens; ++m)
         for (std::size_t j = 0; j < kWidth; ++j)
           CHECK(std::fabs(y[m * (kWidth + kColumnPad) + j] - sum[m * kWidth + j]) <= most[m * kWidth + j]);
+      CHECK(same_bits(alone, {y.end() - kWidth - kColumnPad, y.end() - kColumnPad}));
       if (cut.front() != 0) continue;
       if (first.empty()) first = y;
       CHECK(same_bits(y, first));

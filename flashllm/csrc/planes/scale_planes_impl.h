@@ -182,52 +182,79 @@ inline void pair_units(const std::uint8_t* low, const std::uint8_t* high, Pairs*
   Pairs::widen(_mm256_unpackhi_epi8(a, b), to + kUnitVectors / 2);
 }
 
+// Neurons of a window that are multiplied, two at a time. Those of value zero are not read; whichever come
+// together, sums of codes are exact.
+struct RunWindow {
+  static constexpr std::size_t kNeurons = 32;
+  struct Term {
+    const std::uint8_t *low, *high;
+    std::int16_t values[2];
+  };
+  Term terms[kNeurons / 2];
+  std::size_t ends[2], ids[2];  // of the terms that share a scale, one or two times: where they end, a neuron
+
+  // From `slot` on, which counts from a multiple of kNeurons; `scaled` neurons share a scale.
+  RunWindow(const PlaneRun& run, const std::int16_t* values, std::size_t slot, std::size_t scaled) {
+    const std::size_t lead = run.id % kNeurons;
+    Term* term = terms;
+    for (std::size_t first = 0; first < kNeurons; first += scaled) {
+      bool is_open = false;
+      ids[first / scaled] = run.id;
+      for (std::size_t at = slot + first; at < slot + first + scaled; ++at) {
+        if (at < lead || at - lead >= run.count) continue;
+        ids[first / scaled] = run.id + at - lead;
+        if (values[at] == 0) continue;
+        const auto* row = static_cast<const std::uint8_t*>(run.rows) + (at - lead) * run.stride;
+        if (is_open) {
+          term->high = row;
+          term->values[1] = values[at];
+          ++term;
+        } else {
+          *term = {row, row, {values[at], 0}};
+        }
+        is_open = !is_open;
+      }
+      if (is_open) ++term;
+      ends[first / scaled] = static_cast<std::size_t>(term - terms);
+    }
+    if (scaled == kNeurons) ends[1] = ends[0];
+  }
+  void fetch(std::size_t at) const {
+    for (std::size_t i = 0; i < ends[1]; ++i) {
+      __builtin_prefetch(terms[i].low + at, 0, 2);
+      __builtin_prefetch(terms[i].high + at, 0, 2);
+    }
+  }
+};
+
 // As PlaneKernels says. Of a window, all neurons are read for a unit of outputs before the next unit.
 template <typename Scales>
 void add_plane_run(const PlaneRun& run, const CodeTokens& values, const ScalePlane& plane, std::size_t k,
                    std::size_t begin, std::size_t end, float* y) {
-  struct Term {
-    const std::uint8_t *low, *high;
-    const std::int16_t* values;
-  };
-  constexpr std::size_t kWindow = 32, kUnitNbytes = kCodeUnit / 8 * Scales::kBits;
-  const std::size_t scaled = plane.group < kWindow ? 16 : kWindow, lead = run.id % kWindow;
-  const auto* rows = static_cast<const std::uint8_t*>(run.rows);
-  for (std::size_t slot = 0; slot < lead + run.count; slot += kWindow) {
-    Term terms[kWindow / 2];
-    std::size_t ends[2] = {}, count = 0;
+  constexpr std::size_t kNeurons = RunWindow::kNeurons, kUnitNbytes = kCodeUnit / 8 * Scales::kBits;
+  const std::size_t scaled = plane.group < kNeurons ? 16 : kNeurons, slots = run.id % kNeurons + run.count;
+  RunWindow next(run, values.codes, 0, scaled);
+  for (std::size_t slot = 0; slot < slots; slot += kNeurons) {
+    const RunWindow window = next;
+    const bool goes_on = slot + kNeurons < slots;
+    if (goes_on) next = RunWindow(run, values.codes, slot + kNeurons, scaled);
+    const Vec scale = Vec::set(values.scales[slot / kNeurons]), sums = Vec::set(values.sums[slot / kNeurons]);
     Scales of[2];
-    for (std::size_t i = 0; i < kWindow; i += 2) {
-      // Beside the run's, values are zeros, and the nearest neuron's codes do.
-      const auto neuron = [&](std::size_t at) {
-        return at < lead ? 0 : at - lead < run.count ? at - lead : run.count - 1;
-      };
-      const std::int16_t* pair = values.codes + slot + i;
-      if (i % scaled == 0) of[i / scaled] = Scales(plane, run.id + neuron(slot + i), k);
-      if ((pair[0] | pair[1]) != 0)
-        terms[count++] = {rows + neuron(slot + i) * run.stride, rows + neuron(slot + i + 1) * run.stride,
-                          pair};
-      ends[i / scaled] = count;
-    }
-    const std::size_t w = slot / kWindow;
-    const Vec scale = Vec::set(values.scales[w]), total_of_codes = Vec::set(values.sums[w]);
+    for (std::size_t u = 0; u * scaled < kNeurons; ++u) of[u] = Scales(plane, window.ids[u], k);
     for (std::size_t j = begin; j < end; j += kCodeUnit) {
       const std::size_t at = j / 8 * Scales::kBits;
-      if (slot + 2 * kWindow <= lead + run.count && at % kCacheLine < kUnitNbytes)
-        for (std::size_t i = 0; i < kWindow; ++i)
-          __builtin_prefetch(rows + (slot + kWindow + i - lead) * run.stride + at, 0, 2);
+      if (goes_on && at % kCacheLine < kUnitNbytes) next.fetch(at);
       Vec total[kUnitVectors];
       for (std::size_t v = 0; v < kUnitVectors; ++v) total[v] = Vec::load_f32(y + j + v * Vec::kWidth);
       UnitScales scales[2];
-      for (std::size_t u = 0; u * scaled < kWindow; ++u) of[u].load(plane, j, scales[u]);
+      for (std::size_t u = 0; u * scaled < kNeurons; ++u) of[u].load(plane, j, scales[u]);
       if constexpr (Scales::kMinimums)
-        for (std::size_t v = 0; v < kUnitVectors; ++v)
-          total[v] = fma(scales[0].minimum[v], total_of_codes, total[v]);
-      const Term* term = terms;
-      for (std::size_t u = 0; u * scaled < kWindow; ++u) {
+        for (std::size_t v = 0; v < kUnitVectors; ++v) total[v] = fma(scales[0].minimum[v], sums, total[v]);
+      const RunWindow::Term* term = window.terms;
+      for (std::size_t u = 0; u * scaled < kNeurons; ++u) {
         Pairs sum[kUnitVectors];
         for (Pairs& each : sum) each = Pairs::zero();
-        for (; term != terms + ends[u]; ++term) {
+        for (; term != window.terms + window.ends[u]; ++term) {
           Pairs codes[kUnitVectors];
           pair_units<Scales>(term->low + at, term->high + at, codes);
           const Pairs by = Pairs::everywhere(term->values);
