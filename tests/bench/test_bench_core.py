@@ -26,6 +26,16 @@ def test_benchmarks_end_with_one_json_document(script, arguments, figures, compa
     assert all(compared in figure for figure in document["results"])
 
 
+def test_rows_that_tokens_name_are_timed(tmp_path):
+    sizes = ["--rows", "300", "--layers", "12", "--kept", "1", "400", "--tokens", "8", "--turns", "2", "--warm", "8"]
+    result = run_script("bench/cache/token_rows.py", tmp_path / "rows", *sizes, "--encoding", "int8_32")
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout.splitlines()[-1])
+    one, whole = document["results"]
+    assert one["hit_rate"] < whole["hit_rate"]
+    assert whole["rows_kept"] == document["rows"] == 300
+
+
 def test_the_reader_curve_is_written_and_plotted(tmp_path):
     result = run_script("bench/io/reader.py", *READER, "--queue-depths", "3", "--out", tmp_path / "curve")
     assert result.returncode == 0, result.stderr

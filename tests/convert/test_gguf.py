@@ -281,6 +281,13 @@ def test_mixers_of_mamba_are_computed_as_they_lie(tmp_path, name):
     _same_logits(tmp_path, source)
 
 
+def test_squared_neurons_of_codes_are_in_bfloat16(tmp_path):
+    sizes = {"hybrid_override_pattern": "ME*E", "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64}
+    source = make_checkpoint(tmp_path / "hf", Variant("nemotron_h", {**sizes, "mamba_head_dim": 16, "head_dim": 16}))
+    path = write_gguf(source, tmp_path / "model.gguf", lambda name: "F32" if "conv1d" in name else "Q8_0")
+    assert convert(path, tmp_path / "model").dtype == "bfloat16"
+
+
 def test_a_hybrid_that_rotates_is_refused(tmp_path):
     """Bamba's, whose rows llama.cpp's converter reorders as if heads were rotated whole."""
     source = make_checkpoint(tmp_path / "hf", MAMBA["granitehybrid"])

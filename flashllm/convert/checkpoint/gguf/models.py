@@ -237,6 +237,7 @@ NEMOTRON_H: dict[str, Any] = {
     "constants": {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu"},
     "orders": INTERLEAVED,
     "names": {"mixer.dt_bias": "ssm_dt.bias"},
+    "dtype": "bfloat16",  # squares of more than 255 are no numbers in float16
 }
 
 
