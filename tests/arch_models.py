@@ -125,6 +125,20 @@ _SIZES["nemotron_h"] = {
     "routed_scaling_factor": 2.5,
     "hybrid_override_pattern": "ME*EM-M",
 }
+_SIZES["kimi_linear"] = {
+    **_SIZES["deepseek_v3"],
+    "q_lora_rank": None,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "n_group": 1,
+    "topk_group": 1,
+    "linear_num_heads": 4,
+    "linear_head_dim": 20,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "rms_norm_eps": 1e-6,
+    "pad_token_id": 1,
+}
 _SIZES["falcon_h1"] = {**_GROUPED, **_MAMBA, "mamba_d_ssm": 192}
 _SIZES["bamba"] = {**_GROUPED, **_MAMBA, "attn_layer_indices": [1]}
 _SIZES["cohere2_moe"] = {
@@ -687,6 +701,11 @@ VARIANTS |= {
     "laguna gate of every number": Variant("laguna", {"gating": "per-element", "mlp_layer_types": _SOME}),
     "hy_v3": Variant("hy_v3", {"mlp_layer_types": _SOME}),
     "bailing_moe": Variant("bailing_moe", _GROUPS),
+    "kimi_linear": Variant("kimi_linear"),
+    "kimi_linear groups": Variant(
+        "kimi_linear",
+        {"num_local_experts": 16, "n_group": 4, "topk_group": 2, "q_lora_rank": 24, "linear_num_heads": 3},
+    ),
     "mimo_v2_flash": Variant("mimo_v2_flash", _TYPES | {"rope_parameters": _TWO_ROPES, "attention_value_scale": 0.5}),
     "gpt_bigcode": Variant("gpt_bigcode"),
     "gpt_bigcode many key-value heads": Variant("gpt_bigcode", {"multi_query": False}),

@@ -154,7 +154,16 @@ _LONGROPE_OF_4 = {
 MINICPM3_LONGROPE = Variant("minicpm3", {"v_head_dim": 16, "rope_parameters": _LONGROPE_OF_4})
 LATENT = {
     name: VARIANTS_OF_FOLDERS[name]
-    for name in ("youtu", "deepseek_v2", "deepseek_v2 groups", "deepseek_v2 yarn rope", "deepseek_v3", "glm4_moe_lite")
+    for name in (
+        "youtu",
+        "kimi_linear",
+        "kimi_linear groups",
+        "deepseek_v2",
+        "deepseek_v2 groups",
+        "deepseek_v2 yarn rope",
+        "deepseek_v3",
+        "glm4_moe_lite",
+    )
 } | {"minicpm3": Variant("minicpm3", {"v_head_dim": 16}), "minicpm3 longrope": MINICPM3_LONGROPE}
 
 
