@@ -311,7 +311,7 @@ def write_latent(writer: gguf.GGUFWriter, config: dict[str, Any], whole: bool) -
     if config["q_lora_rank"] is not None:
         writer.add_q_lora_rank(config["q_lora_rank"])
     writer.add_rope_dimension_count(rotated)
-    if whole:
+    if whole and config["model_type"] != "kimi_linear":
         writer.add_key_length(keys)
         if config["model_type"] != "minicpm3":  # whose values are as wide as the heads share out the width
             writer.add_value_length(values)
@@ -320,7 +320,7 @@ def write_latent(writer: gguf.GGUFWriter, config: dict[str, Any], whole: bool) -
         writer.add_value_length(rank)
         writer.add_key_length_mla(keys)
         writer.add_value_length_mla(values)
-    scale = config["rope_parameters"].get("mscale_all_dim")
+    scale = (config.get("rope_parameters") or {}).get("mscale_all_dim")
     if scale is not None:
         writer.add_rope_scaling_yarn_log_mul(0.1 * scale)
 

@@ -94,7 +94,7 @@ def test_a_model_converts_to_the_same_weights_as_its_folder(tmp_path, variant):
 
 
 WITH_STATES = (  # whose tensors have another form, or whose value heads another order: see below
-    *("qwen35", "qwen35moe", "qwen3next", "nemotron_h", "nemotron_h_moe", "granitehybrid", "falcon-h1"),
+    *("qwen35", "qwen35moe", "qwen3next", "nemotron_h", "nemotron_h_moe", "granitehybrid", "falcon-h1", "kimi-linear"),
 )
 
 
@@ -156,8 +156,6 @@ LATENT = {
     name: VARIANTS_OF_FOLDERS[name]
     for name in (
         "youtu",
-        "kimi_linear",
-        "kimi_linear groups",
         "deepseek_v2",
         "deepseek_v2 groups",
         "deepseek_v2 yarn rope",
@@ -259,6 +257,19 @@ def test_value_heads_are_computed_as_they_lie(tmp_path, variant):
     assert [layer.mixer.kind == "delta_rule" and layer.mixer.tiled for layer in blocks[0].layers] == [
         variant != "qwen3_next" and layer.mixer.kind == "delta_rule" for layer in blocks[1].layers
     ]
+    _same_logits(tmp_path, source)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("variant", ["kimi_linear", "kimi_linear groups"])
+def test_decays_of_each_channel(tmp_path, variant, whole):
+    """With as many heads that keep a state as attend: a file has one number for both."""
+    config = VARIANTS_OF_FOLDERS[variant].config | {"linear_num_heads": 4}
+    source = make_checkpoint(tmp_path / "hf", Variant("kimi_linear", config))
+    convert(source, tmp_path / "expected")
+    convert(write_gguf(source, tmp_path / "model.gguf", whole_latent=whole), tmp_path / "found")
+    blocks = _blocks(tmp_path)
+    assert blocks[0] == blocks[1]
     _same_logits(tmp_path, source)
 
 
