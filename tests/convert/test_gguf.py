@@ -31,7 +31,7 @@ from flashllm.convert.checkpoint.gguf.file import GgufTensor, StoredTensor, open
 from flashllm.convert.checkpoint.gguf.header import read_header
 from flashllm.convert.checkpoint.gguf.models import MODELS
 from flashllm.convert.checkpoint.gguf.row import paired_rows
-from flashllm.convert.checkpoint.gguf.tensors import supported
+from flashllm.convert.checkpoint.gguf.tensors import named_tensors, supported
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.locate import find_checkpoint, find_folder, source_key
 from flashllm.convert.run import convert
@@ -396,6 +396,17 @@ def test_a_router_of_glm_4_7_flash_is_told_by_its_shape(tmp_path, monkeypatch, l
         embedding = replace(content.tensors["token_embd.weight"], shape=(vocab, 64))
         config = model_config(replace(content, tensors={**content.tensors, "token_embd.weight": embedding}))
     assert config["model_type"] == model_type
+
+
+def test_scales_of_whole_tensors_are_refused(tmp_path):
+    """NVFP4's: without them every weight would be another."""
+    path = write_gguf(make_checkpoint(tmp_path / "hf", Variant("qwen2")), tmp_path / "model.gguf")
+    with ExitStack() as stack:
+        content = open_gguf(path, stack)
+        scale = replace(content.tensors["blk.0.attn_norm.weight"], shape=(1,))
+        content = replace(content, tensors={**content.tensors, "blk.0.attn_q.scale": scale})
+        with pytest.raises(UnsupportedModelError, match=r"blk.0.attn_q.scale scales a whole tensor.* Q4_K_M, MXFP4"):
+            named_tensors(content, model_config(content))
 
 
 def test_routers_that_score_by_other_rules_are_refused(tmp_path, monkeypatch):
