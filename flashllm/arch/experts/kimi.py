@@ -24,10 +24,12 @@ _ALONE: dict[str, Any] = {"mla_use_nope": True, "moe_router_activation_func": "s
 
 
 def _kinds(config: Config, count: int) -> list[str]:
-    """Types of the layers: as transformers says, or by numbers from 1 on, as the model's own config does."""
-    types = config["layer_types"]
-    if types is None:
-        own = config["linear_attn_config"] or {}
+    """Types of the layers: as transformers says, or by numbers from 1 on, as the model's own config does; transformers'
+    where neither says."""
+    types, own = config["layer_types"], config["linear_attn_config"]
+    if types is None and own is None:
+        types = ["full_attention" if layer and layer % 4 == 0 else "linear_attention" for layer in range(count)]
+    elif types is None:
         full, keeps = ([each - 1 for each in own.get(key, ())] for key in ("full_attn_layers", "kda_layers"))
         if sorted(full + keeps) != list(range(count)):
             raise ValueError(f"linear_attn_config must name each of {count} layers once")
@@ -140,11 +142,15 @@ _ROW = row(
     matrices=W,
     shared_matrices=in_layer(matrices("block_sparse_moe.shared_experts")),
 )
-# As transformers 5.23 writes dense layers, too.
+# As transformers 5.23 writes dense layers, too, and has what makes a decay in memory.
 KIMI_LINEAR = replace(
     _ROW,
     renamed={
         **_ROW.renamed,
+        **{
+            f"model.layers.{{i}}.self_attn.forget_gate.{name}": f"model.layers.{{i}}.self_attn.{name}"
+            for name in ("f_a_proj.weight", "f_b_proj.weight", "dt_bias", "A_log")
+        },
         **{new: _ROW.dense_matrices[matrix] for matrix, new in in_layer(matrices("block_sparse_moe")).items()},
     },
 )
