@@ -318,7 +318,7 @@ class ReferenceDecoder:
         query, key = (each.view(len(x), mixer.key_heads, -1)[:, owner] for each in (query, key))
         query, key = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (query, key))
         value = value.view(len(x), mixer.value_heads, -1)
-        beta = torch.sigmoid(self._linear(at + "beta", x))
+        beta = mixer.beta_scale * torch.sigmoid(self._linear(at + "beta", x))
         by_channel = mixer.channel_rank is not None
         low = [self._linear(f"{at}{part}_down", x) if by_channel else x for part in ("decay", "gate")]
         steps = torch.nn.functional.softplus(self._linear(at + "decay", low[0]) + self.tensors[at + "decay_bias"])
@@ -331,7 +331,8 @@ class ReferenceDecoder:
             state = state + torch.einsum("hk,hv->hkv", key[t], beta[t, :, None] * (value[t] - found))
             mixed.append(torch.einsum("hkv,hk->hv", state, query[t]) / mixer.key_dim**0.5)
         made = torch.stack(mixed)
-        made = made * torch.rsqrt(made.square().mean(-1, keepdim=True) + self.block.norm_epsilon)
+        epsilon = self.block.norm_epsilon if mixer.norm_epsilon is None else mixer.norm_epsilon
+        made = made * torch.rsqrt(made.square().mean(-1, keepdim=True) + epsilon)
         made = (made * self.tensors[at + "mixed_norm.weight"]).flatten(1)
         gate = self._linear(at + "out_gate", low[1])
         return self._linear(at + "out", made * (torch.sigmoid(gate) if by_channel else silu(gate)))

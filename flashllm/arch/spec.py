@@ -301,6 +301,8 @@ class DeltaRule(HeadStates):
     # The key head of value head i: i // r, where r value heads share one, or, of those that lie tiled, i % key_heads.
     tiled: bool = False
     channel_rank: int | None = None  # outputs of decay_down and gate_down; None: there are none, and a decay a head
+    beta_scale: float = 1.0  # of sigmoid(beta): 2 where a state's eigenvalues may be negative (Grazzi et al., 2025)
+    norm_epsilon: float | None = None  # of the norm of what is mixed; None: the model's
 
     def __post_init__(self) -> None:
         HeadStates.__post_init__(self)

@@ -286,6 +286,11 @@ def in_checkpoints(shapes, spec, layers):
             for expert in range(experts):
                 shapes |= {f"{at}{expert}.{part}_proj.weight": (size, width) for part in ("gate", "up")}
                 shapes[f"{at}{expert}.down_proj.weight"] = (width, size)
+        if (taps := shapes.pop(f"model.layers.{layer}.linear_attn.conv1d.weight", None)) is not None:
+            for part in "qkv" if spec.model_type == "olmo_hybrid" else ("",):
+                at = f"model.layers.{layer}.linear_attn."
+                rows = shapes[f"{at}{part}_proj.weight"][0] if part else taps[0]
+                shapes[f"{at}{part}_conv1d.weight".replace("._", ".")] = (rows, *taps[1:])
         for stack, parts in spec.stacked.items():
             if stack.format(i=layer) not in shapes:  # a dense layer
                 continue

@@ -139,10 +139,10 @@ def _mixer(**values):
     return _layers(lambda i, layer: replace(layer, mixer=replace(layer.mixer, **values)))
 
 
-def _attending(**values):
+def _mixers(kind, **values):
     def change(i, layer):
-        attends = layer.mixer is not None and layer.mixer.kind == "attention"
-        return replace(layer, mixer=replace(layer.mixer, **values)) if attends else layer
+        is_one = layer.mixer is not None and layer.mixer.kind == kind
+        return replace(layer, mixer=replace(layer.mixer, **values)) if is_one else layer
 
     return _layers(change)
 
@@ -230,11 +230,14 @@ def _block(**values):
         ("kimi_linear", _router(score="softmax")),
         ("kimi_linear", _router(factor=1.0)),
         ("kimi_linear", _router(normalized=False)),
-        ("kimi_linear", _attending(query_scale=0.25)),
-        ("kimi_linear", _attending(latent=Latent(rank=32, plain_dim=12, value_dim=20, norm_epsilon=0.03))),
+        ("kimi_linear", _mixers("attention", query_scale=0.25)),
+        ("kimi_linear", _mixers("attention", latent=Latent(rank=32, plain_dim=12, value_dim=20, norm_epsilon=0.03))),
         ("kimi_linear groups", _router(groups=1, chosen_groups=1)),
-        ("lfm2", _attending(query_key_norm="none")),
-        ("lfm2", _attending(rotary=None)),
+        ("olmo_hybrid", _mixers("delta_rule", beta_scale=1.0)),
+        ("olmo_hybrid", _mixers("delta_rule", norm_epsilon=1e-3)),
+        ("olmo_hybrid", _layers(lambda i, layer: replace(layer, norms="input"))),
+        ("lfm2", _mixers("attention", query_key_norm="none")),
+        ("lfm2", _mixers("attention", rotary=None)),
         ("lfm2_moe", _router(score="softmax")),
         ("lfm2_moe", _router(normalized=False)),
         ("lfm2_moe", _router(factor=1.0)),

@@ -105,7 +105,9 @@ struct StateSpec {
   // Of a delta rule whose decays are a key channel's each, and whose gate is a sigmoid: numbers between the
   // two halves of the projections of both. 0: a decay a head, silu.
   std::size_t channel_rank = 0;
-  bool gate_first = false;  // what is mixed is multiplied by its gate before its norm, not after
+  float beta_scale = 1.0F;    // of a delta rule's sigmoid(beta)
+  float norm_epsilon = 0.0F;  // of the norm of what is mixed; 0: the model's
+  bool gate_first = false;    // what is mixed is multiplied by its gate before its norm, not after
   // Of the products: what they are multiplied by before they are used, and the output.
   float gate_scale = 1.0F, query_scale = 1.0F, key_scale = 1.0F, value_scale = 1.0F, decay_scale = 1.0F;
   float out_scale = 1.0F;

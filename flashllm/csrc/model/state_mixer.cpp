@@ -128,12 +128,12 @@ void StateMixer::prepare_heads(const StateSpec& spec, const StateWeights& weight
     }
     for (std::size_t i = begin * spec.value_heads; i < end * spec.value_heads; ++i) {
       if (spec.channel_rank != 0) {  // decays are go_on's
-        beta_[i] = sigmoid(beta_[i]);
+        beta_[i] = spec.beta_scale * sigmoid(beta_[i]);
         continue;
       }
       const std::size_t head = i % spec.value_heads;
       const float step = softplus(decay_[i] + weights.decay_bias[head]);
-      beta_[i] = spec.by_delta_rule ? sigmoid(beta_[i]) : step;
+      beta_[i] = spec.by_delta_rule ? spec.beta_scale * sigmoid(beta_[i]) : step;
       decay_[i] = std::exp(-std::exp(weights.decay_log[head]) * step);
     }
   });

@@ -58,7 +58,7 @@ StateWeights read_state(NamedTensors& tensors, const std::string& name, const Ar
   const auto taps = [&](const char* part, std::size_t channels) {
     return tensors.floats(name + part, channels * spec.kernel);
   };
-  if (spec.channel_rank != 0) {
+  if (tensors.contains(name + "conv_query.weight")) {
     weights.convolution = {taps("conv_query.weight", keys), taps("conv_key.weight", keys),
                            taps("conv_value.weight", values)};
   } else {
@@ -83,6 +83,7 @@ StateWeights read_state(NamedTensors& tensors, const std::string& name, const Ar
   weights.skip = tensors.wide_floats(name + "skip", spec.value_heads);
   NormStyle style = of.norms;
   style.shift = 0.0F;
+  if (spec.norm_epsilon != 0.0F) style.epsilon = spec.norm_epsilon;
   if (spec.by_delta_rule)
     weights.mixed_norm = tensors.norm(name + "mixed_norm", style, spec.value_dim);
   else if (tensors.contains(name + "mixed_norm.weight"))
