@@ -73,11 +73,6 @@ def named_tensors(content: GgufContent, config: Mapping[str, Any]) -> tuple[dict
     Those that no name claims keep the file's. Experts are cut apart. UnsupportedModelError for scales of whole tensors.
     """
     model = model_of(content)
-    if scale := next((name for name in content.tensors if name.endswith(_OF_WHOLE)), None):
-        raise UnsupportedModelError(
-            f"{content.path}: tensor {scale[:80]} scales a whole tensor, as files in NVFP4 have it, which is not "
-            "read; give the model's Hugging Face folder, or a file of another kind (Q4_K_M, MXFP4)"
-        )
     gguf = importlib.import_module("gguf")
     like = model.table or content.metadata.text(ARCHITECTURE)
     architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == like)
@@ -110,6 +105,11 @@ def named_tensors(content: GgufContent, config: Mapping[str, Any]) -> tuple[dict
             found[name] = GgufTensor(left.pop(columns), transposed=columns.endswith(".weight"))
         elif key in left:
             found[name] = _as_transformers(_shaped(left.pop(key), shape), key, model, config)
+    if scale := next((name for name in left if name.endswith(_OF_WHOLE)), None):
+        raise UnsupportedModelError(
+            f"{content.path}: tensor {scale[:80]} scales a whole tensor, as files in NVFP4 have it, which is not "
+            "read; give the model's Hugging Face folder, or a file of another kind (Q4_K_M, MXFP4)"
+        )
     return found | {name: GgufTensor(stored) for name, stored in left.items()}, said
 
 
