@@ -53,6 +53,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 32000,
         "max_position_embeddings": 4096,
     },
+    "gemma-4-e4b": {  # 262,144 rows of 42 x 256 numbers for the token's id
+        "model_type": "gemma4_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 42,
+        "num_kv_shared_layers": 18,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "hidden_size_per_layer_input": 256,
+        "sliding_window": 512,
+        "vocab_size": 262144,
+        "max_position_embeddings": 131072,
+    },
     "nemotron-3-nano": {
         "model_type": "nemotron_h",
         "hidden_size": 2688,
@@ -86,9 +101,12 @@ def config_of(name: str, layers: int | None = None, **changed: Any) -> dict[str,
     else:
         sizes = dict(known.config) if known is not None else json.loads(Path(name).read_text(encoding="utf-8"))
     sizes = {**sizes, **changed}
-    pattern = "hybrid_override_pattern"  # Nemotron's kinds of layers
-    if layers is not None:
-        sizes |= {pattern: sizes[pattern][:layers]} if pattern in sizes else {"num_hidden_layers": layers}
+    pattern, shared = "hybrid_override_pattern", "num_kv_shared_layers"  # Nemotron's kinds of layers; Gemma's share
+    if layers is not None and pattern in sizes:
+        sizes |= {pattern: sizes[pattern][:layers]}
+    elif layers is not None:
+        sizes |= {shared: layers * sizes[shared] // sizes["num_hidden_layers"]} if shared in sizes else {}
+        sizes["num_hidden_layers"] = layers
     config: dict[str, Any] = AutoConfig.for_model(**sizes).to_dict()
     config.setdefault("num_hidden_layers", len(config.get("layers_block_type", ())))
     return config
