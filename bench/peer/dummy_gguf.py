@@ -112,17 +112,17 @@ def config_of(name: str, layers: int | None = None, **changed: Any) -> dict[str,
     return config
 
 
-def tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name in the file -> shape."""
+def tensors(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Name in the file -> torch's tensor, without data but where the config says it."""
     import torch
     from gguf_files import file_tensors
 
     named = {
-        re.sub(r"experts\.(up|gate)_bias", r"experts.\1_proj.bias", n): size
-        for n, size in source_shapes(config).items()
+        re.sub(r"experts\.(up|gate)_bias", r"experts.\1_proj.bias", name): size
+        for name, size in source_shapes(config).items()
     }
     state = {name: torch.empty(shape, device="meta") for name, shape in named.items()}
-    return {name: tuple(tensor.shape) for name, tensor in file_tensors(state, dict(config)).items()}
+    return file_tensors(state, dict(config))
 
 
 def kinds(shapes: Mapping[str, tuple[int, ...]], layers: int, choice: str) -> dict[str, str]:
@@ -322,7 +322,8 @@ def make(path: Path, config: Mapping[str, Any], choice: str = "q4_k_m") -> tuple
     from gguf_files import name_of, write_config
 
     architecture = name_of(dict(config))
-    shapes = tensors(config)
+    stored = tensors(config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     kind_of = kinds(shapes, config["num_hidden_layers"], choice)
     total = sum(stored_nbytes(shape, kind_of[name]) for name, shape in shapes.items())
     if shutil.disk_usage(path.parent).free < total + SLACK_NBYTES:
@@ -344,7 +345,8 @@ def make(path: Path, config: Mapping[str, Any], choice: str = "q4_k_m") -> tuple
     file = writer.fout[0]
     file.write(bytes(-file.tell() % writer.data_alignment))
     for name, shape in shapes.items():
-        for part in data.parts(name, shape, kind_of[name]):
+        given = stored[name]
+        for part in data.parts(name, shape, kind_of[name]) if given.is_meta else [given.float().numpy()]:
             file.write(memoryview(np.ascontiguousarray(part)).cast("B"))
         file.write(bytes(-file.tell() % writer.data_alignment))
     writer.close()

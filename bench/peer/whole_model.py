@@ -3,10 +3,10 @@
     python bench/peer/dummy_gguf.py qwen3.6-35b-a3b FILE.gguf
     python bench/peer/whole_model.py FILE.gguf --memory 8GB 12GB 16GB --json OUT.json     # as root
 
-flashllm uses a mixture's file where it lies: everything but the experts is converted once, into FILE.model beside it. At each
-limit the engines take turns, each in a process of its own (flashllm/commands/machine/protocol.py) in a memory group of
-exactly that size, entered with a cold page cache: a prompt and tokens, cold, then the same again, warm. Ids are 0, 1, 2
-... where the file has no vocabulary.
+flashllm uses a mixture's file where it lies: everything but the experts is converted once, into FILE.model beside it.
+At each limit the engines take turns, each in a process of its own (flashllm/commands/machine/protocol.py) in a memory
+group of exactly that size, entered with a cold page cache: a prompt and tokens, cold, then the same again, warm. Ids
+are 0, 1, 2 ... where the file has no vocabulary.
 
 Roofs: *reads* are the bytes that a warm token read, at the drive's rate for requests of the engine's mean size (of
 llama.cpp's, which the kernel makes: of 128 KiB); *products* are the bytes of every matrix that a token is multiplied
