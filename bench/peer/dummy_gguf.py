@@ -105,7 +105,9 @@ def config_of(name: str, layers: int | None = None, **changed: Any) -> dict[str,
     if layers is not None and pattern in sizes:
         sizes |= {pattern: sizes[pattern][:layers]}
     elif layers is not None:
-        sizes |= {shared: layers * sizes[shared] // sizes["num_hidden_layers"]} if shared in sizes else {}
+        if shared in sizes:  # llama.cpp wants a full layer last of those with keys of their own, one in six
+            own = layers * (1 - sizes[shared] / sizes["num_hidden_layers"])
+            sizes[shared] = layers - 6 * max(1, round(own / 6))
         sizes["num_hidden_layers"] = layers
     config: dict[str, Any] = AutoConfig.for_model(**sizes).to_dict()
     config.setdefault("num_hidden_layers", len(config.get("layers_block_type", ())))
