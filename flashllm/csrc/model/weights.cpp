@@ -72,9 +72,10 @@ StateWeights read_state(NamedTensors& tensors, const std::string& name, const Ar
   weights.out_gate = tensors.linear(name + "out_gate", spec.values(), spec.gate_inputs(d_model));
   if (spec.by_delta_rule) weights.beta = small("beta");
   if (const std::size_t rank = spec.channel_rank; rank != 0) {
-    weights.decay = tensors.linear(name + "decay", spec.decays(), rank);
-    weights.decay_down = tensors.linear(name + "decay_down", rank, d_model);
-    weights.gate_down = tensors.linear(name + "gate_down", rank, d_model);
+    const RowCodec codec = codec_of(tensors.dtype());
+    weights.decay = tensors.matrix(name + "decay", spec.decays(), rank, codec);
+    weights.decay_down = tensors.matrix(name + "decay_down", rank, d_model, codec);
+    weights.gate_down = tensors.matrix(name + "gate_down", rank, d_model, codec);
   } else {
     weights.decay = small("decay");
   }
