@@ -33,7 +33,8 @@ from flashllm.convert.checkpoint.gguf.models import MODELS
 from flashllm.convert.checkpoint.gguf.row import paired_rows
 from flashllm.convert.checkpoint.gguf.tensors import named_tensors, supported
 from flashllm.convert.checkpoint.opened import open_checkpoint
-from flashllm.convert.locate import find_checkpoint, find_folder, source_key
+from flashllm.convert.locate import find_checkpoint, find_folder
+from flashllm.convert.named import source_key
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
 from flashllm.errors import FormatError, UnsupportedModelError, UsageError
