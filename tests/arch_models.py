@@ -125,8 +125,31 @@ _SIZES["nemotron_h"] = {
     "routed_scaling_factor": 2.5,
     "hybrid_override_pattern": "ME*EM-M",
 }
+_SIZES["kimi_linear"] = {
+    **_SIZES["deepseek_v3"],
+    "q_lora_rank": None,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "n_group": 1,
+    "topk_group": 1,
+    "linear_num_heads": 4,
+    "linear_head_dim": 20,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "rms_norm_eps": 0.03,  # far from that of the latent norms
+    "pad_token_id": 1,
+}
 _SIZES["falcon_h1"] = {**_GROUPED, **_MAMBA, "mamba_d_ssm": 192}
 _SIZES["bamba"] = {**_GROUPED, **_MAMBA, "attn_layer_indices": [1]}
+_SIZES["olmo_hybrid"] = {
+    **_GROUPED,
+    "rope_parameters": {"rope_theta": None, "rope_type": "default"},  # nothing is turned
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
 _SIZES["cohere2_moe"] = {
     **_GROUPED,
     "head_dim": 16,
@@ -475,6 +498,10 @@ VARIANTS = {
 
 _GROUPS = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
 VARIANTS |= {
+    "olmo_hybrid": Variant("olmo_hybrid"),
+    "olmo_hybrid that turns": Variant(
+        "olmo_hybrid", {"rope_parameters": _ROPE, "attention_bias": True, "linear_allow_neg_eigval": False}
+    ),
     "lfm2": Variant("lfm2"),
     "lfm2 biases": Variant(
         "lfm2",
@@ -687,6 +714,11 @@ VARIANTS |= {
     "laguna gate of every number": Variant("laguna", {"gating": "per-element", "mlp_layer_types": _SOME}),
     "hy_v3": Variant("hy_v3", {"mlp_layer_types": _SOME}),
     "bailing_moe": Variant("bailing_moe", _GROUPS),
+    "kimi_linear": Variant("kimi_linear"),
+    "kimi_linear groups": Variant(
+        "kimi_linear",
+        {"num_local_experts": 16, "n_group": 4, "topk_group": 2, "q_lora_rank": 24, "linear_num_heads": 3},
+    ),
     "mimo_v2_flash": Variant("mimo_v2_flash", _TYPES | {"rope_parameters": _TWO_ROPES, "attention_value_scale": 0.5}),
     "gpt_bigcode": Variant("gpt_bigcode"),
     "gpt_bigcode many key-value heads": Variant("gpt_bigcode", {"multi_query": False}),
@@ -815,6 +847,17 @@ def give_names_of_ling(path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config))
 
 
+def give_convolutions_apart(path: Path) -> None:
+    """As OLMo's checkpoints have them: transformers writes three equal parts, however wide their projections are."""
+    tensors = load_file(path / "model.safetensors")
+    for at in [name.removesuffix("q_conv1d.weight") for name in tensors if name.endswith("q_conv1d.weight")]:
+        names = [f"{at}{part}_conv1d.weight" for part in "qkv"]
+        widths = [len(tensors[f"{at}{part}_proj.weight"]) for part in "qkv"]
+        parts = torch.cat([tensors[name] for name in names]).split(widths)
+        tensors |= {name: part.clone() for name, part in zip(names, parts, strict=True)}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
 def make_checkpoint(path: Path, variant: Variant, *, dtype: str = "float32", seed: int = 0) -> Path:
     """A random model of the variant, with a tokenizer, in the folder `path`, which is returned.
 
@@ -864,6 +907,8 @@ def make_checkpoint(path: Path, variant: Variant, *, dtype: str = "float32", see
     if variant.model_type == "bailing_moe":
         model.save_pretrained(path / "teacher")
         give_names_of_ling(path)
+    if variant.model_type == "olmo_hybrid":
+        give_convolutions_apart(path)
     make_tokenizer(VOCAB).save_pretrained(path)
     if variant.model_type in _TEACHERS or isinstance(widths, list):
         config = json.loads((path / "config.json").read_text())

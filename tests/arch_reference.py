@@ -295,7 +295,10 @@ class ReferenceDecoder:
     def _convolved(self, at, mixer, inputs):
         """Along the tokens, each channel by itself."""
         padded = torch.cat((torch.zeros(mixer.kernel - 1, mixer.channels), torch.cat(inputs, -1)))
-        taps = self.tensors[at + "conv.weight"][:, 0]
+        parts = [at + f"conv_{part}.weight" for part in ("query", "key", "value")]
+        apart = parts[0] in self.tensors
+        taps = torch.cat([self.tensors[name] for name in parts]) if apart else self.tensors[at + "conv.weight"]
+        taps = taps[:, 0]
         sums = sum(padded[j : j + len(inputs[0])] * taps[:, j] for j in range(mixer.kernel))
         return sums + self.tensors.get(at + "conv.bias", 0.0)
 
@@ -315,19 +318,24 @@ class ReferenceDecoder:
         query, key = (each.view(len(x), mixer.key_heads, -1)[:, owner] for each in (query, key))
         query, key = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (query, key))
         value = value.view(len(x), mixer.value_heads, -1)
-        beta = torch.sigmoid(self._linear(at + "beta", x))
-        steps = torch.nn.functional.softplus(self._linear(at + "decay", x) + self.tensors[at + "decay_bias"])
-        decay = torch.exp(-self.tensors[at + "decay_log"].exp() * steps)
+        beta = mixer.beta_scale * torch.sigmoid(self._linear(at + "beta", x))
+        by_channel = mixer.channel_rank is not None
+        low = [self._linear(f"{at}{part}_down", x) if by_channel else x for part in ("decay", "gate")]
+        steps = torch.nn.functional.softplus(self._linear(at + "decay", low[0]) + self.tensors[at + "decay_bias"])
+        steps = steps.view(len(x), mixer.value_heads, -1)  # the last: 1, or the key's channels
+        decay = torch.exp(-self.tensors[at + "decay_log"].view(-1, 1).exp() * steps)
         state, mixed = torch.zeros(mixer.value_heads, mixer.key_dim, mixer.value_dim), []
         for t in range(len(x)):
-            state = state * decay[t, :, None, None]
+            state = state * decay[t, :, :, None]
             found = torch.einsum("hkv,hk->hv", state, key[t])
             state = state + torch.einsum("hk,hv->hkv", key[t], beta[t, :, None] * (value[t] - found))
             mixed.append(torch.einsum("hkv,hk->hv", state, query[t]) / mixer.key_dim**0.5)
         made = torch.stack(mixed)
-        made = made * torch.rsqrt(made.square().mean(-1, keepdim=True) + self.block.norm_epsilon)
+        epsilon = self.block.norm_epsilon if mixer.norm_epsilon is None else mixer.norm_epsilon
+        made = made * torch.rsqrt(made.square().mean(-1, keepdim=True) + epsilon)
         made = (made * self.tensors[at + "mixed_norm.weight"]).flatten(1)
-        return self._linear(at + "out", made * silu(self._linear(at + "out_gate", x)))
+        gate = self._linear(at + "out_gate", low[1])
+        return self._linear(at + "out", made * (torch.sigmoid(gate) if by_channel else silu(gate)))
 
     def _space(self, layer, x):
         mixer, at = self.block.layers[layer].recurrent, f"layers.{layer}.state."

@@ -27,12 +27,13 @@ ARCHITECTURES = {
     "granitemoehybrid": "granitehybrid",
     "falcon_h1": "falcon-h1",
     "lfm2_moe": "lfm2moe",
+    "kimi_linear": "kimi-linear",
 }
 TABLES = {"bamboo": "llama", "laguna": "dots1"}  # architectures that the gguf package lacks -> one with such names
-WITH_LATENT = ("deepseek2", "minicpm3")
+WITH_LATENT = ("deepseek2", "minicpm3", "kimi-linear")
 _DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _SIGMOID = ("deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1", "minimax_m2", "exaone_moe", "afmoe", "laguna")
-_SIGMOID = (*_SIGMOID, "bailing_moe", "lfm2_moe")
+_SIGMOID = (*_SIGMOID, "bailing_moe", "kimi_linear", "lfm2_moe")
 WITH_MAMBA = ("granitemoehybrid", "falcon_h1", "nemotron_h")
 _COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 
@@ -48,7 +49,8 @@ def family_tensors(state: dict[str, torch.Tensor], config: dict[str, Any], whole
     """The state dict as the converter has it before it looks at names. `whole`: latent attention's old form."""
     result = {}
     for name, tensor in state.items():
-        if name.endswith("kv_b_proj.weight") and ARCHITECTURES.get(config["model_type"]) == "deepseek2" and not whole:
+        architecture = ARCHITECTURES.get(config["model_type"])
+        if name.endswith("kv_b_proj.weight") and architecture in ("deepseek2", "kimi-linear") and not whole:
             heads, plain = config["num_attention_heads"], config["qk_nope_head_dim"]
             both = tensor.reshape(heads, plain + config["v_head_dim"], -1)
             result[name.replace("kv_b_proj", "k_b_proj")] = both[:, :plain].transpose(1, 2).contiguous()
@@ -58,6 +60,14 @@ def family_tensors(state: dict[str, torch.Tensor], config: dict[str, Any], whole
         elif name.endswith("e_score_correction_bias"):
             stem = name.replace(".experts.e_score", ".gate.e_score")  # Laguna's
             result[stem.removesuffix("_bias") + ".bias"] = tensor.reshape(-1)
+        elif name.endswith("self_attn.A_log"):
+            result[name] = -torch.exp(tensor)
+        elif name.endswith("self_attn.dt_bias"):
+            result[name.replace("dt_bias", "dt_proj.bias")] = tensor
+        elif name.endswith("_conv1d.weight"):
+            result[name] = tensor.reshape(1, len(tensor), 1, -1)
+        elif re.search(r"block_sparse_moe\.(up|gate|down)_proj", name):  # a dense layer's
+            result[name.replace("block_sparse_moe", "mlp")] = tensor
         elif name.endswith("self_attn.g_proj.weight"):
             result[f"blk.{name.split('.')[2]}.attn_gate.weight"] = tensor
         elif name.endswith("conv.conv.weight"):
@@ -286,6 +296,13 @@ def gemma4_tensors(state: dict[str, torch.Tensor], config: dict[str, Any]) -> di
     return {f"{name}.weight" if name.endswith(bare) else name: tensor for name, tensor in state.items()} | factors
 
 
+def write_channels(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Kimi Linear's layers that keep a state have no heads of keys and values."""
+    writer.add_head_count_kv([int(kind == "full_attention") for kind in config["layer_types"]])
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_kda_head_dim(config["linear_head_dim"])
+
+
 def write_latent(writer: gguf.GGUFWriter, config: dict[str, Any], whole: bool) -> None:
     """Sizes of latent attention: those of the plain heads in the old form."""
     rotated, rank = config["qk_rope_head_dim"], config["kv_lora_rank"]
@@ -294,7 +311,7 @@ def write_latent(writer: gguf.GGUFWriter, config: dict[str, Any], whole: bool) -
     if config["q_lora_rank"] is not None:
         writer.add_q_lora_rank(config["q_lora_rank"])
     writer.add_rope_dimension_count(rotated)
-    if whole:
+    if whole and config["model_type"] != "kimi_linear":
         writer.add_key_length(keys)
         if config["model_type"] != "minicpm3":  # whose values are as wide as the heads share out the width
             writer.add_value_length(values)
@@ -303,7 +320,7 @@ def write_latent(writer: gguf.GGUFWriter, config: dict[str, Any], whole: bool) -
         writer.add_value_length(rank)
         writer.add_key_length_mla(keys)
         writer.add_value_length_mla(values)
-    scale = config["rope_parameters"].get("mscale_all_dim")
+    scale = (config.get("rope_parameters") or {}).get("mscale_all_dim")
     if scale is not None:
         writer.add_rope_scaling_yarn_log_mul(0.1 * scale)
 
@@ -318,9 +335,8 @@ def write_router(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
             writer.add_expert_shared_count(0)
         return
     writer.add_expert_count(count)
-    writer.add_expert_used_count(
-        next(config[key] for key in ("moe_k", "moe_topk", "top_k_experts", "num_experts_per_tok") if key in config)
-    )
+    keys = ("moe_k", "moe_topk", "top_k_experts", "num_experts_per_tok", "num_experts_per_token")
+    writer.add_expert_used_count(next(config[key] for key in keys if key in config))
     for key, add in (
         ("moe_intermediate_size", writer.add_expert_feed_forward_length),
         ("n_shared_experts", writer.add_expert_shared_count),
@@ -334,6 +350,7 @@ def write_router(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         ("moe_layer_start_index", writer.add_leading_dense_block_count),
         ("moe_layer_interval", writer.add_interleave_moe_layer_step),
         ("n_group", writer.add_expert_group_count),
+        ("num_expert_group", writer.add_expert_group_count),
         ("topk_group", writer.add_expert_group_used_count),
         ("routed_scaling_factor", writer.add_expert_weights_scale),
         ("moe_routed_scaling_factor", writer.add_expert_weights_scale),

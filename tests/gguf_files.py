@@ -19,6 +19,7 @@ from gguf_families import (
     family_tensors,
     gemma3n_tensors,
     gemma4_tensors,
+    write_channels,
     write_convolutions,
     write_delta,
     write_gemma3n,
@@ -245,7 +246,7 @@ def write_config(writer: gguf.GGUFWriter, architecture: str, config: dict[str, A
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_context_length(config.get("max_position_embeddings") or config["model_max_length"])
     writer.add_embedding_length(config["hidden_size"])
     if width := config.get("intermediate_size") or config.get("ffn_hidden_size"):
         writer.add_feed_forward_length(width)
@@ -254,6 +255,8 @@ def write_config(writer: gguf.GGUFWriter, architecture: str, config: dict[str, A
     one = config.get("multi_query") and not config.get("new_decoder_architecture")
     if "conv_L_cache" in config:
         write_convolutions(writer, config)
+    elif architecture == "kimi-linear":
+        write_channels(writer, config)
     else:
         writer.add_head_count_kv(1 if one or (architecture == "deepseek2" and not whole) else kv_heads)
     write_router(writer, config)

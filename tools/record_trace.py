@@ -25,7 +25,8 @@ from relufication.text import texts_of
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.dtypes import cast as cast_dtype
 from flashllm.base.progress import ProgressBar
-from flashllm.convert.locate import is_demo, resolve_model
+from flashllm.convert.locate import resolve_model
+from flashllm.convert.named import is_demo
 from flashllm.engine.model import Model
 from flashllm.errors import FlashError, UsageError
 from flashllm.format.trace import Stream, TraceInfo, TraceWriter, pack_bits

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from flashllm.base.units import parse_size
 from flashllm.config import RunConfig
-from flashllm.convert.locate import is_demo, resolve_model
+from flashllm.convert.locate import resolve_model
+from flashllm.convert.named import is_demo
 from flashllm.engine.model import Model
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.session import PrefillRecord, Session, TokenRecord

@@ -24,7 +24,8 @@ from engine_runs import COLD_TOKENS, PAPER_READER, Workers, add_read_first, summ
 from flashllm.base.units import parse_size
 from flashllm.commands.machine.memory_group import GroupError
 from flashllm.config import Ablation
-from flashllm.convert.locate import is_demo, resolve_model
+from flashllm.convert.locate import resolve_model
+from flashllm.convert.named import is_demo
 
 # Each row's settings of the worker; what a row does not name is as in the row before it.
 ROWS: dict[str, dict[str, Any]] = {

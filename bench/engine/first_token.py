@@ -19,7 +19,8 @@ from engine_runs import Workers, add_read_first
 
 from flashllm.base.units import format_size, parse_size
 from flashllm.commands.machine.memory_group import GroupError
-from flashllm.convert.locate import is_demo, resolve_model
+from flashllm.convert.locate import resolve_model
+from flashllm.convert.named import is_demo
 from flashllm.errors import FlashError
 from flashllm.format.manifest import open_model_dir
 

@@ -32,7 +32,8 @@ from engine_runs import COLD_TOKENS, PAPER_READER, Workers, add_read_first, summ
 from flashllm.base.units import format_size, parse_size
 from flashllm.commands.machine.memory_group import GroupError
 from flashllm.config import DEFAULT_WINDOW
-from flashllm.convert.locate import is_demo, resolve_model
+from flashllm.convert.locate import resolve_model
+from flashllm.convert.named import is_demo
 from flashllm.errors import FlashError
 from flashllm.format.manifest import Manifest, open_model_dir
 from flashllm.format.model_files import FFN, RESIDENT

@@ -53,6 +53,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 32000,
         "max_position_embeddings": 4096,
     },
+    "gemma-4-e4b": {  # 262,144 rows of 42 x 256 numbers for the token's id
+        "model_type": "gemma4_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 42,
+        "num_kv_shared_layers": 18,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "hidden_size_per_layer_input": 256,
+        "sliding_window": 512,
+        "vocab_size": 262144,
+        "max_position_embeddings": 131072,
+    },
     "nemotron-3-nano": {
         "model_type": "nemotron_h",
         "hidden_size": 2688,
@@ -86,25 +101,30 @@ def config_of(name: str, layers: int | None = None, **changed: Any) -> dict[str,
     else:
         sizes = dict(known.config) if known is not None else json.loads(Path(name).read_text(encoding="utf-8"))
     sizes = {**sizes, **changed}
-    pattern = "hybrid_override_pattern"  # Nemotron's kinds of layers
-    if layers is not None:
-        sizes |= {pattern: sizes[pattern][:layers]} if pattern in sizes else {"num_hidden_layers": layers}
+    pattern, shared = "hybrid_override_pattern", "num_kv_shared_layers"  # Nemotron's kinds of layers; Gemma's share
+    if layers is not None and pattern in sizes:
+        sizes |= {pattern: sizes[pattern][:layers]}
+    elif layers is not None:
+        if shared in sizes:  # llama.cpp wants a full layer last of those with keys of their own, one in six
+            own = layers * (1 - sizes[shared] / sizes["num_hidden_layers"])
+            sizes[shared] = layers - 6 * max(1, round(own / 6))
+        sizes["num_hidden_layers"] = layers
     config: dict[str, Any] = AutoConfig.for_model(**sizes).to_dict()
     config.setdefault("num_hidden_layers", len(config.get("layers_block_type", ())))
     return config
 
 
-def tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name in the file -> shape."""
+def tensors(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Name in the file -> torch's tensor, without data but where the config says it."""
     import torch
     from gguf_files import file_tensors
 
     named = {
-        re.sub(r"experts\.(up|gate)_bias", r"experts.\1_proj.bias", n): size
-        for n, size in source_shapes(config).items()
+        re.sub(r"experts\.(up|gate)_bias", r"experts.\1_proj.bias", name): size
+        for name, size in source_shapes(config).items()
     }
     state = {name: torch.empty(shape, device="meta") for name, shape in named.items()}
-    return {name: tuple(tensor.shape) for name, tensor in file_tensors(state, dict(config)).items()}
+    return file_tensors(state, dict(config))
 
 
 def kinds(shapes: Mapping[str, tuple[int, ...]], layers: int, choice: str) -> dict[str, str]:
@@ -304,7 +324,8 @@ def make(path: Path, config: Mapping[str, Any], choice: str = "q4_k_m") -> tuple
     from gguf_files import name_of, write_config
 
     architecture = name_of(dict(config))
-    shapes = tensors(config)
+    stored = tensors(config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     kind_of = kinds(shapes, config["num_hidden_layers"], choice)
     total = sum(stored_nbytes(shape, kind_of[name]) for name, shape in shapes.items())
     if shutil.disk_usage(path.parent).free < total + SLACK_NBYTES:
@@ -326,7 +347,8 @@ def make(path: Path, config: Mapping[str, Any], choice: str = "q4_k_m") -> tuple
     file = writer.fout[0]
     file.write(bytes(-file.tell() % writer.data_alignment))
     for name, shape in shapes.items():
-        for part in data.parts(name, shape, kind_of[name]):
+        given = stored[name]
+        for part in data.parts(name, shape, kind_of[name]) if given.is_meta else [given.float().numpy()]:
             file.write(memoryview(np.ascontiguousarray(part)).cast("B"))
         file.write(bytes(-file.tell() % writer.data_alignment))
     writer.close()

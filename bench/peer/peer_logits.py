@@ -91,6 +91,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name
     ),
     "afmoe": ("afmoe", _WINDOWS, {}),
     "bailingmoe2": ("bailing_moe", {}, {}),
+    "kimi-linear": ("kimi_linear", {"rms_norm_eps": 1e-6}, {}),
     "laguna": ("laguna", {}, {}),
     "laguna, gate of every number": (
         "laguna gate of every number",

@@ -1,12 +1,12 @@
-"""A mixture's GGUF file, run by both engines under enforced limits: a prompt, and tokens behind it.
+"""A GGUF file, run by both engines under enforced limits: a prompt, and tokens behind it.
 
     python bench/peer/dummy_gguf.py qwen3.6-35b-a3b FILE.gguf
     python bench/peer/whole_model.py FILE.gguf --memory 8GB 12GB 16GB --json OUT.json     # as root
 
-flashllm uses the file where it lies: everything but the experts is converted once, into FILE.model beside it. At each
-limit the engines take turns, each in a process of its own (flashllm/commands/machine/protocol.py) in a memory group of
-exactly that size, entered with a cold page cache: a prompt and tokens, cold, then the same again, warm. Ids are 0, 1, 2
-... where the file has no vocabulary.
+flashllm uses a mixture's file where it lies: everything but the experts is converted once, into FILE.model beside it.
+At each limit the engines take turns, each in a process of its own (flashllm/commands/machine/protocol.py) in a memory
+group of exactly that size, entered with a cold page cache: a prompt and tokens, cold, then the same again, warm. Ids
+are 0, 1, 2 ... where the file has no vocabulary.
 
 Roofs: *reads* are the bytes that a warm token read, at the drive's rate for requests of the engine's mean size (of
 llama.cpp's, which the kernel makes: of 128 KiB); *products* are the bytes of every matrix that a token is multiplied
@@ -48,12 +48,13 @@ def touched_nbytes(file: Path) -> int:
     reader = gguf.GGUFReader(file)
     fields = {name.partition(".")[2]: field for name, field in reader.fields.items()}
     chosen = int(fields["expert_used_count"].contents()) if "expert_used_count" in fields else 0
-    names = {tensor.name for tensor in reader.tensors}
+    is_apart = any(tensor.name == "output.weight" for tensor in reader.tensors)
+    looked_up = {"per_layer_token_embd.weight", *(["token_embd.weight"] if is_apart else [])}
     total = 0
     for tensor in reader.tensors:
         if "_exps" in tensor.name:
             total += int(tensor.n_bytes) // int(tensor.shape[-1]) * chosen
-        elif len(tensor.shape) > 1 and ("token_embd" not in tensor.name or "output.weight" not in names):
+        elif len(tensor.shape) > 1 and tensor.name not in looked_up:
             total += int(tensor.n_bytes)
     return total
 
@@ -76,6 +77,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 options = {"memory": memory, "threads": args.threads}
                 if engine == "flashllm":
                     options |= {"store": None, "context": len(ids) + 1}
+                else:
+                    options |= {"repack": args.repack, "micro_batch": args.micro_batch}
                 settings = {"engine": engine, "options": options, "prompt": args.prompt, "ids": ids}
                 run = limit.run(
                     {**settings, "model": str((directory if engine == "flashllm" else args.file).absolute())}
@@ -95,6 +98,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "touched_bytes": touched,
         "prompt": args.prompt,
         "tokens": args.tokens,
+        "peer": {"micro_batch": args.micro_batch, "repack": args.repack},
         "machine": {"system": system_name(), "cores": num_cores(), "simd": _core.best_simd_level()},
         "load_average": os.getloadavg()[0],
         "runs": runs,
@@ -156,6 +160,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--prompt", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=24, help="behind the prompt (default: %(default)s)")
+    parser.add_argument("--micro-batch", type=int, default=512, help="llama.cpp's tokens at a time in a prompt")
+    parser.add_argument("--repack", action="store_true", help="llama.cpp's weights in another order, beside the file")
     parser.add_argument("--rounds", type=int, default=1, help="each other one in the other order")
     parser.add_argument("--threads", type=int, default=num_cores())
     parser.add_argument("--directory", type=Path, help="of what is converted (default: FILE.model)")

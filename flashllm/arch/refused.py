@@ -37,8 +37,6 @@ _OTHERS = {
         ("gemma3", "shieldgemma2"),
         "Gemma 3 with its picture encoder; the text model alone has model_type gemma3_text and runs",
     ),
-    "bailing_moe_v2": "bailing_moe under another name: set model_type to bailing_moe in its config.json",
-    "kimi_k2": "deepseek_v3 under another name: set model_type to deepseek_v3 in its config.json",
     "jais": "the first Jais, with a SwiGLU of its own and distances added to its scores; Jais 2 runs",
     "xglm": "XGLM, with sinusoidal positions; OPT runs",
     "biogpt": "BioGPT; OPT, of the same shape, runs",

@@ -290,6 +290,9 @@ class DeltaRule(HeadStates):
         S += key (sigmoid(beta(x)) * (value - key S));  mixed = query S / sqrt(key_dim)
 
     What goes on is rms_norm(mixed) * silu(out_gate(x)), the norm of each head with one weight for all.
+
+    With a decay of each channel (Kimi Team, 2025) decay and decay_bias have a number for each of the keys', by which
+    that row of S decays; decay and out_gate read decay_down(x) and gate_down(x), and the gate is a sigmoid.
     """
 
     kind: ClassVar[str] = "delta_rule"
@@ -297,6 +300,29 @@ class DeltaRule(HeadStates):
 
     # The key head of value head i: i // r, where r value heads share one, or, of those that lie tiled, i % key_heads.
     tiled: bool = False
+    channel_rank: int | None = None  # outputs of decay_down and gate_down; None: there are none, and a decay a head
+    beta_scale: float = 1.0  # of sigmoid(beta): 2 where a state's eigenvalues may be negative (Grazzi et al., 2025)
+    norm_epsilon: float | None = None  # of the norm of what is mixed; None: the model's
+
+    def __post_init__(self) -> None:
+        HeadStates.__post_init__(self)
+        if self.channel_rank is not None and check_size("channel_rank", self.channel_rank) and self.tiled:
+            raise ValueError("value heads with a decay of each channel have key heads of their own")
+        if self.channel_rank is not None and self.key_heads != self.value_heads:
+            raise ValueError(f"{self.key_heads} key heads are not {self.value_heads}, as a decay of each channel wants")
+
+    @property
+    def rows(self) -> Mapping[str, int]:
+        """As of any, with those that others read."""
+        rows = {**HeadStates.rows.__get__(self), "decay": self.decays}
+        return (
+            rows if self.channel_rank is None else rows | dict.fromkeys(("decay_down", "gate_down"), self.channel_rank)
+        )
+
+    @property
+    def decays(self) -> int:
+        """Decays of a token: one a head, or one a channel of the keys."""
+        return self.value_heads if self.channel_rank is None else self.key_heads * self.key_dim
 
     @property
     def norm_dim(self) -> int:

@@ -30,6 +30,9 @@ Canonical names, "{i}" for the layer; those a model has no use for are absent:
     layers whose mixer is a `DeltaRule`, with r = value_heads * value_dim: query, key, value, out_gate, out as it says;
         layers.{i}.beta.weight, decay.weight [value_heads, d_model]     layers.{i}.conv.weight [channels, 1, kernel]
         layers.{i}.decay_log, decay_bias [value_heads], in fp32;                layers.{i}.mixed_norm.weight [value_dim]
+        with a decay of each channel: decay.weight [key_heads * key_dim, channel_rank], decay_bias of as many,
+        decay_log [1, 1, value_heads, 1], out_gate.weight [r, channel_rank]; decay_down.weight, gate_down.weight
+        [channel_rank, d_model]; conv_query.weight, conv_key.weight, conv_value.weight in place of conv.weight
     of a `StateSpace`: layers.{i}.state.NAME, for all of these names but beta, with biases; conv.bias [channels];
         skip [value_heads], in fp32; mixed_norm.weight [r]. Channels are those of values, keys, queries
     of a `ShortConvolution`: layers.{i}.state.query, key, value, out, conv, the same
@@ -273,13 +276,33 @@ def _heads(layer: LayerSpec) -> HeadStates:
     return layer.recurrent
 
 
+def _has_channels(layer: LayerSpec) -> bool:
+    """Layers with a decay of each channel."""
+    return isinstance(layer.mixer, DeltaRule) and layer.mixer.channel_rank is not None
+
+
 def _recurrence(prefix: str) -> dict[str, _ShapeOf]:
     """Shapes of a recurrent mixer's tensors that are no projections."""
-    of_heads: _ShapeOf = lambda block, layer: (_heads(layer).value_heads,)  # noqa: E731
+
+    def of_heads(block: BlockSpec, layer: LayerSpec) -> Shape:
+        return (_heads(layer).value_heads,)
+
+    def decay_log(block: BlockSpec, layer: LayerSpec) -> Shape:
+        return (1, 1, *of_heads(block, layer), 1) if _has_channels(layer) else of_heads(block, layer)
+
+    def decay_bias(block: BlockSpec, layer: LayerSpec) -> Shape:
+        return (layer.mixer.decays,) if isinstance(layer.mixer, DeltaRule) else of_heads(block, layer)
+
+    def taps(part: str) -> _ShapeOf:
+        return lambda block, layer: (_recurrent(layer).rows[part], 1, _recurrent(layer).kernel)
+
     return {
+        **{f"{prefix}conv_{part}.weight": taps(part) for part in ("query", "key", "value")},
         f"{prefix}conv.weight": lambda block, layer: (_recurrent(layer).channels, 1, _recurrent(layer).kernel),
         f"{prefix}conv.bias": lambda block, layer: (_recurrent(layer).channels,),
-        **dict.fromkeys((f"{prefix}decay_log", f"{prefix}decay_bias", f"{prefix}skip"), of_heads),
+        f"{prefix}decay_log": decay_log,
+        f"{prefix}decay_bias": decay_bias,
+        f"{prefix}skip": of_heads,
         f"{prefix}mixed_norm.weight": lambda block, layer: (_heads(layer).norm_dim,),
     }
 
@@ -305,8 +328,11 @@ def _per_layer(block: BlockSpec) -> PerLayerEmbedding:
 
 
 def _inputs(part: str, block: BlockSpec, layer: LayerSpec) -> int:
-    """Inputs of a projection: d_model, or a rank of latent attention."""
-    latent = _mixer(layer).latent
+    """Inputs of a projection: d_model, or a rank of latent attention, or of a decay of each channel."""
+    mixer = _mixer(layer)
+    latent, rank = mixer.latent, mixer.channel_rank if isinstance(mixer, DeltaRule) else None
+    if rank is not None and part in ("decay", "out_gate"):
+        return rank
     if latent is None or part not in ("query", "value"):
         return block.d_model
     return latent.rank if part == "value" else latent.query_rank or block.d_model
@@ -356,7 +382,7 @@ _SHAPES: dict[str, _ShapeOf] = {
     **{f"{norm}.{part}": lambda block, layer: (block.d_model,) for norm in _NORMS for part in ("weight", "bias")},
     **{
         name: shape
-        for part in ("query_down", "query", "key", "value", "out_gate", "beta", "decay")
+        for part in ("query_down", "query", "key", "value", "out_gate", "beta", "decay", "decay_down", "gate_down")
         for name, shape in _projection(part).items()
     },
     "layers.{i}.key_up.weight": lambda block, layer: (

@@ -40,7 +40,7 @@ def main(args: argparse.Namespace) -> int:
     from flashllm.base.machine import num_cores
     from flashllm.base.progress import ProgressBar
     from flashllm.base.user_dirs import user_cache_dir
-    from flashllm.convert.locate import has_demo
+    from flashllm.convert.named import has_demo
     from flashllm.errors import UsageError
     from flashllm.format.rows import MEASURED_ENCODINGS
     from flashllm.offload.machine.measure import DTYPES, measure_batches, measure_gpu
@@ -115,7 +115,7 @@ def _layer_overhead_s(threads: int) -> float:
     import numpy as np
 
     from flashllm.config import RunConfig
-    from flashllm.convert.locate import demo_path
+    from flashllm.convert.named import demo_path
     from flashllm.engine.model import Model
     from flashllm.generate.tokenizer import Tokenizer
 

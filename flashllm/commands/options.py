@@ -155,11 +155,15 @@ def explained(args: argparse.Namespace) -> Callable[[str], None]:
 
 def find_model(args: argparse.Namespace) -> Path:
     """The model directory to run, converted now if this is its first use."""
-    from flashllm.base.progress import ProgressBar
-    from flashllm.convert.locate import DEMO_NOTICE, is_demo, resolve_model
+    from flashllm.convert.named import DEMO_NOTICE, find_directory, is_demo
 
-    with ProgressBar("convert") as bar:
-        path = resolve_model(args.model, progress=bar, say=say, explain=explained(args))
+    path = find_directory(args.model)
+    if path is None:
+        from flashllm.base.progress import ProgressBar
+        from flashllm.convert.locate import resolve_model
+
+        with ProgressBar("convert") as bar:
+            path = resolve_model(args.model, progress=bar, say=say, explain=explained(args))
     if is_demo(path):
         say(DEMO_NOTICE)
     return path

@@ -26,7 +26,7 @@ _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _PICKLED_SINGLE = "pytorch_model.bin"
 _PICKLED_SHARD = re.compile(r"pytorch_model-\d+-of-\d+\.bin")
 
-_GGUF = ".gguf"
+GGUF = ".gguf"
 _ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
 _ADDRESS = re.compile(r"hf://|(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/", re.IGNORECASE)
 _PLAIN = r"(?P<plain>[\w./ -]+)"
@@ -220,7 +220,7 @@ class Hub:
 
 
 def _is_gguf(name: str) -> bool:
-    return name.lower().endswith(_GGUF)
+    return name.lower().endswith(GGUF)
 
 
 def _bring(model: HubModel) -> str:

@@ -21,6 +21,7 @@ from offload_runs import MIXED, answers, policy
 
 from flashllm import _core
 from flashllm.arch.registry import ARCHITECTURES
+from flashllm.arch.spec import Latent
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
 from flashllm.errors import FlashIOError, UnsupportedModelError, UsageError
@@ -138,10 +139,10 @@ def _mixer(**values):
     return _layers(lambda i, layer: replace(layer, mixer=replace(layer.mixer, **values)))
 
 
-def _attending(**values):
+def _mixers(kind, **values):
     def change(i, layer):
-        attends = layer.mixer is not None and layer.mixer.kind == "attention"
-        return replace(layer, mixer=replace(layer.mixer, **values)) if attends else layer
+        is_one = layer.mixer is not None and layer.mixer.kind == kind
+        return replace(layer, mixer=replace(layer.mixer, **values)) if is_one else layer
 
     return _layers(change)
 
@@ -226,8 +227,17 @@ def _block(**values):
         ("cohere2_moe", _router(score="softmax")),
         ("cohere2_moe", _turning_as(2)),
         ("cohere2_moe sigmoid, summed", _router(normalized=False)),
-        ("lfm2", _attending(query_key_norm="none")),
-        ("lfm2", _attending(rotary=None)),
+        ("kimi_linear", _router(score="softmax")),
+        ("kimi_linear", _router(factor=1.0)),
+        ("kimi_linear", _router(normalized=False)),
+        ("kimi_linear", _mixers("attention", query_scale=0.25)),
+        ("kimi_linear", _mixers("attention", latent=Latent(rank=32, plain_dim=12, value_dim=20, norm_epsilon=0.03))),
+        ("kimi_linear groups", _router(groups=1, chosen_groups=1)),
+        ("olmo_hybrid", _mixers("delta_rule", beta_scale=1.0)),
+        ("olmo_hybrid", _mixers("delta_rule", norm_epsilon=1e-3)),
+        ("olmo_hybrid", _layers(lambda i, layer: replace(layer, norms="input"))),
+        ("lfm2", _mixers("attention", query_key_norm="none")),
+        ("lfm2", _mixers("attention", rotary=None)),
         ("lfm2_moe", _router(score="softmax")),
         ("lfm2_moe", _router(normalized=False)),
         ("lfm2_moe", _router(factor=1.0)),
@@ -259,6 +269,24 @@ def test_a_short_convolution_that_is_otherwise_shows(name, variant_of):
         else:
             decoder._convolved = lambda *args, convolved=convolved: torch.nn.functional.silu(convolved(*args))
         assert np.abs(decoder.logits(ids).numpy() - expected).max() > 10 * TOLERANCE, change
+
+
+def test_a_decay_of_each_channel_that_is_otherwise_shows(variant_of):
+    """What makes the decays, the gate and the strength of a token, each changed: logits differ."""
+    source, directory = variant_of("kimi_linear")
+    ids = tokens(CONTEXT)
+    expected = expected_logits(open_model(source), ids)
+    for name, change in (
+        ("decay_bias", lambda tensor: tensor + 0.5),
+        ("decay_log", lambda tensor: -tensor.exp()),
+        ("decay.weight", lambda tensor: tensor.flip(0)),
+        ("conv_key.weight", lambda tensor: tensor.flip(-1)),
+        ("gate_down.weight", lambda tensor: 2 * tensor),
+        ("beta.weight", lambda tensor: tensor.flip(0)),
+    ):
+        decoder = ReferenceDecoder(directory)
+        decoder.tensors[f"layers.0.{name}"] = change(decoder.tensors[f"layers.0.{name}"])
+        assert np.abs(decoder.logits(ids).numpy() - expected).max() > 10 * TOLERANCE, name
 
 
 def test_a_model_without_sparsity_runs_densely_alone(made):

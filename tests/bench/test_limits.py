@@ -7,7 +7,7 @@ import limits
 import pytest
 
 from flashllm.commands.machine.memory_group import GroupError, MemoryGroup
-from flashllm.convert.locate import demo_path
+from flashllm.convert.named import demo_path
 
 
 def test_growth_is_in_bytes_of_a_hundred_steps():

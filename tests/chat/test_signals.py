@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from flashllm.convert.locate import demo_path
+from flashllm.convert.named import demo_path
 
 WAIT_S = 60
 PROMPT = rb"\n[^\n]*>[ \x08\x1b]"  # the space may be a movement of the cursor

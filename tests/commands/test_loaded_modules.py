@@ -10,6 +10,11 @@ import pytest
 from flashllm.format.install import install_files
 
 ALONE = {"flashllm", "numpy", "psutil", "tokenizers"}
+# Of the product: what converts a checkpoint is loaded where there is one to convert; the rest are other verbs'.
+NOT_NEEDED = {
+    *("flashllm.convert.run", "flashllm.convert.locate", "flashllm.convert.kept", "flashllm.convert.checkpoint.gguf"),
+    *("flashllm.api", "flashllm.hf", "flashllm.offload", "flashllm.pack", "flashllm.serve"),
+}
 OPTIONS = ["--threads", "1", "--max-new-tokens", "3"]
 CODE = """
 import json, sys
@@ -18,15 +23,17 @@ status = main(sys.argv[1:])
 found = [name for name, module in sys.modules.items() if getattr(module, "__spec__", None)]  # no made-up ones
 names = {name.split(".")[0] for name in found} - set(sys.stdlib_module_names)
 print()
-print(json.dumps([status, sorted(name for name in names if not name.startswith("_"))]))
+inside = [name for name in found if name.startswith("flashllm.")]
+print(json.dumps([status, sorted(name for name in names if not name.startswith("_")), inside]))
 """
 
 
 def loaded(*argv):
-    """(status, packages that are not Python's own) of a command."""
+    """(status, packages that are not Python's own) of a command that runs a converted model."""
     command = [sys.executable, "-c", CODE, *map(str, argv)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, input="The little\n")
-    status, names = json.loads(done.stdout.splitlines()[-1])
+    status, names, inside = json.loads(done.stdout.splitlines()[-1])
+    assert not NOT_NEEDED & set(inside)
     return status, set(names)
 
 

@@ -83,6 +83,14 @@ def test_both_engines_run_the_same_file(run, tmp_path, monkeypatch):
     assert all(len(each["token_ms_each"]) == 6 for one in runs for each in one["runs"])
 
 
+def test_a_peer_that_ends_with_words_of_its_own_is_a_row(monkeypatch, tmp_path):
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\necho '[1] 0x00 in abort ()'\nexit 134\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(reporting.sys, "executable", str(script))
+    assert reporting.Limit(None).run({"engine": "llama.cpp"})["error"] == "ended with status 134"
+
+
 def test_what_the_context_is_too_short_for_is_left_out(run, tiny, monkeypatch):
     monkeypatch.setattr(reporting, "PROMPTS", (100_000,))
     status, _, err = run(tiny().path(), "--report")

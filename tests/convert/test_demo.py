@@ -12,7 +12,8 @@ from tiny_models import make_tiny_opt
 
 from flashllm.base.user_dirs import user_cache_dir
 from flashllm.convert.hub import Hub, HubModel, needed_files
-from flashllm.convert.locate import find_checkpoint, is_demo, resolve_model, source_key
+from flashllm.convert.locate import find_checkpoint, resolve_model
+from flashllm.convert.named import is_demo, source_key
 from flashllm.errors import FlashError, FlashIOError, FormatError, UnsupportedModelError, UsageError
 from flashllm.format.manifest import Manifest
 
@@ -45,7 +46,7 @@ def test_the_cache_is_in_the_home_directory_by_the_platforms_rule(monkeypatch):
 
 def test_without_a_name_the_demo_is_meant(monkeypatch, tmp_path):
     assert is_demo(resolve_model(None))
-    monkeypatch.setattr("flashllm.convert.locate._DEMO", tmp_path)  # as in a published wheel
+    monkeypatch.setattr("flashllm.convert.named._DEMO", tmp_path)  # as in a published wheel
     with pytest.raises(FlashError, match="not in this installation; name a model: smollm2"):
         resolve_model(None)
 

@@ -31,9 +31,10 @@ from flashllm.convert.checkpoint.gguf.file import GgufTensor, StoredTensor, open
 from flashllm.convert.checkpoint.gguf.header import read_header
 from flashllm.convert.checkpoint.gguf.models import MODELS
 from flashllm.convert.checkpoint.gguf.row import paired_rows
-from flashllm.convert.checkpoint.gguf.tensors import supported
+from flashllm.convert.checkpoint.gguf.tensors import named_tensors, supported
 from flashllm.convert.checkpoint.opened import open_checkpoint
-from flashllm.convert.locate import find_checkpoint, find_folder, source_key
+from flashllm.convert.locate import find_checkpoint, find_folder
+from flashllm.convert.named import source_key
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
 from flashllm.errors import FormatError, UnsupportedModelError, UsageError
@@ -94,7 +95,7 @@ def test_a_model_converts_to_the_same_weights_as_its_folder(tmp_path, variant):
 
 
 WITH_STATES = (  # whose tensors have another form, or whose value heads another order: see below
-    *("qwen35", "qwen35moe", "qwen3next", "nemotron_h", "nemotron_h_moe", "granitehybrid", "falcon-h1"),
+    *("qwen35", "qwen35moe", "qwen3next", "nemotron_h", "nemotron_h_moe", "granitehybrid", "falcon-h1", "kimi-linear"),
 )
 
 
@@ -154,7 +155,14 @@ _LONGROPE_OF_4 = {
 MINICPM3_LONGROPE = Variant("minicpm3", {"v_head_dim": 16, "rope_parameters": _LONGROPE_OF_4})
 LATENT = {
     name: VARIANTS_OF_FOLDERS[name]
-    for name in ("youtu", "deepseek_v2", "deepseek_v2 groups", "deepseek_v2 yarn rope", "deepseek_v3", "glm4_moe_lite")
+    for name in (
+        "youtu",
+        "deepseek_v2",
+        "deepseek_v2 groups",
+        "deepseek_v2 yarn rope",
+        "deepseek_v3",
+        "glm4_moe_lite",
+    )
 } | {"minicpm3": Variant("minicpm3", {"v_head_dim": 16}), "minicpm3 longrope": MINICPM3_LONGROPE}
 
 
@@ -250,6 +258,19 @@ def test_value_heads_are_computed_as_they_lie(tmp_path, variant):
     assert [layer.mixer.kind == "delta_rule" and layer.mixer.tiled for layer in blocks[0].layers] == [
         variant != "qwen3_next" and layer.mixer.kind == "delta_rule" for layer in blocks[1].layers
     ]
+    _same_logits(tmp_path, source)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("variant", ["kimi_linear", "kimi_linear groups"])
+def test_decays_of_each_channel(tmp_path, variant, whole):
+    """With as many heads that keep a state as attend: a file has one number for both."""
+    config = VARIANTS_OF_FOLDERS[variant].config | {"linear_num_heads": 4}
+    source = make_checkpoint(tmp_path / "hf", Variant("kimi_linear", config))
+    convert(source, tmp_path / "expected")
+    convert(write_gguf(source, tmp_path / "model.gguf", whole_latent=whole), tmp_path / "found")
+    blocks = _blocks(tmp_path)
+    assert blocks[0] == blocks[1]
     _same_logits(tmp_path, source)
 
 
@@ -376,6 +397,17 @@ def test_a_router_of_glm_4_7_flash_is_told_by_its_shape(tmp_path, monkeypatch, l
         embedding = replace(content.tensors["token_embd.weight"], shape=(vocab, 64))
         config = model_config(replace(content, tensors={**content.tensors, "token_embd.weight": embedding}))
     assert config["model_type"] == model_type
+
+
+def test_scales_of_whole_tensors_are_refused(tmp_path):
+    """NVFP4's: without them every weight would be another."""
+    path = write_gguf(make_checkpoint(tmp_path / "hf", Variant("qwen2")), tmp_path / "model.gguf")
+    with ExitStack() as stack:
+        content = open_gguf(path, stack)
+        scale = replace(content.tensors["blk.0.attn_norm.weight"], shape=(1,))
+        content = replace(content, tensors={**content.tensors, "blk.0.attn_q.scale": scale})
+        with pytest.raises(UnsupportedModelError, match=r"blk.0.attn_q.scale scales a whole tensor.*Q4_K_M, MXFP4"):
+            named_tensors(content, model_config(content))
 
 
 def test_routers_that_score_by_other_rules_are_refused(tmp_path, monkeypatch):

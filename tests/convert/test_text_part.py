@@ -92,6 +92,20 @@ def test_layers_that_draft_behind_the_models_own(variant, said, variant_of, tmp_
     assert mine["resident.safetensors"] == theirs["resident.safetensors"]
 
 
+@pytest.mark.parametrize(("variant", "name"), [("deepseek_v3", "kimi_k2"), ("bailing_moe", "bailing_moe_v2")])
+def test_a_vendors_name_of_the_same(variant, name, variant_of, tmp_path):
+    """Kimi K2 and Ling 2.0 open by themselves."""
+    source, alone = variant_of(variant)
+    shutil.copytree(source, tmp_path / "hf")
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"model_type": name}))
+    convert(tmp_path / "hf", tmp_path / "model")
+    assert json.loads((tmp_path / "model" / "config.json").read_text()) == config
+    theirs, mine = (json.loads((each / MANIFEST).read_text())["files"] for each in (alone, tmp_path / "model"))
+    for file in ("ffn.safetensors", "resident.safetensors"):
+        assert mine[file] == theirs[file]
+
+
 def test_a_layer_beyond_those_that_draft_is_refused(variant_of, tmp_path):
     path = tmp_path / "hf"
     shutil.copytree(variant_of("glm4_moe")[0], path)

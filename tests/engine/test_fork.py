@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from flashllm.convert.locate import demo_path
+from flashllm.convert.named import demo_path
 
 START = """
 import os, sys, threading

@@ -9,7 +9,7 @@ import pytest
 from test_session import TOKENIZER, PrefixModel
 
 from flashllm.config import RunConfig
-from flashllm.convert.locate import demo_path
+from flashllm.convert.named import demo_path
 from flashllm.engine.model import Model
 from flashllm.errors import FormError, UsageError
 from flashllm.generate.grammar import Constraint, Grammars, Reasoning

@@ -117,10 +117,44 @@ void check_neuron_norm(std::size_t neurons, std::size_t tokens) {
   }
 }
 
+// Gates of a token have the same bits as a row and as a column.
+void check_cut_gates(std::size_t neurons, std::size_t tokens, float deviations) {
+  ThreadPool pool(2);
+  NeuronNorm norm;
+  norm.neurons = neurons;
+  norm.cuts_gates = true;
+  norm.deviations = deviations;
+  std::vector<float> rows = random_floats(neurons * tokens, 7), columns(rows.size());
+  const std::vector<float> before = rows, up = random_floats(rows.size(), 8);
+  std::vector<float> turned(up.size());
+  for (std::size_t m = 0; m < tokens; ++m)
+    for (std::size_t i = 0; i < neurons; ++i) {
+      columns[i * tokens + m] = rows[m * neurons + i];
+      turned[i * tokens + m] = up[m * neurons + i];
+    }
+  cut_gates(norm, Activation::relu, rows.data(), up.data(), 1, neurons, tokens, pool);
+  cut_gates(norm, Activation::relu, columns.data(), turned.data(), tokens, 1, tokens, pool);
+  for (std::size_t m = 0; m < tokens; ++m) {
+    double sum = 0.0, squares = 0.0;
+    for (std::size_t i = 0; i < neurons; ++i) sum += before[m * neurons + i];
+    const double mean = sum / static_cast<double>(neurons);
+    for (std::size_t i = 0; i < neurons; ++i)
+      squares += (before[m * neurons + i] - mean) * (before[m * neurons + i] - mean);
+    const double cut = mean + deviations * std::sqrt(squares / static_cast<double>(neurons));
+    for (std::size_t i = 0; i < neurons; ++i) {
+      const std::size_t at = m * neurons + i;
+      CHECK(rows[at] == columns[i * tokens + m]);
+      CHECK(std::fabs(rows[at] - std::max(0.0, before[at] - cut) * up[at]) < 1e-5);
+    }
+  }
+}
+
 }  // namespace
 
 void test_norm(int) {
   check_rounding();
+  check_cut_gates(70, 19, 1.6448536F);
+  check_cut_gates(5, 1, -0.5F);
   check_neuron_norm(70, 19);
   check_neuron_norm(5, 1);
   for (const std::size_t width : {1, 15, 16, 70, 4096}) {

@@ -159,7 +159,7 @@ def test_the_command_stores_and_runs_and_plans_use_it(tmp_path, tiny, room, monk
     assert main(["calibrate", str(model), "--store", str(store)]) == 0
     assert "stored in" in capsys.readouterr().out
     costs = load_profile(store, device_of(model))
-    monkeypatch.setattr("flashllm.convert.locate._DEMO", tmp_path / "none")  # as in a published wheel
+    monkeypatch.setattr("flashllm.convert.named._DEMO", tmp_path / "none")  # as in a published wheel
     assert main(["calibrate", *common]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["store"] == str(store)

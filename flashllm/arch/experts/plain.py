@@ -201,7 +201,7 @@ MELLUM = row(
 )
 
 # Mixtral (Jiang et al., 2024).
-_W = {matrix: f"block_sparse_moe.experts.{{e}}.w{i}" for matrix, i in (("up", 3), ("gate", 1), ("down", 2))}
+W = {matrix: f"block_sparse_moe.experts.{{e}}.w{i}" for matrix, i in (("up", 3), ("gate", 1), ("down", 2))}
 MIXTRAL = row(
     "mixtral",
     defaults={
@@ -222,7 +222,7 @@ MIXTRAL = row(
         config, theta=1e6, experts=experts_of(config, "intermediate_size", RouterSpec(normalized=True))
     ),
     attention=projections(never, never),
-    matrices=_W,
+    matrices=W,
 )
 
 
@@ -262,7 +262,7 @@ PHIMOE = row(
     attention=BIASED,
     norm_bias=always,
     head_bias=says("lm_head_bias"),
-    matrices=_W,
+    matrices=W,
 )
 
 

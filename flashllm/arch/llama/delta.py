@@ -9,8 +9,9 @@ from typing import Any
 from flashllm.arch.experts.plain import dense_layers
 from flashllm.arch.experts.row import GATED_SHARED, experts_of, row
 from flashllm.arch.family import When, always, decoder, decoder_block, head_size, kv_heads, linear_tensors, says
-from flashllm.arch.llama.names import BEFORE, GATED
+from flashllm.arch.llama.names import BEFORE, BEHIND, BIASED, GATED
 from flashllm.arch.mixture import ExpertsSpec, RouterSpec
+from flashllm.arch.rotary import DEFAULT_THETA, rope_parameters
 from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, DeltaRule, LayerSpec, check_size
 from flashllm.arch.tensors import Part, ResidentTensor, attentions, delta_rules
 from flashllm.errors import UnsupportedModelError
@@ -242,4 +243,92 @@ QWEN3_5_MOE = row(
     **GATED_SHARED,
 )
 
-WITH_STATES = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
+
+# OLMo Hybrid (Ai2, 2026): layers that attend have norms behind, over all heads, and may turn nothing; the others have
+# norms before, and states that may turn round.
+
+
+def _olmo(config: Config) -> BlockSpec:
+    count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
+    kinds, heads = config["layer_types"], config["num_attention_heads"]
+    if kinds is None:
+        kinds = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(count)]
+        kinds[-1] = kinds[-1] if "full_attention" in kinds else "full_attention"
+    if not isinstance(kinds, list) or len(kinds) != count:
+        raise ValueError(f"layer_types must be a list of {count} names")
+    types = ["full_attention" if kind == "linear_attention" else kind for kind in kinds]
+    turns = {**config, **rope_parameters(config)}.get("rope_theta", DEFAULT_THETA) is not None  # where it is null
+    block = decoder_block(
+        {**config, "layer_types": types},
+        positions="rotary" if turns else "none",
+        norms="output",
+        query_key_norm="projection",
+    )
+    key_heads = check_size("linear_num_key_heads", config["linear_num_key_heads"] or heads)
+    key_dim = config["linear_key_head_dim"] or int(0.75 * block.d_model / key_heads)
+    sizes = {
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": config["linear_num_value_heads"] or heads,
+        "linear_key_head_dim": key_dim,
+        "linear_value_head_dim": config["linear_value_head_dim"] or 2 * key_dim,
+    }
+    scale = 2.0 if config["linear_allow_neg_eigval"] else 1.0
+    rule = replace(_rule({**config, **sizes}), beta_scale=scale, norm_epsilon=1e-5)
+
+    def layer(spec: LayerSpec, kind: str) -> LayerSpec:
+        return replace(spec, mixer=rule, norms="input") if kind == "linear_attention" else spec
+
+    return replace(block, layers=tuple(layer(spec, kind) for spec, kind in zip(block.layers, kinds, strict=True)))
+
+
+OLMO_HYBRID = decoder(
+    "olmo_hybrid",
+    defaults={
+        **_DEFAULTS,
+        "vocab_size": 100352,
+        "hidden_size": 3840,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 30,
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "max_position_embeddings": 65536,
+        "linear_num_key_heads": None,
+        "linear_num_value_heads": None,
+        "linear_key_head_dim": None,
+        "linear_value_head_dim": None,
+        "linear_allow_neg_eigval": True,
+    },
+    block=_olmo,
+    attention=(
+        *(replace(tensor, layers=attentions) for tensor in BIASED),
+        *_projections(
+            {
+                name: (f"{letter}_proj", _whole)
+                for name, letter in zip(
+                    ("query", "key", "value", "decay", "beta", "out_gate", "out"), "qkvabgo", strict=True
+                )
+            }
+        ),
+        *(
+            ResidentTensor(name=f"layers.{{i}}.{name}", source=f"linear_attn.{source}", layers=delta_rules)
+            for name, source in (
+                *((f"conv_{part}.weight", f"{part[0]}_conv1d.weight") for part in ("query", "key", "value")),
+                ("decay_log", "A_log"),
+                ("decay_bias", "dt_bias"),
+                ("mixed_norm.weight", "o_norm.weight"),
+            )
+        ),
+    ),
+    matrices=GATED,
+    norms={**BEFORE, **BEHIND},
+    renamed={  # as OLMo's own checkpoints have them
+        f"model.layers.{{i}}.{own}.weight": f"model.layers.{{i}}.{name}.weight"
+        for own, name in (
+            ("attention_layer_norm", "input_layernorm"),
+            ("feedforward_layer_norm", "post_attention_layernorm"),
+        )
+    },
+)
+
+WITH_STATES = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, OLMO_HYBRID)

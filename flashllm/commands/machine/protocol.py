@@ -4,7 +4,7 @@
 
 The first time nothing is cached (*cold*), the second time the caches are as the first left them (*warm*). All ids are
 given, those behind the prompt too: what is computed depends on no engine's choice of a token. Prints one JSON document.
-llama.cpp runs as llama-cpp-python has it, with its own defaults.
+llama.cpp runs as llama-cpp-python has it, with its own defaults but for the options "repack" and "micro_batch".
 """
 
 import ctypes
@@ -72,13 +72,15 @@ def llama_cpp(settings: dict[str, Any]) -> dict[str, Any]:
     start = time.perf_counter()
     model_params = engine.llama_model_default_params()
     # Under a limit the weights stay as the file has them: copies in another order would not fit beside it.
-    model_params.use_extra_bufts = settings["options"]["memory"] is None
+    options = settings["options"]
+    model_params.use_extra_bufts = options.get("repack", options["memory"] is None)
     model = engine.llama_model_load_from_file(os.fsencode(settings["model"]), model_params)
     if model is None:
         raise FlashError(f"{settings['model']}: llama.cpp cannot load it")
     params = engine.llama_context_default_params()
     params.n_ctx = len(settings["ids"]) + 1
-    params.n_threads = params.n_threads_batch = settings["options"]["threads"]
+    params.n_threads = params.n_threads_batch = options["threads"]
+    params.n_ubatch = options.get("micro_batch", params.n_ubatch)
     context = engine.llama_init_from_model(model, params)
     if context is None:
         raise FlashError(f"{settings['model']}: llama.cpp cannot run it")

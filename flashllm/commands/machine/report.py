@@ -165,7 +165,10 @@ class Limit:
             output.seek(0)
             said = output.read().decode()
         lines = said.splitlines()
-        result = json.loads(lines[-1]) if lines else {"error": f"ended with status {status}"}
+        try:
+            result = json.loads(lines[-1])
+        except (IndexError, ValueError):  # it was ended, or ended itself with words of its own
+            result = {"error": f"ended with status {status}"}
         if found.get("kills"):
             result = {"error": f"killed: it needs more than {format_size(self._memory or 0)}"}
         if "error" in result and settings["engine"] == "flashllm":

@@ -22,6 +22,7 @@ _TEXT_OF = {  # by the model_type of the whole
     "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
 }
+_SAME = {"kimi_k2": "deepseek_v3", "bailing_moe_v2": "bailing_moe"}  # which is the same, under the vendor's name
 _PREFIX = "model.language_model."
 _OTHERS = {
     "model.visual.": "the picture encoder",
@@ -33,7 +34,8 @@ _OTHERS = {
 }
 _DRAFTING = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # models published with layers that draft
 _SHARING = ("gemma3n_text", "gemma4_text")  # and those whose last layers attend to the keys and values of others
-_BEHIND = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")  # and those whose such layers are numbered on behind their own
+# And those whose such layers are numbered on behind their own.
+_BEHIND = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "bailing_moe")
 _MOST_BEHIND = 16
 _OF_WHOLE = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
 
@@ -51,6 +53,9 @@ def text_part(checkpoint: Checkpoint) -> Checkpoint:
             raise FormatError(f"{checkpoint.path / CONFIG}: has no text_config, which {whole} models have")
         of_whole = {key: config[key] for key in _OF_WHOLE if config.get(key) is not None}
         config = {**text, **of_whole, "model_type": _TEXT_OF[whole]}
+    elif whole in _SAME:
+        whole = config["model_type"] = _SAME[whole]
+    if config.get("model_type") != checkpoint.config.get("model_type"):
         made[CONFIG] = json.dumps(config, indent=2).encode()
         companions = tuple(path for path in companions if path.name != CONFIG)
     elif whole not in (*_DRAFTING, *_BEHIND, *_SHARING):

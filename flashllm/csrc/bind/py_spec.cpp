@@ -134,6 +134,9 @@ void read_state(const Attributes& from, StateSpec& to) {
 void read_delta_rule(const Attributes& from, LayerSpec& layer, ModelSpec&) {
   read_state(from, layer.state);
   from("tiled", layer.state.tiled);
+  from("channel_rank", layer.state.channel_rank);
+  from("beta_scale", layer.state.beta_scale);
+  from("norm_epsilon", layer.state.norm_epsilon);
   layer.state.by_delta_rule = true;
 }
 

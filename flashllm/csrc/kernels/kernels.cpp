@@ -99,8 +99,8 @@ const KernelTable& kernel_table(SimdLevel level, Dtype dtype) {
 MultiplyAdd multiply_add_kernel(SimdLevel level) { return level_kernels(level).multiply_add; }
 const PairKernels* pair_kernels(SimdLevel level) { return level_kernels(level).pairs; }
 MultiplyCodes multiply_codes_kernel(SimdLevel level) { return level_kernels(level).multiply_codes; }
-StateStep state_step_kernel(SimdLevel level, bool by_delta_rule) {
-  return by_delta_rule ? level_kernels(level).delta_step : level_kernels(level).space_step;
+StateStep state_step_kernel(SimdLevel level, Recurrence recurrence) {
+  return level_kernels(level).state_steps[static_cast<std::size_t>(recurrence)];
 }
 AddCodes add_codes_kernel(SimdLevel level) { return level_kernels(level).add_codes; }
 

@@ -150,14 +150,17 @@ AddCodes add_codes_kernel(SimdLevel level);  // nullptr where the level has none
 // was there under the key:
 //   S *= decay;  S += key (beta * value);            out = query S
 //   S *= decay;  S += key (beta * (value - key S));  out = query S
-// Every sum is over the keys, in their order.
+// Every sum is over the keys, in their order. Of `delta_by_channel` each key's row has a decay of its own.
+enum class Recurrence { space, delta, delta_by_channel };
 struct StateHead {
   std::size_t keys, values;
   const float *query, *key, *value;
-  float decay, beta;
+  float decay;
+  const float* decays;  // [keys], in place of `decay`
+  float beta;
 };
 using StateStep = void (*)(const StateHead& head, const float* before, float* state, float* out);
-StateStep state_step_kernel(SimdLevel level, bool by_delta_rule);
+StateStep state_step_kernel(SimdLevel level, Recurrence recurrence);
 
 // scores = softmax(scale * scores), in place
 using Softmax = void (*)(float* scores, std::size_t n, float scale);

@@ -8,6 +8,7 @@
 //   output: h += output_norm(f(h))    both: h += output_norm(f(norm(h)))
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -101,7 +102,12 @@ struct StateSpec {
   std::size_t kernel = 0;      // tokens that a convolution sees, its own included
   bool tiled = false;          // value head i has key head i % key_heads, not i / (value heads a key head)
   bool by_delta_rule = false;  // otherwise it is a state-space model
-  bool gate_first = false;     // what is mixed is multiplied by its gate before its norm, not after
+  // Of a delta rule whose decays are a key channel's each, and whose gate is a sigmoid: numbers between the
+  // two halves of the projections of both. 0: a decay a head, silu.
+  std::size_t channel_rank = 0;
+  float beta_scale = 1.0F;    // of a delta rule's sigmoid(beta)
+  float norm_epsilon = 0.0F;  // of the norm of what is mixed; 0: the model's
+  bool gate_first = false;    // what is mixed is multiplied by its gate before its norm, not after
   // Of the products: what they are multiplied by before they are used, and the output.
   float gate_scale = 1.0F, query_scale = 1.0F, key_scale = 1.0F, value_scale = 1.0F, decay_scale = 1.0F;
   float out_scale = 1.0F;
@@ -112,6 +118,8 @@ struct StateSpec {
   // Of the products that are queries, and keys: of a convolution alone they are gates.
   std::size_t key_rows() const { return convolves_alone() ? values() : keys(); }
   std::size_t channels() const { return 2 * keys() + values(); }
+  std::size_t decays() const { return channel_rank == 0 ? value_heads : keys(); }
+  std::size_t gate_inputs(std::size_t d_model) const { return channel_rank == 0 ? d_model : channel_rank; }
   std::size_t norm_width() const { return by_delta_rule ? value_dim : values() / key_heads; }
   std::size_t state_floats() const {
     return value_heads == 0 ? 0 : key_dim * values() + (kernel - 1) * channels();
@@ -159,9 +167,11 @@ struct StateWeights {
   RowMatrix out_gate;  // of heads alone, as what follows the convolution
   RowMatrix beta;      // of a delta rule alone
   RowMatrix decay;
-  const float *convolution = nullptr,
-              *convolution_bias = nullptr;                  // [channels, kernel], [channels] or nullptr
-  const float *decay_log = nullptr, *decay_bias = nullptr;  // [value_heads]
+  RowMatrix decay_down, gate_down;  // [channel_rank, d_model]: what decay and out_gate read
+  // [channels, kernel] of the three matrices that are convolved, in its order; [channels] or nullptr.
+  std::array<const float*, 3> convolution = {};
+  const float* convolution_bias = nullptr;
+  const float *decay_log = nullptr, *decay_bias = nullptr;  // [value_heads]; [decays]
   const float* skip = nullptr;  // [value_heads] or nullptr: what of a value goes by the state
   // Of each head with one weight, or, of a state-space model, of all heads that share a key, each such group
   // with its own; width 0: none.

@@ -94,7 +94,7 @@ Norm NamedTensors::norm(const std::string& name, const NormStyle& style, std::si
 const float* NamedTensors::wide_floats(const std::string& name, std::size_t n) const {
   const std::optional<Tensor> found = tensors_(name);
   if (!found.has_value()) return nullptr;
-  require(found->is(Element::f32, {n}), name + " does not fit the model");
+  require(found->element == Element::f32 && found->size() == n, name + " does not fit the model");
   return found->as<float>();
 }
 

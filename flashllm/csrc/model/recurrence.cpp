@@ -10,14 +10,16 @@ namespace {
 
 constexpr std::size_t kChannels = 128;  // that a thread takes
 
-// Channels [begin, end) of all, which lie in a matrix of `width` columns whose first is channel `at`: of `n`
-// tokens from `first` on. `before`, `now`: the last inputs of the tokens before them, and theirs.
+// Channels [begin, end) of all, which lie in a matrix of `width` columns whose first is channel `at`, with
+// these taps: of `n` tokens from `first` on. `before`, `now`: the last inputs of the tokens before them, and
+// theirs.
 struct Columns {
   std::size_t begin, end, at, width;
+  const float* taps;
 };
 void convolve_columns(const Convolution& spec, const Columns& columns, std::size_t count, std::size_t first,
                       std::size_t n, const float* inputs, const float* before, float* now, float* out) {
-  const auto [begin, end, at, width] = columns;
+  const auto [begin, end, at, width, all_taps] = columns;
   const std::size_t kernel = spec.kernel, held = kernel - 1, channels = spec.channels();
   inputs += count * at + first * width - at;
   out += count * at + first * width - at;
@@ -32,7 +34,7 @@ void convolve_columns(const Convolution& spec, const Columns& columns, std::size
       std::copy(spec.bias + begin, spec.bias + end, out + t * width + begin);
   }
   for (std::size_t j = 0; j < kernel; ++j) {
-    for (std::size_t c = begin; c < end; ++c) taps[c - begin] = spec.taps[c * kernel + j];
+    for (std::size_t c = begin; c < end; ++c) taps[c - begin] = all_taps[(c - at) * kernel + j];
     for (std::size_t t = 0; t < n; ++t) {
       const float* from = input(t + j) + begin;
       float* to = out + t * width + begin;
@@ -53,10 +55,12 @@ void convolve(const Convolution& spec, const Part& part, std::size_t offset, con
   const auto run = [&](std::size_t first, std::size_t n, const float* before, float* now) {
     pool.parallel_for(channels, kChannels, [&](std::size_t begin, std::size_t end) {
       std::size_t at = 0;
-      for (const std::size_t width : spec.widths) {
+      for (std::size_t i = 0; i < spec.widths.size(); ++i) {
+        const std::size_t width = spec.widths[i];
         for (std::size_t from = std::max(begin, at); from < std::min(end, at + width); from += kChannels)
-          convolve_columns(spec, {from, std::min({end, at + width, from + kChannels}), at, width}, part.count,
-                           first, n, inputs, before, now, out);
+          convolve_columns(spec,
+                           {from, std::min({end, at + width, from + kChannels}), at, width, spec.taps[i]},
+                           part.count, first, n, inputs, before, now, out);
         at += width;
       }
     });

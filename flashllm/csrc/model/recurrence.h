@@ -34,7 +34,7 @@ void for_each_state(const Part& part, std::size_t offset, std::size_t floats, co
 struct Convolution {
   std::size_t kernel;                 // tokens that it sees, their own included
   std::array<std::size_t, 3> widths;  // channels of up to three matrices
-  const float* taps;                  // [channels, kernel]
+  std::array<const float*, 3> taps;   // of each matrix, [width, kernel]
   const float* bias;                  // [channels] or nullptr
   bool has_silu;                      // of what comes out
 

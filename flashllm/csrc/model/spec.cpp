@@ -16,16 +16,20 @@ void check_state(const BlockSpec& spec, const StateSpec& state, const StateWeigh
   require(fits(weights.query, spec, state.key_rows(), spec.d_model) &&
               fits(weights.key, spec, state.key_rows(), spec.d_model) &&
               fits(weights.value, spec, state.values(), spec.d_model) &&
-              fits(weights.out, spec, spec.d_model, state.values()) && weights.convolution != nullptr &&
-              !spec.rounded_inputs,
+              fits(weights.out, spec, spec.d_model, state.values()) && weights.convolution[0] != nullptr &&
+              weights.convolution[1] != nullptr && weights.convolution[2] != nullptr && !spec.rounded_inputs,
           "the weights of a mixer with a state do not fit the model");
   if (state.convolves_alone()) return;
   require(state.key_dim != 0 && state.value_heads % state.key_heads == 0,
           "the heads of a mixer with a state must be a multiple of key_heads");
-  require(fits(weights.out_gate, spec, state.values(), spec.d_model) &&
+  require(state.channel_rank == 0 || (state.by_delta_rule && state.value_heads == state.key_heads &&
+                                      fits(weights.decay_down, spec, state.channel_rank, spec.d_model) &&
+                                      fits(weights.gate_down, spec, state.channel_rank, spec.d_model)),
+          "decays of channels belong to a delta rule with as many key heads as value heads");
+  require(fits(weights.out_gate, spec, state.values(), state.gate_inputs(spec.d_model)) &&
               (!state.by_delta_rule || fits(weights.beta, spec, state.value_heads, spec.d_model)) &&
-              fits(weights.decay, spec, state.value_heads, spec.d_model) && weights.decay_log != nullptr &&
-              weights.decay_bias != nullptr &&
+              fits(weights.decay, spec, state.decays(), state.gate_inputs(spec.d_model)) &&
+              weights.decay_log != nullptr && weights.decay_bias != nullptr &&
               (weights.mixed_norm.width == 0 || weights.mixed_norm.width == state.norm_width()),
           "the weights of a mixer whose heads keep a state do not fit the model");
 }

@@ -26,6 +26,13 @@ void make_unit(float* x, std::size_t n, float scale) {
   for (i = 0; i < n; ++i) x[i] *= factor;
 }
 
+// What is projected, of a head's channels, becomes their decays.
+void decay_channels(const StateSpec& spec, const StateWeights& weights, std::size_t head, float* decays) {
+  const float rate = -std::exp(weights.decay_log[head]);
+  const float* bias = weights.decay_bias + head * spec.key_dim;
+  for (std::size_t i = 0; i < spec.key_dim; ++i) decays[i] = std::exp(rate * softplus(decays[i] + bias[i]));
+}
+
 void multiply_all(float* x, std::size_t n, float factor) {
   if (factor == 1.0F) return;
   for (std::size_t i = 0; i < n; ++i) x[i] *= factor;
@@ -49,7 +56,7 @@ void StateMixer::mix(const StateSpec& spec, const StateWeights& weights, const P
   gate_.resize(count * values);
   mixed_.resize(count * values);
   beta_.resize(count * spec.value_heads);
-  decay_.resize(count * spec.value_heads);
+  decay_.resize(count * spec.decays());
   const auto project = [&](const RowMatrix& matrix, std::size_t width, float scale, float* to) {
     arithmetic_.project(matrix, count, to);
     multiply_all(to, count * width, scale);
@@ -57,9 +64,13 @@ void StateMixer::mix(const StateSpec& spec, const StateWeights& weights, const P
   project(weights.query, keys, spec.query_scale, inputs_.data() + first);
   project(weights.key, keys, spec.key_scale, inputs_.data() + middle);
   project(weights.value, values, spec.value_scale, inputs_.data() + last);
-  project(weights.out_gate, values, spec.gate_scale, gate_.data());
-  project(weights.decay, spec.value_heads, spec.decay_scale, decay_.data());
   if (spec.by_delta_rule) arithmetic_.project(weights.beta, count, beta_.data());
+  if (spec.channel_rank == 0) {
+    project(weights.out_gate, values, spec.gate_scale, gate_.data());
+    project(weights.decay, spec.value_heads, spec.decay_scale, decay_.data());
+  } else {
+    project_by_halves(spec, weights, part);
+  }
   const std::size_t outer = spec.by_delta_rule ? keys : values, inner = spec.by_delta_rule ? values : keys;
   convolve({spec.kernel, {outer, keys, inner}, weights.convolution, weights.convolution_bias, true}, part,
            state, inputs_.data(), convolved_.data(), arithmetic_.pool());
@@ -94,6 +105,19 @@ void StateMixer::convolve_alone(const StateSpec& spec, const StateWeights& weigh
   arithmetic_.project(weights.out, count, out);
 }
 
+// decay_ and gate_ of projections of two halves: other inputs are taken.
+void StateMixer::project_by_halves(const StateSpec& spec, const StateWeights& weights, const Part& part) {
+  const std::size_t count = part.count, rank = spec.channel_rank;
+  low_.resize(2 * count * rank);
+  float *of_decay = low_.data(), *of_gate = low_.data() + count * rank;
+  arithmetic_.project(weights.decay_down, count, of_decay);
+  arithmetic_.project(weights.gate_down, count, of_gate);
+  arithmetic_.take_inputs(of_decay, count, rank, part.is_prompt());
+  arithmetic_.project(weights.decay, count, decay_.data());
+  arithmetic_.take_inputs(of_gate, count, rank, part.is_prompt());
+  arithmetic_.project(weights.out_gate, count, gate_.data());
+}
+
 // The decay of each token's heads, and how much a value counts; of a delta rule queries and keys of length 1.
 void StateMixer::prepare_heads(const StateSpec& spec, const StateWeights& weights, std::size_t count) {
   const float scale = 1.0F / std::sqrt(static_cast<float>(spec.key_dim));
@@ -103,9 +127,13 @@ void StateMixer::prepare_heads(const StateSpec& spec, const StateWeights& weight
       make_unit(keys_ + i * spec.key_dim, spec.key_dim, 1.0F);
     }
     for (std::size_t i = begin * spec.value_heads; i < end * spec.value_heads; ++i) {
+      if (spec.channel_rank != 0) {  // decays are go_on's
+        beta_[i] = spec.beta_scale * sigmoid(beta_[i]);
+        continue;
+      }
       const std::size_t head = i % spec.value_heads;
       const float step = softplus(decay_[i] + weights.decay_bias[head]);
-      beta_[i] = spec.by_delta_rule ? sigmoid(beta_[i]) : step;
+      beta_[i] = spec.by_delta_rule ? spec.beta_scale * sigmoid(beta_[i]) : step;
       decay_[i] = std::exp(-std::exp(weights.decay_log[head]) * step);
     }
   });
@@ -115,7 +143,10 @@ void StateMixer::prepare_heads(const StateSpec& spec, const StateWeights& weight
 // before them to those behind.
 void StateMixer::go_on(const StateSpec& spec, const StateWeights& weights, std::size_t first, std::size_t n,
                        const float* before, float* now) {
-  const StateStep step = state_step_kernel(arithmetic_.level(), spec.by_delta_rule);
+  const bool by_channel = spec.channel_rank != 0;
+  const StateStep step = state_step_kernel(arithmetic_.level(), by_channel ? Recurrence::delta_by_channel
+                                                                : spec.by_delta_rule ? Recurrence::delta
+                                                                                     : Recurrence::space);
   const std::size_t keys = spec.keys(), values = spec.values(), shared = spec.value_heads / spec.key_heads;
   arithmetic_.pool().parallel_for(spec.value_heads, 1, [&](std::size_t begin, std::size_t end) {
     for (std::size_t head = begin; head < end; ++head) {
@@ -123,9 +154,10 @@ void StateMixer::go_on(const StateSpec& spec, const StateWeights& weights, std::
       const std::size_t key_at = (spec.tiled ? head % spec.key_heads : head / shared) * spec.key_dim;
       for (std::size_t t = first; t < first + n; ++t) {
         const float* value = values_ + t * values + at;
-        float* mixed = mixed_.data() + t * values + at;
+        float *mixed = mixed_.data() + t * values + at, *decays = decay_.data() + t * spec.decays();
+        if (by_channel) decay_channels(spec, weights, head, decays += key_at);
         step({spec.key_dim, spec.value_dim, queries_ + t * keys + key_at, keys_ + t * keys + key_at, value,
-              decay_[t * spec.value_heads + head], beta_[t * spec.value_heads + head]},
+              by_channel ? 0.0F : decays[head], decays, beta_[t * spec.value_heads + head]},
              (t == first ? before : now) + state, now + state, mixed);
         if (weights.skip == nullptr) continue;
         for (std::size_t j = 0; j < spec.value_dim; ++j) mixed[j] += weights.skip[head] * value[j];
@@ -144,7 +176,9 @@ void StateMixer::finish(const StateSpec& spec, const StateWeights& weights, std:
       for (const bool gates : {spec.gate_first, !spec.gate_first}) {
         if (!gates && width != 0)
           normalize_heads(weights.mixed_norm, values / width, !spec.by_delta_rule, mixed);
-        for (std::size_t j = 0; gates && j < values; ++j) mixed[j] *= gate[j] * sigmoid(gate[j]);
+        if (!gates) continue;
+        for (std::size_t j = 0; j < values; ++j)
+          mixed[j] *= (spec.channel_rank == 0 ? gate[j] : 1.0F) * sigmoid(gate[j]);
       }
     }
   });

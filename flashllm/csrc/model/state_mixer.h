@@ -32,6 +32,7 @@ class StateMixer {
 
  private:
   void convolve_alone(const StateSpec& spec, const StateWeights& weights, const Part& part, float* out);
+  void project_by_halves(const StateSpec& spec, const StateWeights& weights, const Part& part);
   void prepare_heads(const StateSpec& spec, const StateWeights& weights, std::size_t count);
   void go_on(const StateSpec& spec, const StateWeights& weights, std::size_t first, std::size_t n,
              const float* before, float* now);
@@ -40,7 +41,7 @@ class StateMixer {
   Arithmetic& arithmetic_;
   // Scratch of a part: inputs of the convolution and what comes out, each [tokens, heads * dim] of queries,
   // keys and values, which begin at these; gate and mixed values; [tokens, value_heads].
-  std::vector<float> inputs_, convolved_, gate_, mixed_, beta_, decay_;
+  std::vector<float> inputs_, convolved_, gate_, mixed_, beta_, decay_, low_;
   float *queries_ = nullptr, *keys_ = nullptr, *values_ = nullptr;
 };
 

@@ -54,17 +54,37 @@ StateWeights read_state(NamedTensors& tensors, const std::string& name, const Ar
   weights.key = tensors.linear(name + "key", spec.key_rows(), d_model);
   weights.value = tensors.linear(name + "value", spec.values(), d_model);
   weights.out = tensors.linear(name + "out", d_model, spec.values());
-  weights.convolution = tensors.floats(name + "conv.weight", spec.channels() * spec.kernel);
+  const std::size_t keys = spec.keys(), values = spec.values();
+  const auto taps = [&](const char* part, std::size_t channels) {
+    return tensors.floats(name + part, channels * spec.kernel);
+  };
+  if (tensors.contains(name + "conv_query.weight")) {
+    weights.convolution = {taps("conv_query.weight", keys), taps("conv_key.weight", keys),
+                           taps("conv_value.weight", values)};
+  } else {
+    const float* all = taps("conv.weight", spec.channels());
+    const std::size_t outer = spec.by_delta_rule ? keys : values;
+    if (all != nullptr)
+      weights.convolution = {all, all + outer * spec.kernel, all + (outer + keys) * spec.kernel};
+  }
   weights.convolution_bias = tensors.floats(name + "conv.bias", spec.channels());
   if (spec.convolves_alone()) return weights;
-  weights.out_gate = tensors.linear(name + "out_gate", spec.values(), d_model);
+  weights.out_gate = tensors.linear(name + "out_gate", spec.values(), spec.gate_inputs(d_model));
   if (spec.by_delta_rule) weights.beta = small("beta");
-  weights.decay = small("decay");
+  if (const std::size_t rank = spec.channel_rank; rank != 0) {
+    const RowCodec codec = codec_of(tensors.dtype());
+    weights.decay = tensors.matrix(name + "decay", spec.decays(), rank, codec);
+    weights.decay_down = tensors.matrix(name + "decay_down", rank, d_model, codec);
+    weights.gate_down = tensors.matrix(name + "gate_down", rank, d_model, codec);
+  } else {
+    weights.decay = small("decay");
+  }
   weights.decay_log = tensors.wide_floats(name + "decay_log", spec.value_heads);
-  weights.decay_bias = tensors.wide_floats(name + "decay_bias", spec.value_heads);
+  weights.decay_bias = tensors.wide_floats(name + "decay_bias", spec.decays());
   weights.skip = tensors.wide_floats(name + "skip", spec.value_heads);
   NormStyle style = of.norms;
   style.shift = 0.0F;
+  if (spec.norm_epsilon != 0.0F) style.epsilon = spec.norm_epsilon;
   if (spec.by_delta_rule)
     weights.mixed_norm = tensors.norm(name + "mixed_norm", style, spec.value_dim);
   else if (tensors.contains(name + "mixed_norm.weight"))

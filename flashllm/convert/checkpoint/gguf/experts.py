@@ -168,6 +168,17 @@ def _deepseek2(config: dict[str, Any], content: GgufContent) -> None:
         config["topk_method"] = "group_limited_greedy" if config["n_group"] > 1 else "greedy"
 
 
+def _kimi_linear(config: dict[str, Any], content: GgufContent) -> None:
+    """Layers without heads of keys and values keep a state, a head as wide as the rank of its decay."""
+    latent_sizes(config, content)
+    _dense_first(config)
+    config["routed_scaling_factor"] = config.get("routed_scaling_factor") or 1.0
+    heads = content.metadata.integers_of_layers(
+        own_key(content, "attention.head_count_kv"), config["num_hidden_layers"], least=0
+    )
+    config["layer_types"] = ["full_attention" if each else "linear_attention" for each in heads]
+
+
 _EXPERTS = RMS | {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
 _ROUTED: dict[str, Any] = {
     "keys": RMS
@@ -367,6 +378,33 @@ MIXTURES: dict[str, GgufModel] = {
         keys=RMS | {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
         constants={"hidden_act": "silu"},
         finish=_phimoe,
+    ),
+    "kimi-linear": GgufModel(
+        model_type="kimi_linear",
+        keys={key: name for key, name in RMS.items() if key not in ("num_key_value_heads", "max_position_embeddings")}
+        | {
+            "model_max_length": "context_length",
+            "kv_lora_rank": "attention.kv_lora_rank",
+            "num_experts": "expert_count",
+            "num_experts_per_token": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+            "linear_num_heads": "attention.head_count",
+            "linear_head_dim": "kda.head_dim",
+            "linear_conv_kernel_dim": "ssm.conv_kernel",
+        },
+        optional=LATENT["optional"]
+        | {
+            "num_shared_experts": "expert_shared_count",
+            "first_k_dense_replace": "leading_dense_block_count",
+            "routed_scaling_factor": "expert_weights_scale",
+            "num_expert_group": "expert_group_count",
+            "topk_group": "expert_group_used_count",
+        },
+        constants={"hidden_act": "silu", "q_lora_rank": None, "num_shared_experts": 0, "first_k_dense_replace": 0}
+        | {"num_expert_group": 1, "topk_group": 1},
+        names={"self_attn.dt_bias": "ssm_dt.bias"},
+        finish=_kimi_linear,
+        score=SIGMOID,
     ),
     "laguna": GgufModel(
         model_type="laguna",

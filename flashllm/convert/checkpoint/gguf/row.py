@@ -137,7 +137,7 @@ def latent_sizes(config: dict[str, Any], content: GgufContent) -> None:
         "v_head_dim": metadata.integer(own_key(content, "attention.value_length_mla"), values),
         "num_key_value_heads": config["num_attention_heads"],
     }
-    if has_tensor(content, "attn_k_b.weight"):
+    if any(name.endswith(".attn_k_b.weight") for name in content.tensors):
         config["kv_b_apart"] = True
     rope = config["rope_parameters"]
     if rope["rope_type"] == "yarn":

@@ -29,6 +29,7 @@ from flashllm.errors import FormatError, UnsupportedModelError
 
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _OWN_KEYS = re.compile(r"blk\.(\d+)\.attn_(?:k|v|k_norm)\.")
+_OF_WHOLE = (".scale", ".input_scale")
 _PREDICTORS = (".fc1.", ".fc2.")  # parts of their tensors' names there
 
 
@@ -69,7 +70,7 @@ def assumed_line(content: GgufContent) -> str | None:
 def named_tensors(content: GgufContent, config: Mapping[str, Any]) -> tuple[dict[str, GgufTensor], str | None]:
     """(the file's tensors by state_dict name, a line that says what is left out: layers that draft tokens).
 
-    Those that no name claims keep the file's. Experts are cut apart.
+    Those that no name claims keep the file's. Experts are cut apart. UnsupportedModelError for scales of whole tensors.
     """
     model = model_of(content)
     gguf = importlib.import_module("gguf")
@@ -104,6 +105,11 @@ def named_tensors(content: GgufContent, config: Mapping[str, Any]) -> tuple[dict
             found[name] = GgufTensor(left.pop(columns), transposed=columns.endswith(".weight"))
         elif key in left:
             found[name] = _as_transformers(_shaped(left.pop(key), shape), key, model, config)
+    if scale := next((name for name in left if name.endswith(_OF_WHOLE)), None):
+        raise UnsupportedModelError(
+            f"{content.path}: tensor {scale[:80]} scales a whole tensor, as files in NVFP4 have it, which is not "
+            "read; give the model's Hugging Face folder, or a file of another kind (Q4_K_M, MXFP4)"
+        )
     return found | {name: GgufTensor(stored) for name, stored in left.items()}, said
 
 

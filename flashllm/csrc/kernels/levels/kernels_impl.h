@@ -255,19 +255,20 @@ void online_softmax(float* scores, std::size_t keys, std::size_t columns, std::s
 }
 
 // As StateStep says, of V vectors of columns from `at` on.
-template <bool kByDeltaRule, std::size_t V>
+template <Recurrence kKind, std::size_t V>
 inline void state_columns(const StateHead& head, std::size_t at, const float* before, float* state,
                           float* out) {
+  constexpr bool kByChannel = kKind == Recurrence::delta_by_channel;
   const std::size_t keys = head.keys, row = head.values;
-  const Vec decay = Vec::set(head.decay), minus = Vec::set(-head.decay), beta = Vec::set(head.beta);
+  const Vec beta = Vec::set(head.beta), minus = Vec::set(kByChannel ? -1.0F : -head.decay);
   Vec sum[V], added[V];
   for (std::size_t v = 0; v < V; ++v) {
     sum[v] = Vec::zero();
     added[v] = Vec::load_f32(head.value + at + v * Vec::kWidth);
   }
-  if constexpr (kByDeltaRule) {
+  if constexpr (kKind != Recurrence::space) {
     for (std::size_t i = 0; i < keys; ++i) {
-      const Vec key = Vec::set(head.key[i]);
+      const Vec key = Vec::set(kByChannel ? head.decays[i] * head.key[i] : head.key[i]);
       for (std::size_t v = 0; v < V; ++v)
         sum[v] = fma(Vec::load_f32(before + i * row + at + v * Vec::kWidth), key, sum[v]);
     }
@@ -278,7 +279,8 @@ inline void state_columns(const StateHead& head, std::size_t at, const float* be
     sum[v] = Vec::zero();
   }
   for (std::size_t i = 0; i < keys; ++i) {
-    const Vec key = Vec::set(head.key[i]), query = Vec::set(head.query[i]);
+    const Vec key = Vec::set(head.key[i]), query = Vec::set(head.query[i]),
+              decay = Vec::set(kByChannel ? head.decays[i] : head.decay);
     for (std::size_t v = 0; v < V; ++v) {
       const std::size_t place = i * row + at + v * Vec::kWidth;
       const Vec now = fma(added[v], key, Vec::load_f32(before + place) * decay);
@@ -290,32 +292,39 @@ inline void state_columns(const StateHead& head, std::size_t at, const float* be
 }
 
 // A column's sums have one order, whichever way is taken.
-template <bool kByDeltaRule>
+template <Recurrence kKind>
 void state_step(const StateHead& head, const float* before, float* state, float* out) {
+  constexpr bool kByChannel = kKind == Recurrence::delta_by_channel;
   constexpr std::size_t kTogether = 4;
   std::size_t at = 0;
   for (; at + kTogether * Vec::kWidth <= head.values; at += kTogether * Vec::kWidth)
-    state_columns<kByDeltaRule, kTogether>(head, at, before, state, out);
+    state_columns<kKind, kTogether>(head, at, before, state, out);
   for (; at + Vec::kWidth <= head.values; at += Vec::kWidth)
-    state_columns<kByDeltaRule, 1>(head, at, before, state, out);
+    state_columns<kKind, 1>(head, at, before, state, out);
   for (; at < head.values; ++at) {
     float added = head.value[at];
-    if constexpr (kByDeltaRule) {
+    if constexpr (kKind != Recurrence::space) {
       float found = 0.0F;
-      for (std::size_t i = 0; i < head.keys; ++i)
-        found = __builtin_fmaf(before[i * head.values + at], head.key[i], found);
-      added = __builtin_fmaf(found, -head.decay, added);
+      for (std::size_t i = 0; i < head.keys; ++i) {
+        const float key = kByChannel ? head.decays[i] * head.key[i] : head.key[i];
+        found = __builtin_fmaf(before[i * head.values + at], key, found);
+      }
+      added = __builtin_fmaf(found, kByChannel ? -1.0F : -head.decay, added);
     }
     added *= head.beta;
     float sum = 0.0F;
     for (std::size_t i = 0; i < head.keys; ++i) {
       const std::size_t place = i * head.values + at;
-      state[place] = __builtin_fmaf(added, head.key[i], before[place] * head.decay);
+      const float decay = kByChannel ? head.decays[i] : head.decay;
+      state[place] = __builtin_fmaf(added, head.key[i], before[place] * decay);
       sum = __builtin_fmaf(state[place], head.query[i], sum);
     }
     out[at] = sum;
   }
 }
+
+constexpr StateStep kStateSteps[] = {state_step<Recurrence::space>, state_step<Recurrence::delta>,
+                                     state_step<Recurrence::delta_by_channel>};
 
 // values[i] *= factor
 void scale_floats(float* values, std::size_t n, float factor) {

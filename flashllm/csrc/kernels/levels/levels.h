@@ -16,7 +16,7 @@ struct LevelKernels {
   MultiplyAdd multiply_add;
   MultiplyCodes multiply_codes;  // nullptr, like `add_codes` and `unpack`, where the level has none
   AddCodes add_codes;
-  StateStep delta_step, space_step;
+  const StateStep* state_steps;               // [3], by Recurrence
   const CodecKernels* codecs;                 // [kCodedCodecs]
   const CodedInputKernels* int8;              // [kCodedCodecs]
   const CodedInputKernels* int16;             // [kInt16Codecs]

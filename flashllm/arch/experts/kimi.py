@@ -1,0 +1,156 @@
+"""Kimi Linear (Kimi Team, 2025): a mixture of experts most of whose layers keep a state by a delta rule with a decay of
+each channel; the others have latent attention, which turns nothing.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from flashllm.arch.experts.plain import W
+from flashllm.arch.experts.row import dense_first, experts_of, grouped_router, in_layer, matrices, row, shared_neurons
+from flashllm.arch.family import turning
+from flashllm.arch.llama.latent import LATENT, LATENT_DEFAULTS, LATENT_NORMS, latent_block
+from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, DeltaRule, LayerSpec, check_size
+from flashllm.arch.tensors import ResidentTensor, attentions, delta_rules
+from flashllm.errors import UnsupportedModelError
+
+_USUAL = {  # the usual name of a key that these configs have under another
+    "max_position_embeddings": "model_max_length",
+    "norm_topk_prob": "moe_renormalize",
+    "n_group": "num_expert_group",
+    "num_experts_per_tok": "num_experts_per_token",
+    "n_shared_experts": "num_shared_experts",
+}
+_ALONE: dict[str, Any] = {"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1}
+
+
+def _kinds(config: Config, count: int) -> list[str]:
+    """Types of the layers: as transformers says, or by numbers from 1 on, as the model's own config does; transformers'
+    where neither says."""
+    types, own = config["layer_types"], config["linear_attn_config"]
+    if types is None and own is None:
+        types = ["full_attention" if layer and layer % 4 == 0 else "linear_attention" for layer in range(count)]
+    elif types is None:
+        full, keeps = ([each - 1 for each in own.get(key, ())] for key in ("full_attn_layers", "kda_layers"))
+        if sorted(full + keeps) != list(range(count)):
+            raise ValueError(f"linear_attn_config must name each of {count} layers once")
+        types = ["full_attention" if layer in full else "linear_attention" for layer in range(count)]
+    if not isinstance(types, list) or len(types) != count or set(types) - {"full_attention", "linear_attention"}:
+        raise ValueError(f"layer_types must be a list of {count} names, each full_attention or linear_attention")
+    return types
+
+
+def _rule(config: Config) -> DeltaRule:
+    own = config["linear_attn_config"] or {}
+    heads, dim, kernel = (
+        check_size(new, own.get(old, config[new]))
+        for old, new in (
+            ("num_heads", "linear_num_heads"),
+            ("head_dim", "linear_head_dim"),
+            ("short_conv_kernel_size", "linear_conv_kernel_dim"),
+        )
+    )
+    return DeltaRule(key_heads=heads, value_heads=heads, key_dim=dim, value_dim=dim, kernel=kernel, channel_rank=dim)
+
+
+def _block(config: Config) -> BlockSpec:
+    for key, value in _ALONE.items():
+        if config[key] != value:
+            raise UnsupportedModelError(f"kimi_linear whose {key} is {str(config[key])[:80]} is not supported")
+    usual = {**config, **{new: config[old] for new, old in _USUAL.items()}}
+    count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
+    kinds, rule = _kinds(config, count), _rule(config)
+    block = latent_block(
+        {**usual, "layer_types": ["full_attention"] * count},
+        experts=experts_of(
+            usual, "moe_intermediate_size", grouped_router(usual), shared=shared_neurons(usual, "n_shared_experts")
+        ),
+        dense_layers=dense_first(usual),
+    )
+
+    def layer(spec: LayerSpec, kind: str) -> LayerSpec:
+        return replace(spec, mixer=rule) if kind == "linear_attention" else spec
+
+    layers = turning(block, [False] * count).layers
+    return replace(block, layers=tuple(layer(spec, kind) for spec, kind in zip(layers, kinds, strict=True)))
+
+
+def _delta(names: dict[str, str]) -> tuple[ResidentTensor, ...]:
+    return tuple(
+        ResidentTensor(name=f"layers.{{i}}.{name}", source=f"self_attn.{source}", layers=delta_rules)
+        for name, source in names.items()
+    )
+
+
+_ROW = row(
+    "kimi_linear",
+    defaults={
+        **LATENT_DEFAULTS,
+        "q_lora_rank": None,
+        "vocab_size": 163840,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 32,
+        "model_max_length": 1048576,
+        "rms_norm_eps": 1e-5,
+        "moe_intermediate_size": 1024,
+        "num_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "mlp_layer_types": None,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "num_experts_per_token": 8,
+        "moe_renormalize": True,
+        "routed_scaling_factor": 2.446,
+        "layer_types": None,
+        "sliding_window": None,
+        "linear_attn_config": None,
+        "linear_num_heads": 32,
+        "linear_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        **_ALONE,
+    },
+    experts=256,
+    router="block_sparse_moe.gate",
+    is_wide=True,
+    choice="block_sparse_moe.gate.e_score_correction_bias",
+    newer_choice="mlp.gate.e_score_correction_bias",
+    block=_block,
+    attention=(
+        *(replace(tensor, layers=attentions) for tensor in LATENT),
+        *_delta(
+            {
+                "query.weight": "q_proj.weight",
+                "key.weight": "k_proj.weight",
+                "value.weight": "v_proj.weight",
+                "conv_query.weight": "q_conv1d.weight",
+                "conv_key.weight": "k_conv1d.weight",
+                "conv_value.weight": "v_conv1d.weight",
+                "decay_down.weight": "f_a_proj.weight",
+                "decay.weight": "f_b_proj.weight",
+                "decay_log": "A_log",
+                "decay_bias": "dt_bias",
+                "beta.weight": "b_proj.weight",
+                "gate_down.weight": "g_a_proj.weight",
+                "out_gate.weight": "g_b_proj.weight",
+                "mixed_norm.weight": "o_norm.weight",
+                "out.weight": "o_proj.weight",
+            }
+        ),
+    ),
+    head_norms=LATENT_NORMS,
+    matrices=W,
+    shared_matrices=in_layer(matrices("block_sparse_moe.shared_experts")),
+)
+# As transformers 5.23 writes dense layers, too, and has what makes a decay in memory.
+KIMI_LINEAR = replace(
+    _ROW,
+    renamed={
+        **_ROW.renamed,
+        **{
+            f"model.layers.{{i}}.self_attn.forget_gate.{name}": f"model.layers.{{i}}.self_attn.{name}"
+            for name in ("f_a_proj.weight", "f_b_proj.weight", "dt_bias", "A_log")
+        },
+        **{new: _ROW.dense_matrices[matrix] for matrix, new in in_layer(matrices("block_sparse_moe")).items()},
+    },
+)
