@@ -38,9 +38,9 @@ CLOSE = 2e-4  # of fp32 logits of the order of 1 to 10
 STEP = 0.5  # the same, after a rounding that went the other way
 
 
-def quantised(path, form):
+def quantised(path, form, dtype="float32"):
     """A checkpoint of the form in the folder `path`, from random weights; the folder."""
-    make_checkpoint(path, VARIANTS["bitnet"])
+    make_checkpoint(path, VARIANTS["bitnet"], dtype=dtype)
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitnet", **FORMS[form]}
     (path / "config.json").write_text(json.dumps(config))
@@ -58,16 +58,21 @@ def quantised(path, form):
     return path
 
 
-def transformers_model(path):
-    """transformers' model of the folder, its linear layers replaced as from_pretrained replaces them."""
+def transformers_model(path, dtype=None):
+    """transformers' model of the folder, its linear layers replaced as from_pretrained replaces them; in `dtype`, or in
+    that of its embedding."""
     config = AutoConfig.from_pretrained(path)
     said = BitNetQuantConfig(**json.loads((path / "config.json").read_text())["quantization_config"])
-    model = BitNetForCausalLM(config).eval()
-    replace_with_bitnet_linear(model, ["lm_head"], said)
     tensors = load_file(path / "model.safetensors")
-    if said.linear_class == "autobitlinear" and said.quantization_mode == "offline":
-        for name, tensor in tensors.items():
-            tensors[name] = unpack_weights(tensor, torch.float32) if tensor.dtype == torch.uint8 else tensor
+    whole = tensors["model.embed_tokens.weight"].dtype if dtype is None else dtype
+    model = BitNetForCausalLM(config).to(whole).eval()
+    replace_with_bitnet_linear(model, ["lm_head"], said)
+    offline = said.linear_class == "autobitlinear" and said.quantization_mode == "offline"
+    for name, tensor in tensors.items():
+        packed = tensor.dtype == torch.uint8
+        tensors[name] = (
+            tensor if packed and not offline else (unpack_weights if packed else torch.Tensor.to)(tensor, whole)
+        )
     model.load_state_dict(tensors, assign=True)
     return model
 
@@ -89,7 +94,7 @@ def made(request, tmp_path_factory):
     """(checkpoint, model directory, transformers' logits of the prompts) of a form."""
     root = tmp_path_factory.mktemp(request.param)
     source = quantised(root / "hf", request.param)
-    convert(source, root / "model", predictors=True)
+    convert(source, root / "model", predictors=True, keep=True)
     with torch.no_grad():
         return source, root / "model", transformers_model(source)(prompts()).logits.numpy()
 
@@ -145,15 +150,32 @@ def load_whole(directory):
 
 def test_a_resident_gate_names_the_active_neurons_exactly(tmp_path):
     source = quantised(tmp_path / "hf", "scaled")
-    convert(source, tmp_path / "model", predictors=True, gate="resident")
+    convert(source, tmp_path / "model", predictors=True, gate="resident", keep=True)
     with torch.no_grad():
         expected = transformers_model(source)(prompts()).logits.numpy()
     agree(logits_of(tmp_path / "model", mode="sparse", prompts="sparse"), expected)
     agree(logits_of(tmp_path / "model", mode="sparse"), expected)
 
 
-def test_matrices_have_three_values(made):
+@pytest.mark.parametrize("form", FORMS)
+def test_bfloat16_is_as_close_as_transformers(tmp_path, form):
+    """Of fp32's, inputs rounded: both compute in bf16, in another order."""
+    source = quantised(tmp_path / "hf", form, "bfloat16")
+    manifest = convert(source, tmp_path / "model", predictors=True, keep=True)
+    assert (manifest.dtype, manifest.rows.encoding) == ("bfloat16", "ternary")
+    with torch.no_grad():
+        theirs = transformers_model(source)(prompts()).logits.float().numpy()
+        exact = transformers_model(source, torch.float32)(prompts()).logits.numpy()
+    own = np.abs(theirs - exact).mean()
+    for choices in ({"mode": "dense"}, {"mode": "oracle", "prompts": "sparse"}):
+        assert np.abs(logits_of(tmp_path / "model", **choices) - exact).mean() < 1.25 * own
+
+
+def test_matrices_have_three_values_in_two_bits(made):
     _, directory, _ = made
+    manifest = ModelDir.open(directory).manifest
+    assert (manifest.rows.encoding, manifest.rows.down, manifest.activations) == ("ternary", "ternary", "int16")
+    assert set(manifest.other_encodings.values()) == {"float32"}  # the embedding and the head
     for name, tensor in load_whole(directory).items():
         if name.endswith("_proj.weight"):
             values = tensor.abs().unique()

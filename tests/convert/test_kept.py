@@ -38,6 +38,8 @@ ENCODED_AS = {
     "Q3_K": "q3_k",
     "IQ4_NL": "iq4_nl",
     "IQ4_XS": "iq4_xs",
+    "TQ1_0": "ternary",
+    "TQ2_0": "ternary",
 }
 WIDE = {
     "hidden_size": 256,
@@ -129,7 +131,21 @@ def test_every_weight_and_every_logit_is_the_files(tmp_path, kind):
     np.testing.assert_array_equal(logits_of(tmp_path / "kept", "dense"), logits_of(tmp_path / "wide", "dense"))
 
 
-@pytest.mark.parametrize("kind", ["Q5_0", "Q6_K", mixed], ids=["Q5_0", "Q6_K", "mixed"])
+@pytest.mark.parametrize("kind", ["Q2_K", "Q6_K", "TQ2_0"])
+def test_a_prompt_in_codes_is_near_to_one_in_fp32(tmp_path, kind):
+    """Of 2 bits the down columns keep 2; those with a minimum for 16 neurons are not multiplied as codes."""
+    path, _ = make(tmp_path, kind)
+    kept = convert(path, tmp_path / "kept", dtype="float32", keep=True)
+    assert kept.rows.down == ("codes6" if kind == "Q6_K" else "codes2")
+    found = []
+    for activations in (kept.activations, None):
+        change_manifest(tmp_path / "kept", activations=activations)
+        with Model.open(tmp_path / "kept", RunConfig(mode="dense", threads=2, io_threads=4)) as model:
+            found.append(model.step([(model.new_sequence(), list(range(10, 60)))], all_logits=True))
+    assert np.abs(found[0] - found[1]).max() < 2e-3 * found[1].std()
+
+
+@pytest.mark.parametrize("kind", ["Q5_0", "Q6_K", "TQ2_0", mixed], ids=["Q5_0", "Q6_K", "TQ2_0", "mixed"])
 def test_single_tokens_are_multiplied_in_8_bits_unless_asked_otherwise(tmp_path, kind):
     path, folder = make(tmp_path, kind)
     kept = convert(path, tmp_path / "kept", dtype="float32", keep=True)

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 from flashllm import _core
-from flashllm.base.codes.carried import CARRIED_CODES, SHARED, TABLES, UNIT, Quantised
+from flashllm.base.codes.carried import CARRIED_CODES, SHARED, TABLES, UNIT, Quantised, zero_of
 from flashllm.base.group_codes import GROUP_CODES
 
 CODES = {**GROUP_CODES, **CARRIED_CODES}
-FORMS = [(name, "int8") for name in sorted(CODES)] + [("int8_32", "int16"), ("int8_64", "int16")]
+FORMS = [(name, "int8") for name in sorted(CODES)]
+FORMS += [("int8_32", "int16"), ("int8_64", "int16")]
 LENGTHS = (32, 33, 64, 100, 256, 300, 1024)
 
 
@@ -22,12 +23,13 @@ def encoded(name, n, length, seed=0):
     if name in GROUP_CODES:
         return GROUP_CODES[name].encode(random(n, length, seed=seed))
     code, source = CARRIED_CODES[name], np.random.default_rng(seed)
-    lowest = 0 if code.form.unsigned else -(1 << (code.bits - 1))
+    lowest = 0 if code.form.unsigned else -zero_of(code.bits)
     highest = lowest + (1 << code.bits) - 1
     largest = np.abs(TABLES[code.form.table]).max() if code.form.table else highest
     codes = source.integers(lowest, highest + 1, (n, length)).astype(np.int8)
     codes[0], codes[1:2] = lowest, highest
-    whole = -(-length // SHARED) * SHARED if code.form.has_factors else -(-length // UNIT) * UNIT
+    together = SHARED if code.form.has_factors else max(UNIT, code.form.group)
+    whole = -(-length // together) * together
     scales = {}
     for part, (weights, dtype) in code.form.parts().items():
         shape = (n, whole // weights)
@@ -50,12 +52,12 @@ def products(name, rows, x, *, level="auto", threads=1, inputs="int8"):
     return out
 
 
-def rounded(x, inputs):
-    """What inputs [n, length] are rounded to: units of 32, each with its scale."""
+def rounded(x, inputs, name):
+    """What inputs [n, length] are rounded to: units of 32, each with its scale, or all with one."""
     (n, length), most = x.shape, np.iinfo(inputs).max
     units = np.zeros((n, -(-length // 32), 32), np.float64)
     units.reshape(n, -1)[:, :length] = x
-    largest = np.abs(units).max(axis=2, keepdims=True)
+    largest = np.abs(units).max(axis=(1, 2) if name == "ternary" else 2, keepdims=True)
     by = np.float32(most) / np.where(largest == 0, 1, largest).astype(np.float32)
     codes = np.rint(units.astype(np.float32) * by)
     return (codes * (largest / most)).reshape(n, -1)[:, :length]
@@ -68,7 +70,7 @@ def test_products_are_those_of_the_codes(name, inputs):
         x = random(3, length, seed=1)
         weights = CODES[name].decode(rows, length).astype(np.float64)
         found = products(name, rows, x, inputs=inputs)
-        np.testing.assert_allclose(found, rounded(x, inputs) @ weights.T, rtol=0, atol=2e-5 * np.sqrt(length))
+        np.testing.assert_allclose(found, rounded(x, inputs, name) @ weights.T, rtol=0, atol=2e-5 * np.sqrt(length))
         exact = products(name, rows, x, inputs="float32")
         assert np.abs(found - exact).max() < 6 / np.iinfo(inputs).max * np.sqrt(length)
         assert not np.array_equal(found, exact)
@@ -96,8 +98,8 @@ def test_bits_depend_on_no_neighbour_and_no_thread(name, inputs):
             np.testing.assert_array_equal(whole[token : token + 1, i : i + 1], alone)
 
 
-def prompts(name, rows, x, *, level="auto", threads=1):
-    linear = _core.Linear(rows, None, "float32", _core.ThreadPool(threads), level, name, x.shape[1], "float32")
+def prompts(name, rows, x, *, level="auto", threads=1, inputs="float32"):
+    linear = _core.Linear(rows, None, "float32", _core.ThreadPool(threads), level, name, x.shape[1], inputs)
     out = np.empty((len(x), len(rows)), np.float32)
     linear.forward_many(x, out)
     return out
@@ -120,6 +122,19 @@ def test_a_prompt_is_multiplied_in_16_bits_with_the_same_bits_wherever_codes_are
         broken = prompts(name, rows, x)
         assert not np.isfinite(broken[3]).any()
         np.testing.assert_array_equal(np.delete(broken, 3, 0), np.delete(whole, 3, 0))
+
+
+def test_inputs_that_are_rounded_already_are_multiplied_as_they_are():
+    for length in LENGTHS:
+        rows, x = encoded("ternary", 21, length, seed=length), rounded(random(33, length, seed=1), "int8", "ternary")
+        x[::5] *= 1e3
+        exact = x @ CODES["ternary"].decode(rows, length).astype(np.float64).T
+        close = {"rtol": 0, "atol": 1e-6 * np.abs(x).max() * np.sqrt(length)}
+        x = x.astype(np.float32)
+        for level in _core.simd_levels():
+            for found in (prompts, products):
+                made = found("ternary", rows, x, level=level, inputs="int8")
+                np.testing.assert_allclose(made, exact, **close)
 
 
 def test_the_largest_codes_of_a_prompt_do_not_overflow():

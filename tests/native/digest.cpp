@@ -111,7 +111,7 @@ std::uint64_t digest_of(SimdLevel level) {
     digest.add(dots);
     digest.add(sums);
     digest.add(wide);
-    for (const InputForm form : {InputForm::int8, InputForm::int16}) {
+    for (const InputForm form : {InputForm::int8, InputForm::int16, InputForm::token_int8}) {
       if (!takes_inputs(codec, form)) continue;
       const RowInputs inputs(x.data(), 1, kColumns, form);
       const CodedInputKernels& coded = coded_input_kernels(level, codec, form);

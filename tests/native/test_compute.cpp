@@ -347,7 +347,8 @@ void test_kernels(int scale) {
           grouped_products(static_cast<RowCodec>(kFirstCoded + codec), level, rows, columns);
   }
   for (const std::size_t tokens : {1, 5, 13}) {
-    for (const RowCodec codec : {RowCodec::codes4, RowCodec::codes5, RowCodec::codes6, RowCodec::codes8})
+    for (const RowCodec codec :
+         {RowCodec::codes2, RowCodec::codes4, RowCodec::codes5, RowCodec::codes6, RowCodec::codes8})
       for (const bool factors : {false, true})
         for (const bool minimums : {false, true}) plane_columns(codec, 32, minimums, factors, tokens);
     plane_columns(RowCodec::codes6, 16, false, true, tokens);

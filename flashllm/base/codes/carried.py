@@ -31,7 +31,7 @@ TABLES = {"fp4": FP4, "iq4": IQ4}
 _POWER_BIAS = 127  # of the byte of a scale that is a power of two
 UNIT = 32  # codes that lie together
 SHARED = 256  # weights that share a scale which groups have factors of
-CODE_BITS = (4, 5, 6, 8)  # of down columns
+CODE_BITS = (2, 4, 5, 6, 8)  # of down columns
 # Bits of codes that lie apart, behind halves of bytes: the first of them, and how many.
 _APART = {2: ((0, 2),), 3: ((0, 2), (2, 1)), 4: (), 5: ((4, 1),), 6: ((4, 2),)}
 
@@ -72,6 +72,7 @@ SCALE_FORMS = {
     for form in (
         ScaleForm(name="half_32"),
         ScaleForm(name="half_32_min", has_minimum=True),
+        ScaleForm(name="half_256", group=SHARED),
         ScaleForm(name="shared_32_min", has_minimum=True, has_factors=True),
         ScaleForm(name="shared_16", group=16, has_factors=True),
         ScaleForm(name="shared_16_min", group=16, has_minimum=True, has_factors=True),
@@ -127,6 +128,11 @@ def _fp4(codes: Codes, powers: NDArray[np.generic]) -> Floats:
     return found
 
 
+def zero_of(bits: int) -> int:
+    """The code that stands for 0, of signed ones as they are packed."""
+    return 0 if bits == 8 else 1 if bits == 2 else 1 << (bits - 1)
+
+
 def pack_codes(codes: Codes, bits: int, *, unsigned: bool) -> Bytes:
     """uint8 [n, units * 4 * bits] of codes [n, length], signed ones shifted to begin at 0 (but those of 8 bits)."""
     n, length = codes.shape
@@ -134,7 +140,7 @@ def pack_codes(codes: Codes, bits: int, *, unsigned: bool) -> Bytes:
     padded[:, :length] = codes
     if bits == 8:
         return padded.view(np.uint8)
-    whole = (padded + np.int8(0 if unsigned else 1 << (bits - 1))).view(np.uint8).reshape(n, -1, UNIT)
+    whole = (padded + np.int8(0 if unsigned else zero_of(bits))).view(np.uint8).reshape(n, -1, UNIT)
     parts = []
     if bits >= 4:
         lower = whole & 15
@@ -162,7 +168,7 @@ def unpack_codes(packed: Bytes, bits: int, length: int, *, unsigned: bool) -> Co
         apart = units[:, :, None, at : at + 4 * each] >> shifts & ((1 << each) - 1)
         codes, at = codes | apart.reshape(codes.shape) << first, at + 4 * each
     whole = codes.reshape(n, -1)[:, :length].astype(np.int8)
-    return whole if unsigned else whole - np.int8(1 << (bits - 1))
+    return whole if unsigned else whole - np.int8(zero_of(bits))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +178,7 @@ class CarriedCode:
     name: str
     bits: int
     form: ScaleForm
+    wide: bool = False  # scales are stored in fp32, which those of the form are exact in
 
     def vector_nbytes(self, length: int) -> int:
         """Bytes of a vector of `length` weights."""
@@ -183,7 +190,7 @@ class CarriedCode:
         if vectors.form != self.form:
             raise ValueError(f"vectors of {vectors.form.name} cannot be stored as {self.name}")
         items = self._items(vectors.codes.shape[1])
-        parts = [np.ascontiguousarray(vectors.scales[name]).view(np.uint8) for name in items]
+        parts = [np.ascontiguousarray(vectors.scales[name], dtype).view(np.uint8) for name, (_, dtype) in items.items()]
         return np.concatenate(
             [*parts, pack_codes(vectors.codes, self.bits, unsigned=self.form.unsigned)], axis=1, dtype=np.uint8
         )
@@ -201,8 +208,11 @@ class CarriedCode:
 
     def _items(self, length: int) -> dict[str, tuple[int, np.dtype[np.generic]]]:
         """Name -> (items, type) of a vector's arrays."""
-        whole = -(-length // SHARED) * SHARED if self.form.has_factors else -(-length // UNIT) * UNIT
-        return {name: (whole // weights, dtype) for name, (weights, dtype) in self.form.parts().items()}
+        together = SHARED if self.form.has_factors else self.form.group
+        whole = -(-length // max(UNIT, together)) * max(UNIT, together)
+        parts = self.form.parts().items()
+        wide = np.dtype("<f4")
+        return {name: (whole // weights, wide if self.wide else dtype) for name, (weights, dtype) in parts}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,6 +278,7 @@ CARRIED_CODES = {
         CarriedCode(name="q3_k", bits=3, form=SCALE_FORMS["shared_16"]),
         CarriedCode(name="iq4_nl", bits=4, form=SCALE_FORMS["half_32_iq4"]),
         CarriedCode(name="iq4_xs", bits=4, form=SCALE_FORMS["shared_32_iq4"]),
+        CarriedCode(name="ternary", bits=2, form=SCALE_FORMS["half_256"], wide=True),
     )
 }
 # Group codes have the same bytes (flashllm/base/group_codes.py): these pack them without rounding.

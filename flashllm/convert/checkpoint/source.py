@@ -63,7 +63,7 @@ class QuantisedTensor(Protocol):
 
     @property
     def kind(self) -> str:
-        """How: a name that flashllm/convert/kept knows, or does not."""
+        """How: a kind that flashllm/convert/kept knows, or does not; or an encoding, whose vectors `raw` gives."""
 
     @property
     def transposed(self) -> bool:

@@ -1,4 +1,4 @@
-"""BitNet b1.58's matrices as its layers multiply by them, in fp32, from what its checkpoints hold.
+"""BitNet b1.58's matrices as its layers multiply by them, in codes of 2 bits, from what its checkpoints hold.
 
     scaled:  weight packed, and weight_scale [1]: ternary times the scale
     divided: the same, ternary divided by the scale
@@ -6,7 +6,7 @@
 
 Packed is a byte for four rows: bits 2k and 2k + 1 of row r of [n, columns] are row k * n + r, each number one more than
 its value (transformers, integrations/bitnet.py). Reads the rows that are asked for; of a master's matrix once all of
-them, for the mean.
+them, for the mean, and of a down projection, whose vectors are columns.
 """
 
 import dataclasses
@@ -18,17 +18,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm.arch.llama.bitnet import MODEL_TYPE, Form, form_of
+from flashllm.base.codes.carried import CARRIED_CODES, SHARED, Bytes, Codes, Floats, Quantised
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, cast
 from flashllm.convert.checkpoint.source import Checkpoint, MadeTensor, TensorFile
 from flashllm.errors import FormatError
 from flashllm.format.safetensors import TensorInfo
 
 _LINEAR = "_proj.weight"  # how names of the blocks' matrices end
+_DOWN = ".down_proj.weight"
 _TOGETHER_NBYTES = 32 << 20  # of a master's matrix, read at a time for its mean
 _LEAST = np.float32(1e-5)  # of a mean
 _A_BYTE = 4  # rows
 
-Floats = NDArray[np.float32]
+_CODE = CARRIED_CODES["ternary"]
+_NOT_TERNARY = "holds a value that is not -1, 0 or 1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,45 +60,83 @@ class _Stored:
 
 @dataclass(slots=True)
 class _Matrix:
-    """A matrix as it is multiplied by."""
+    """A matrix as it is multiplied by: a `QuantisedTensor`."""
 
     stored: _Stored
-    master: bool
+    shape: tuple[int, int]
+    transposed: bool
     factor: np.float32 | None = None  # of three values; None: of a master, not known yet
+    kind: str = _CODE.name
+    _master: bool = False
+    _whole: Codes | None = None  # of a transposed one, while it is read
+
+    def __post_init__(self) -> None:
+        self._master = self.factor is None
+
+    def place(self) -> None:
+        return None
+
+    def raw(self, first: int, count: int) -> Bytes:
+        if not self.transposed:
+            codes = self._codes(first, count)
+        else:
+            if self._whole is None:
+                self._whole = self._codes(0, self.shape[0])
+            codes = self._whole[:, first : first + count].T
+            if first + count == self.shape[1]:
+                self._whole = None
+        scales = np.full((count, -(-codes.shape[1] // SHARED)), self._scale)
+        return _CODE.pack(Quantised(form=_CODE.form, codes=codes, scales={"scales": scales}))
 
     def rows(self, first: int, count: int) -> Floats:
-        """Those rows of it."""
-        if self.stored.info.dtype == "U8":
-            return self._unpacked(first, count) * self._by
-        if not self.master:
-            return self.stored.floats(first, count) * self._by
-        scale = np.float32(1) / self._by
-        three: Floats = np.clip(np.rint(self.stored.floats(first, count) * scale), -1, 1)
-        return three / scale
+        """Those rows in fp32."""
+        found: Floats = self._codes(first, count) * self._scale
+        return found
 
-    def _unpacked(self, first: int, count: int) -> Floats:
+    def _codes(self, first: int, count: int) -> Codes:
         """Those rows, of -1, 0 and 1."""
+        if self.stored.info.dtype == "U8":
+            return self._unpacked(first, count)
+        values = self.stored.floats(first, count)
+        if self._master:
+            values = np.clip(np.rint(values * (np.float32(1) / self._mean)), -1, 1)
+        codes = values.astype(np.int8)
+        if not (np.array_equal(codes, values) and (abs(codes) <= 1).all()):
+            raise self.stored.error(_NOT_TERNARY)
+        return codes
+
+    def _unpacked(self, first: int, count: int) -> Codes:
         packed = self.stored.info.shape[0]
-        values, done = np.empty((count, self.stored.info.shape[1]), np.float32), 0
+        values, done = np.empty((count, self.shape[1]), np.int8), 0
         while done < count:
             quarter, row = divmod(first + done, packed)
             n = min(count - done, packed - row)
             codes = (self.stored.read(row, n) >> (2 * quarter)) & 3
             if (codes == 3).any():
-                raise self.stored.error("holds a value that is not -1, 0 or 1")
+                raise self.stored.error(_NOT_TERNARY)
             values[done : done + n] = codes
             done += n
-        return values - 1
+        return values - np.int8(1)
 
     @property
-    def _by(self) -> np.float32:
+    def _scale(self) -> np.float32:
+        """What 1 stands for: of a master in its dtype."""
+        if not self._master:
+            return self._mean
+        dtype = WEIGHT_DTYPE_BY_CODE[self.stored.info.dtype]
+        scale = np.array([np.float32(1) / (np.float32(1) / self._mean)])
+        found: Floats = cast(cast(scale, WEIGHT_DTYPES["float32"], dtype), dtype, WEIGHT_DTYPES["float32"])
+        return np.float32(found[0])
+
+    @property
+    def _mean(self) -> np.float32:
         """The factor of three values."""
         if self.factor is None:
             self.factor = self._mean_magnitude()
         return self.factor
 
     def _mean_magnitude(self) -> np.float32:
-        rows, columns = self.stored.info.shape
+        rows, columns = self.shape
         together, total = max(1, _TOGETHER_NBYTES // (4 * columns)), 0.0
         for first in range(0, rows, together):
             values = self.stored.floats(first, min(together, rows - first))
@@ -104,14 +145,14 @@ class _Matrix:
 
 
 def ternary(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with matrices as they are multiplied by. Any other model's, and one without `quantization_config`,
-    is left as it is. FormatError for tensors that cannot be."""
+    """The checkpoint with matrices as they are multiplied by, in codes, and in fp32 for who wants numbers. Any other
+    model's, and one without `quantization_config`, is left as it is. FormatError for tensors that cannot be."""
     if checkpoint.config.get("model_type") != MODEL_TYPE:
         return checkpoint
     form = form_of(checkpoint.config)
     if form is Form.WHOLE:
         return checkpoint
-    tensors, files = dict(checkpoint.tensors), dict(checkpoint._files)
+    tensors, files, quantised = dict(checkpoint.tensors), dict(checkpoint._files), dict(checkpoint.quantised)
     for name, info in checkpoint.tensors.items():
         if not name.endswith(_LINEAR):
             continue
@@ -120,12 +161,11 @@ def ternary(checkpoint: Checkpoint) -> Checkpoint:
         if len(info.shape) != 2 or not (packed or info.dtype in WEIGHT_DTYPE_BY_CODE):
             raise stored.error(f"{info.dtype} {list(info.shape)} is no matrix of such a checkpoint")
         shape = (info.shape[0] * (_A_BYTE if packed else 1), info.shape[1])
-        matrix = _Matrix(stored, master=form is Form.MASTER)
-        if form is not Form.MASTER:
-            matrix.factor = _scale(checkpoint, name, stored, form)
+        factor = None if form is Form.MASTER else _scale(checkpoint, name, stored, form)
+        matrix = _Matrix(stored, shape, transposed=name.endswith(_DOWN), factor=factor)
         nbytes = shape[0] * shape[1] * 4
         tensors[name] = dataclasses.replace(info, dtype="F32", shape=shape, offset=0, nbytes=nbytes)
-        files[name] = MadeTensor(stored.file, matrix.rows)
+        files[name], quantised[name] = MadeTensor(stored.file, matrix.rows), matrix
     for name in [name for name in tensors if name.endswith("_proj.weight_scale")]:
         del tensors[name], files[name]
     whole = [info.dtype for name, info in checkpoint.tensors.items() if name.endswith("embed_tokens.weight")]
@@ -133,6 +173,7 @@ def ternary(checkpoint: Checkpoint) -> Checkpoint:
     return dataclasses.replace(
         checkpoint,
         tensors=MappingProxyType(tensors),
+        quantised=MappingProxyType(quantised),
         preferred_dtype=checkpoint.preferred_dtype or preferred,
         _files=MappingProxyType(files),
     )

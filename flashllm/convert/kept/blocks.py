@@ -1,7 +1,8 @@
 """Blocks of GGUF files taken apart: codes and scales of whole rows. Knows bytes and numpy, no files and no models.
 
-The layouts are ggml's (ggml-common.h, block_q4_0 to block_q6_K, block_mxfp4, block_iq4_nl, block_iq4_xs): 32 weights to
-an fp16 scale, or to a power of two, or 256 to an fp16 scale (and minimum) with factors of 4 to 8 bits for their groups.
+The layouts are ggml's (ggml-common.h, block_q4_0 to block_q6_K, block_mxfp4, block_iq4_nl, block_iq4_xs, block_tq1_0,
+block_tq2_0): 32 weights to an fp16 scale, or to a power of two, or 256 to an fp16 scale (and minimum), but in TQ1_0 and
+TQ2_0 with factors of 4 to 8 bits for their groups.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flashllm.base.codes.carried import SCALE_FORMS, Quantised, ScaleForm
+from flashllm.base.codes.carried import SCALE_FORMS, Quantised, ScaleForm, zero_of
 
 _ONE, _LEAST_POWER, _LARGEST_POWER = 127, 2, 252  # scales of MXFP4 whose weights are normal fp32 numbers
 
@@ -36,8 +37,8 @@ class Kind:
             if values.dtype == np.float16 and not bool(np.all(np.isfinite(values.astype(np.float32)))):
                 raise OverflowError("a scale is not finite")
         codes = stored.view(np.int8).reshape(n, -1)
-        if not self.form.unsigned and self.bits != 8:
-            codes = codes - np.int8(1 << (self.bits - 1))
+        if not self.form.unsigned:
+            codes = codes - np.int8(zero_of(self.bits))
         return Quantised(
             form=self.form, codes=codes, scales={name: values.reshape(n, -1) for name, values in scales.items()}
         )
@@ -158,6 +159,20 @@ def _iq4_xs(blocks: Bytes) -> Parts:
     return codes.reshape(len(blocks), -1), {"scales": _halves(blocks, 0), "factors": factors}
 
 
+def _tq2_0(blocks: Bytes) -> Parts:
+    return _two_bits(blocks[:, :64]), {"scales": _halves(blocks, 64)}
+
+
+def _tq1_0(blocks: Bytes) -> Parts:
+    """A byte is a fraction of 256, rounded up: its digits to the base 3, the first ones first, are five codes; of the
+    last four bytes four."""
+    parts = []
+    for packed, digits in ((blocks[:, :32], 5), (blocks[:, 32:48], 5), (blocks[:, 48:52], 4)):
+        left = packed[:, None] * 3 ** np.arange(digits, dtype=np.uint8)[:, None]  # without what is above a byte
+        parts.append((left.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(len(blocks), -1))
+    return np.concatenate(parts, axis=1), {"scales": _halves(blocks, 52)}
+
+
 def _mxfp4(blocks: Bytes) -> Parts:
     codes, scales = _nibbles(blocks[:, 1:]), blocks[:, :1].copy()
     scales[~(codes & 7).any(axis=1)] = _ONE  # all zero: the scale does not matter
@@ -179,5 +194,7 @@ KINDS: Mapping[str, Kind] = {
     "Q3_K": Kind(bits=3, form=SCALE_FORMS["shared_16"], weights=256, nbytes=110, take=_q3_k),
     "IQ4_NL": Kind(bits=4, form=SCALE_FORMS["half_32_iq4"], weights=32, nbytes=18, take=_iq4_nl),
     "IQ4_XS": Kind(bits=4, form=SCALE_FORMS["shared_32_iq4"], weights=256, nbytes=136, take=_iq4_xs),
+    "TQ1_0": Kind(bits=2, form=SCALE_FORMS["half_256"], weights=256, nbytes=54, take=_tq1_0),
+    "TQ2_0": Kind(bits=2, form=SCALE_FORMS["half_256"], weights=256, nbytes=66, take=_tq2_0),
     "Q6_K": Kind(bits=6, form=SCALE_FORMS["shared_16"], weights=256, nbytes=210, take=_q6_k),
 }

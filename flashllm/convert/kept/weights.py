@@ -6,7 +6,7 @@ layer's plane of scales. Up and gate have one encoding in all layers, columns co
 the widest. A plane's scales have one form: a shared expert's down projection of another form than the experts' is coded
 anew, in 8 bits. Matrices that cannot be kept are dequantised.
 
-Knows kinds of codes by `blocks.KINDS`, no file format.
+Knows kinds of codes by `blocks.KINDS`, and encodings by their names, no file format.
 """
 
 from collections import Counter
@@ -151,6 +151,8 @@ class KeptWeights:
 
     def _packed(self, name: str, code: CarriedCode, start: int, length: int) -> NDArray[np.uint8]:
         """Stored rows of a tensor as vectors."""
+        if self._tensors[name].kind == code.name:  # read as they are
+            return self._tensors[name].raw(start, length)
         return code.pack(self._taken(name, self._kind(name), start, length))
 
     def _quantised(self, name: str, claim: Claim, first: int, count: int) -> Quantised:
@@ -185,10 +187,10 @@ def keep_weights(
     usable = {
         name: tensor
         for name, tensor in found.items()
-        if tensor.kind in KINDS and not (claimed[name].part.transposed or claimed[name].part.turned)
+        if _encoding(tensor) is not None and not (claimed[name].part.transposed or claimed[name].part.turned)
     }
-    encodings = {name: _encoding(KINDS[tensor.kind]) for name, tensor in usable.items()}
-    resident = {name: encodings[name] for name in residents if name in usable and is_coded_matrix(name)}
+    encodings = {name: _encoding(tensor) for name, tensor in usable.items()}
+    resident = {name: code for name in residents if is_coded_matrix(name) and (code := encodings.get(name)) is not None}
     bundles = [bundle_names(architecture, layer) for layer in range(architecture.num_layers)]
     every = [bundle for layer in bundles for bundle in layer]
     above = [f"{bundle}{matrix}.weight" for bundle in every for matrix in architecture.matrices[:-1]]
@@ -233,10 +235,10 @@ def _kept_down(
     names = [name for layer in layers for name in layer]
     if any(name not in usable or claimed[name].part.repeats != 1 for name in names):
         return _Down()
-    kinds = {name: KINDS[usable[name].kind] for name in names}
     if any(usable[name].transposed for name in names):  # the file has the columns as rows, with their own scales
-        own = {_encoding(kinds[name]) if usable[name].transposed else None for name in names}
+        own = {_encoding(usable[name]) if usable[name].transposed else None for name in names}
         return _Down(own.pop()) if len(own) == 1 else _Down()
+    kinds = {name: KINDS[usable[name].kind] for name in names}
     own_form = KINDS[_ANEW].form
     anew = [name for layer in layers for name in layer if own_form == kinds[layer[0]].form != kinds[name].form]
     kinds |= dict.fromkeys(anew, KINDS[_ANEW])
@@ -263,6 +265,10 @@ def most_common(encodings: Iterable[str]) -> str | None:
     return counted[0][0] if counted else None
 
 
-def _encoding(kind: Kind) -> str:
-    """How vectors of this kind are stored."""
+def _encoding(tensor: QuantisedTensor) -> str | None:
+    """How its vectors are stored; None where they cannot be."""
+    if tensor.kind in PACKED_AS:
+        return tensor.kind
+    if (kind := KINDS.get(tensor.kind)) is None:
+        return None
     return next(code.name for code in PACKED_AS.values() if (code.bits, code.form) == (kind.bits, kind.form))

@@ -96,7 +96,7 @@ void multiply_codes(const WideRows& weights, const PackedTokens& x, const Produc
 
 void multiply_block(const WideRows& weights, const PackedTokens& x, const ProductBlock& block,
                     SimdLevel level) {
-  if (x.form() == TokenForm::codes) return multiply_codes(weights, x, block, level);
+  if (x.has_codes()) return multiply_codes(weights, x, block, level);
   const MultiplyAdd multiply_add = multiply_add_kernel(level);
   alignas(64) float wide[kWidened * kTerms];
   block.clear();
@@ -188,7 +188,7 @@ PackedTokens::PackedTokens(const std::byte* x, std::size_t tokens, std::size_t c
   const KernelTable& kernels = kernel_table(level, dtype);
   if (form == TokenForm::pairs) {
     pack_pairs(x, pool);
-  } else if (form == TokenForm::codes) {
+  } else if (has_codes()) {
     pack_codes(x, kernels, dtype_nbytes(dtype), pool);
   } else {
     pack_floats(x, kernels, dtype_nbytes(dtype), pool);
@@ -241,6 +241,14 @@ void PackedTokens::pack_codes(const std::byte* x, const KernelTable& kernels, st
   pairs_.reset(new std::uint32_t[pairs() * padded_]);
   sums_.reset(new float[units() * padded_]);
   scales_.reset(new float[blocks() * padded_]);
+  std::vector<Extent> of_tokens(form_ == TokenForm::token_codes ? tokens_ : 0);
+  pool.parallel_for(of_tokens.size(), 1, [&](std::size_t begin, std::size_t end) {
+    std::vector<float> wide(columns_);
+    for (std::size_t m = begin; m < end; ++m) {
+      kernels.to_f32(x + m * columns_ * element, columns_, wide.data());
+      of_tokens[m] = extent_of(wide.data(), columns_);
+    }
+  });
   pool.parallel_for(columns_, kCodeTerms, [&](std::size_t begin, std::size_t end) {
     float wide[kCodeTerms];
     std::int16_t codes[kCodeTerms];
@@ -252,7 +260,8 @@ void PackedTokens::pack_codes(const std::byte* x, const KernelTable& kernels, st
         float scale = 0.0F;
         if (m < tokens_) {
           kernels.to_f32(x + (m * columns_ + j) * element, n, wide);
-          scale = to_codes(wide, n, codes);
+          scale = of_tokens.empty() ? to_codes(wide, n, codes)
+                                    : to_codes(wide, n, of_tokens[m], kMostOfToken, codes);
         }
         scales_[first * blocks() + j / kCodeTerms * step + in_strip] = scale;
         std::uint32_t* to = pairs_.get() + first * pairs() + j / 2 * step + in_strip;

@@ -21,7 +21,7 @@ constexpr std::size_t kColumnPad = 16;
 // Whether weights [rows, terms] are multiplied in pairs.
 bool in_pairs(Dtype dtype, std::size_t terms, SimdLevel level);
 
-enum class TokenForm { floats, pairs, codes };
+enum class TokenForm { floats, pairs, codes, token_codes };  // the last: with one scale a token
 
 // Inputs [tokens, columns] as the kernels want them, `padded` tokens long (the rest zeros; whole vectors): in
 // strips of as many tokens as a tile of sums is wide, the last one of what is left, each a run of memory that
@@ -37,6 +37,7 @@ class PackedTokens {
   std::size_t columns() const { return columns_; }
   std::size_t padded() const { return padded_; }
   TokenForm form() const { return form_; }
+  bool has_codes() const { return form_ == TokenForm::codes || form_ == TokenForm::token_codes; }
   bool in_pairs() const { return form_ == TokenForm::pairs; }
   // Tokens of the strip that begins with token `first`.
   std::size_t strip(std::size_t first) const { return first + strip_ < padded_ ? strip_ : padded_ - first; }
@@ -58,7 +59,7 @@ class PackedTokens {
   static constexpr std::size_t kUnit = 32;
   std::size_t units() const { return (columns_ + kUnit - 1) / kUnit; }
   std::size_t blocks() const { return (columns_ + kCodeTerms - 1) / kCodeTerms; }
-  std::size_t pairs() const { return form_ == TokenForm::codes ? units() * (kUnit / 2) : columns_ / 2; }
+  std::size_t pairs() const { return has_codes() ? units() * (kUnit / 2) : columns_ / 2; }
   void pack_pairs(const std::byte* x, ThreadPool& pool);
   void pack_floats(const std::byte* x, const KernelTable& kernels, std::size_t element, ThreadPool& pool);
   void pack_codes(const std::byte* x, const KernelTable& kernels, std::size_t element, ThreadPool& pool);

@@ -20,23 +20,27 @@
 // and q2_k as that with minimums: of 2 and 3 bits a unit has 8 bytes, bits 2 q and 2 q + 1 of byte i those of
 // code 8 q + i, and behind them 4 bytes with the third bits, which lie as the fifth ones of 5 bits do.
 // iq4_nl and iq4_xs are as int4_32 and, with factors, as q4_k without minimums, but that a code is a number
-// of ggml's own (kIq4).
+// of ggml's own (kIq4). ternary: first an fp32 scale for each 256 weights, then codes of 2 bits as q2_k's, of
+// -1, 0 and 1 and, of other files than those of ternary models, 2; their 0 is 1.
 //
 // mxfp4 is MXFP4 (Open Compute Project, Microscaling Formats 1.0, 2023): 32 weights share a byte e, which
 // stands for 2^(e - 127), 2 <= e <= 252; a code is a number of one sign, two exponent bits and one of
 // mantissa (kFp4), and codes lie as other codes of 4 bits. First the bytes e, then the codes.
 //
-// Coded weights, but those of bf12 and those whose scales lie apart, are multiplied by inputs in fp32, or in
-// 8 bits, those of int8_32 and int8_64 in 16 too: 32 inputs together are int8 (int16) codes and an fp32
-// scale, the largest of them 127 (32767) times the scale. Such a product is the same bits at every level: the
-// codes of a unit of 32 are multiplied exactly and summed exactly by fours, eight sums that are added in
-// fp32, times both scales, to eight lanes for the even units and to eight for the odd ones. What the codes
-// are offset by (a minimum, -8 scales, of 5 bits -16) is multiplied by the units' sums, unit u in lane u
-// modulo 8. Codes of mxfp4 are kFp4FromZero there, offset by -12 scales, which are half of what they stand
-// for. Codes of 6 bits are less 32, without an offset, and of a unit's two scales the first multiplies the
-// first four of its sums and the second the others, before the inputs' scale does; so of 3 bits, less 4, and
-// of 2 bits, whose minimums multiply the same sums of the inputs alone. The four of lane i are 4i to 4i + 3
-// of int8 inputs; of int16 ones 2i, 2i + 1, 2i + 16 and 2i + 17, and their sum fits 24 bits: 4 * 128 * 32767.
+// Coded weights, but those of bf12 and those whose scales lie apart, are multiplied by inputs in fp32, or
+// in 8 bits, those of int8_32 and int8_64 in 16 too: 32 inputs together are int8 (int16) codes and an fp32
+// scale, the largest of them 127 (32767) times the scale. Such a product is the same bits at every level:
+// the codes of a unit of 32 are multiplied exactly and summed exactly by fours, eight sums that are added
+// in fp32, times both scales, to eight lanes for the even units and to eight for the odd ones. What the
+// codes are offset by (a minimum, -8 scales, of 5 bits -16) is multiplied by the units' sums, unit u in
+// lane u modulo 8. Codes of mxfp4 are kFp4FromZero there, offset by -12 scales, which are half of what
+// they stand for. Codes of 6 bits are less 32, without an offset, and of a unit's two scales the first
+// multiplies the first four of its sums and the second the others, before the inputs' scale does; so of 3
+// bits, less 4, and of 2 bits, whose minimums multiply the same sums of the inputs alone. The four of lane
+// i are 4i to 4i + 3 of int8 inputs; of int16 ones 2i, 2i + 1, 2i + 16 and 2i + 17, and their sum fits 24
+// bits: 4 * 128 * 32767. Inputs of ternary weights, whose models are trained so (BitNet b1.58: Ma et al.,
+// 2024), have one scale a token, and the products of the 256 codes that share a scale are summed exactly,
+// to eight lanes in all.
 #pragma once
 
 #include <cstddef>
@@ -70,7 +74,9 @@ enum class RowCodec {
   q3_k,
   iq4_nl,
   iq4_xs,
+  ternary,
   // Down columns whose scales are in a plane (planes/scale_planes.h).
+  codes2,
   codes4,
   codes5,
   codes6,
@@ -78,8 +84,8 @@ enum class RowCodec {
   codes_fp4,
   codes_iq4,
 };
-constexpr std::size_t kFirstCoded = static_cast<std::size_t>(RowCodec::int8_32), kCodedCodecs = 17;
-constexpr std::size_t kFirstPlane = static_cast<std::size_t>(RowCodec::codes4), kPlaneCodecs = 6,
+constexpr std::size_t kFirstCoded = static_cast<std::size_t>(RowCodec::int8_32), kCodedCodecs = 18;
+constexpr std::size_t kFirstPlane = static_cast<std::size_t>(RowCodec::codes2), kPlaneCodecs = 7,
                       kPlaneForms = 4;
 constexpr std::size_t kSharedFactors =
     256;  // weights, or neurons of a plane, whose groups have factors of one scale
@@ -144,16 +150,19 @@ constexpr bool has_minimums(RowCodec codec) {
 }
 
 // What vectors are multiplied by.
-enum class InputForm { f32, int8, int16 };
-constexpr std::size_t kInt16Codecs = 2;  // those of 8 bits, the first of the coded ones
+enum class InputForm { f32, int8, int16, token_int8 };  // the last: a scale a token
+constexpr std::size_t kInt16Codecs = 2;                 // those of 8 bits, the first of the coded ones
 constexpr bool takes_inputs(RowCodec codec, InputForm inputs) {
   if (inputs == InputForm::f32) return true;
   if (!is_coded(codec) || has_plane(codec) || codec == RowCodec::bf12) return false;
+  if (codec == RowCodec::ternary || inputs == InputForm::token_int8)
+    return codec == RowCodec::ternary && inputs == InputForm::token_int8;
   return inputs == InputForm::int8 || static_cast<std::size_t>(codec) < kFirstCoded + kInt16Codecs;
 }
 // The widest form, up to the one that is wanted, that the codec's vectors are multiplied by.
 constexpr InputForm inputs_of(RowCodec codec, InputForm wanted) {
   if (takes_inputs(codec, wanted)) return wanted;
+  if (codec == RowCodec::ternary) return InputForm::token_int8;
   return takes_inputs(codec, InputForm::int8) ? InputForm::int8 : InputForm::f32;
 }
 

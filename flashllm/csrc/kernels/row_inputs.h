@@ -12,26 +12,38 @@
 
 namespace flashllm {
 
-// n inputs as codes, to the nearest, ties to even, and the scale of all. What is not finite has zeros, and a
-// scale that is not a number.
-template <typename Code>
-float to_codes(const float* x, std::size_t n, Code* codes) {
-  constexpr auto kMost = static_cast<float>(std::numeric_limits<Code>::max());
-  constexpr float kTiny = 1e-30F;           // below it a reciprocal may not be finite
-  constexpr float kRounding = 12582912.0F;  // 1.5 * 2^23: adding it leaves no fraction
-  float largest = 0.0F, finite = 0.0F;
+struct Extent {
+  float largest = 0.0F;  // magnitude
+  float finite = 0.0F;   // 0, or not a number
+};
+inline Extent extent_of(const float* x, std::size_t n) {
+  Extent all;
   for (std::size_t i = 0; i < n; ++i) {
     const float magnitude = std::fabs(x[i]);
-    largest = magnitude > largest ? magnitude : largest;
-    finite += x[i] * 0.0F;  // 0, or not a number
+    all.largest = magnitude > all.largest ? magnitude : all.largest;
+    all.finite += x[i] * 0.0F;
   }
-  const bool none = !(finite == 0.0F) || largest < kTiny;
-  const float by = none ? 0.0F : kMost / largest;
+  return all;
+}
+
+// n inputs as codes of at most `most`, to the nearest, ties to even, and their scale: of all inputs that have
+// this extent. What is not finite has zeros, and a scale that is not a number.
+template <typename Code>
+float to_codes(const float* x, std::size_t n, const Extent& all, float most, Code* codes) {
+  constexpr float kTiny = 1e-30F;           // below it a reciprocal may not be finite
+  constexpr float kRounding = 12582912.0F;  // 1.5 * 2^23: adding it leaves no fraction
+  const bool none = !(all.finite == 0.0F) || all.largest < kTiny;
+  const float by = none ? 0.0F : most / all.largest;
   for (std::size_t i = 0; i < n; ++i)
     codes[i] = none ? Code{0} : static_cast<Code>(static_cast<int>((x[i] * by + kRounding) - kRounding));
-  if (!(finite == 0.0F)) return std::numeric_limits<float>::quiet_NaN();
-  return none ? 0.0F : largest / kMost;
+  if (!(all.finite == 0.0F)) return std::numeric_limits<float>::quiet_NaN();
+  return none ? 0.0F : all.largest / most;
 }
+template <typename Code>
+float to_codes(const float* x, std::size_t n, Code* codes) {
+  return to_codes(x, n, extent_of(x, n), static_cast<float>(std::numeric_limits<Code>::max()), codes);
+}
+constexpr float kMostOfToken = 127.0F * 256.0F;  // of 16 bits: what is rounded to 8 bits stays as it is
 
 class RowInputs {
  public:
@@ -49,16 +61,19 @@ class RowInputs {
     units_ = (length + kCodeUnit - 1) / kCodeUnit;
     units_ = (units_ + kUnitsTogether - 1) / kUnitsTogether * kUnitsTogether;
     const std::size_t codes = tokens * units_ * kCodeUnit;
-    form == InputForm::int8 ? bytes_.assign(codes, 0) : words_.assign(codes, 0);
+    form == InputForm::int16 ? words_.assign(codes, 0) : bytes_.assign(codes, 0);
     scales_.assign(tokens * units_, 0.0F);
     sums_.assign(tokens * units_, 0.0F);
-    for (std::size_t t = 0; t < tokens; ++t)
+    for (std::size_t t = 0; t < tokens; ++t) {
+      const Extent all = form == InputForm::token_int8 ? extent_of(x + t * length, length) : Extent{};
       for (std::size_t first = 0; first < length; first += kCodeUnit) {
         const std::size_t n = length - first < kCodeUnit ? length - first : kCodeUnit,
                           unit = t * units_ + first / kCodeUnit;
         const float* from = x + t * length + first;
-        form == InputForm::int8 ? encode(from, n, unit, bytes_) : encode(from, n, unit, words_);
+        const Extent own = form == InputForm::token_int8 ? all : extent_of(from, n);
+        form == InputForm::int16 ? encode(from, n, unit, own, words_) : encode(from, n, unit, own, bytes_);
       }
+    }
   }
 
   const float* floats(std::size_t token) const { return x_ + token * length_; }
@@ -66,8 +81,9 @@ class RowInputs {
   bool has_codes() const { return form_ != InputForm::f32; }
   CodedInputs codes(std::size_t token) const {
     const std::size_t first = token * units_;
-    const void* codes = form_ == InputForm::int8 ? static_cast<const void*>(bytes_.data() + first * kCodeUnit)
-                                                 : words_.data() + first * kCodeUnit;
+    const void* codes = form_ == InputForm::int16
+                            ? static_cast<const void*>(words_.data() + first * kCodeUnit)
+                            : bytes_.data() + first * kCodeUnit;
     return {codes, scales_.data() + first, sums_.data() + first};
   }
 
@@ -75,9 +91,9 @@ class RowInputs {
   static constexpr std::size_t kUnitsTogether = 8;
 
   template <typename Code>
-  void encode(const float* x, std::size_t n, std::size_t unit, std::vector<Code>& to) {
+  void encode(const float* x, std::size_t n, std::size_t unit, const Extent& all, std::vector<Code>& to) {
     Code* codes = to.data() + unit * kCodeUnit;
-    scales_[unit] = to_codes(x, n, codes);
+    scales_[unit] = to_codes(x, n, all, static_cast<float>(std::numeric_limits<Code>::max()), codes);
     int total = 0;
     for (std::size_t i = 0; i < n; ++i) total += codes[i];
     sums_[unit] = scales_[unit] * static_cast<float>(total);

@@ -46,6 +46,10 @@ std::size_t carried_nbytes(RowCodec codec, std::size_t length) {
       return units * (2 + 16);
     case RowCodec::iq4_xs:
       return shared * (2 + 8) + units * 16;
+    case RowCodec::ternary:
+      return shared * sizeof(float) + units * 8;
+    case RowCodec::codes2:
+      return units * 8;
     case RowCodec::codes4:
     case RowCodec::codes_fp4:
     case RowCodec::codes_iq4:
@@ -107,8 +111,8 @@ UnpackCodes unpack_kernel(SimdLevel level, RowCodec codec) {
 const CodedInputKernels& coded_input_kernels(SimdLevel level, RowCodec codec, InputForm inputs) {
   require(takes_inputs(codec, inputs), "weights of this codec are not multiplied by inputs in such codes");
   const LevelKernels& kernels = level_kernels(level);
-  return (inputs == InputForm::int8 ? kernels.int8
-                                    : kernels.int16)[static_cast<std::size_t>(codec) - kFirstCoded];
+  return (inputs == InputForm::int16 ? kernels.int16
+                                     : kernels.int8)[static_cast<std::size_t>(codec) - kFirstCoded];
 }
 
 GroupShape group_shape(RowCodec codec) {
@@ -222,8 +226,9 @@ void widen_row(const RowMatrix& matrix, std::size_t row, float* to, SimdLevel le
 
 TokenForm form_of_many(RowCodec codec, InputForm inputs, Dtype dtype, std::size_t terms, SimdLevel level) {
   if (is_coded(codec) && codec != RowCodec::bf12)
-    return inputs != InputForm::f32 && unpack_kernel(level, codec) != nullptr ? TokenForm::codes
-                                                                              : TokenForm::floats;
+    return inputs == InputForm::f32 || unpack_kernel(level, codec) == nullptr ? TokenForm::floats
+           : inputs == InputForm::token_int8                                  ? TokenForm::token_codes
+                                                                              : TokenForm::codes;
   return in_pairs(dtype, terms, level) ? TokenForm::pairs : TokenForm::floats;
 }
 

@@ -46,7 +46,9 @@ ScalePlane NamedTensors::plane(const std::string& prefix, std::size_t neurons, s
     return reinterpret_cast<const std::int8_t*>(values(found, group, Element::i8));
   };
   ScalePlane plane;
-  plane.group = factors && factors->size() * kUnit > neurons * width ? kUnit / 2 : kUnit;
+  plane.group = factors && factors->size() * kUnit > neurons * width   ? kUnit / 2
+                : !factors && scales->size() * kUnit < neurons * width ? kSharedFactors
+                                                                       : kUnit;
   if (scales->element == Element::u8) {
     require(!minimums && !factors && !minimum_factors, "a plane of scales does not fit the layer");
     plane.powers = reinterpret_cast<const std::uint8_t*>(values(scales, kUnit, Element::u8));

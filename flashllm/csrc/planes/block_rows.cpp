@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "io/error.h"
+#include "kernels/half.h"
 
 namespace flashllm {
 
@@ -157,6 +158,31 @@ void mxfp4(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
   nibbles<16>(block + 1, codes);
 }
 
+void tq2_0(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
+  scales.scale = half_at(block + 64);
+  pairs_of_bits(block, codes);
+}
+
+// A byte is a fraction of 256, rounded up: its digits to the base 3, the first ones first, are five codes; of
+// the last four bytes four.
+void tq1_0(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
+  scales.scale = half_at(block + 52);
+  std::uint8_t* to = codes;
+  const auto digits = [&](std::size_t first, std::size_t count, std::size_t each) {
+    std::uint8_t left[32];
+    std::memcpy(left, block + first, count);
+    for (std::size_t n = 0; n < each; ++n)
+      for (std::size_t i = 0; i < count; ++i) {
+        const unsigned three = 3U * left[i];
+        *to++ = static_cast<std::uint8_t>(three >> 8);
+        left[i] = static_cast<std::uint8_t>(three);
+      }
+  };
+  digits(0, 32, 5);
+  digits(32, 16, 5);
+  digits(48, 4, 4);
+}
+
 }  // namespace
 
 struct BlockKind {
@@ -189,6 +215,8 @@ constexpr BlockKind kKinds[] = {
     {"Q6_K", RowCodec::q6_k, 6, 256, 210, 16, false, false, kIntegers, q6_k},
     {"IQ4_NL", RowCodec::iq4_nl, 4, 32, 18, 0, false, false, RowCodec::codes_iq4, q4_0},
     {"IQ4_XS", RowCodec::iq4_xs, 4, 256, 136, 32, false, false, RowCodec::codes_iq4, iq4_xs},
+    {"TQ1_0", RowCodec::ternary, 2, 256, 54, 0, false, false, kIntegers, tq1_0},
+    {"TQ2_0", RowCodec::ternary, 2, 256, 66, 0, false, false, kIntegers, tq2_0},
     {"MXFP4", RowCodec::mxfp4, 4, 32, 17, 0, false, true, RowCodec::codes_fp4, mxfp4},
 };
 
@@ -200,6 +228,8 @@ const BlockKind& kind_of(const std::string& name) {
 
 std::size_t plane_bits(RowCodec codec) {
   switch (codec) {
+    case RowCodec::codes2:
+      return 2;
     case RowCodec::codes4:
     case RowCodec::codes_fp4:
     case RowCodec::codes_iq4:
@@ -218,7 +248,7 @@ std::size_t plane_bits(RowCodec codec) {
 bool is_table(RowCodec codec) { return codec == RowCodec::codes_fp4 || codec == RowCodec::codes_iq4; }
 
 // What signed codes of so many bits begin at, as they are stored.
-std::size_t zero_of(std::size_t bits) { return bits == 8 ? 0 : std::size_t{1} << (bits - 1); }
+std::size_t zero_of(std::size_t bits) { return bits == 8 ? 0 : bits == 2 ? 1 : std::size_t{1} << (bits - 1); }
 
 // A unit of codes as `pack_codes` of flashllm/base/codes/carried.py has it.
 template <std::size_t bits>
@@ -345,7 +375,8 @@ void BlockRows::unpack(const std::byte* stored, std::uint64_t first, std::uint64
 void BlockRows::unpack_vector(const std::uint8_t* blocks, std::uint8_t* vector) const {
   const std::size_t count = length_ / kind_.weights;
   const std::size_t factors = kind_.factor_weights == 0 ? 0 : kind_.weights / kind_.factor_weights;
-  std::uint8_t* minimums = vector + 2 * count;
+  const bool wide = kind_.codec == RowCodec::ternary;  // scales are fp32
+  std::uint8_t* minimums = vector + (wide ? sizeof(float) : 2) * count;
   std::uint8_t* factor = kind_.has_minimum ? minimums + 2 * count : minimums;
   std::uint8_t* minimum_factor = factor + factors * count;
   std::uint8_t* codes_to = kind_.has_minimum ? minimum_factor + factors * count : minimum_factor;
@@ -358,7 +389,10 @@ void BlockRows::unpack_vector(const std::uint8_t* blocks, std::uint8_t* vector) 
       vector[b] = checked_power(scales.power, codes);
     } else {
       check_half(scales.scale);
-      std::memcpy(vector + 2 * b, &scales.scale, 2);
+      if (const float scale = half_to_float(scales.scale); wide)
+        std::memcpy(vector + sizeof scale * b, &scale, sizeof scale);
+      else
+        std::memcpy(vector + 2 * b, &scales.scale, 2);
       if (kind_.has_minimum) {
         check_half(scales.minimum);
         std::memcpy(minimums + 2 * b, &scales.minimum, 2);

@@ -6,12 +6,13 @@
 //
 // Codes of 4 bits: 32 in 16 bytes, code i in the lower half of byte i, code i + 16 in its upper half. Of 5
 // and 6 bits, 4 and 8 bytes with the upper bits follow: bit q of byte i is that of code 4 q + i; bits 2 q and
-// 2 q + 1 of byte i are those of code 8 q + i. Of 8 bits: int8. A column is whole units of 32 codes.
+// 2 q + 1 of byte i are those of code 8 q + i, and so are codes of 2 bits. Of 8 bits: int8. A column is whole
+// units of 32 codes.
 //
-// A weight is (code - zero) * scale, or code * scale + minimum; zero is half the number of codes, of int8 it
-// is 0. Of codes_fp4 it is what mxfp4 has (kernels/row_codecs.h), whose scales are bytes; of codes_iq4 what
-// iq4_nl and iq4_xs have, which have no minimums. Every product is
-// exact in fp32, so that all levels have the same weights, those of the checkpoint.
+// A weight is (code - zero) * scale, or code * scale + minimum; zero is half the number of codes, of 2 bits
+// it is 1, of int8 0. Of codes_fp4 it is what mxfp4 has (kernels/row_codecs.h), whose scales are bytes; of
+// codes_iq4 what iq4_nl and iq4_xs have, which have no minimums. Every product is exact in fp32, so that all
+// levels have the same weights, those of the checkpoint.
 #pragma once
 
 #include <cstddef>
@@ -122,7 +123,7 @@ class PlaneRows : public WideRows {
   // Whether a token's values are codes where its vectors take `inputs`.
   bool can_add_codes(InputForm inputs) const {
     return inputs != InputForm::f32 && kernels_.pair != nullptr &&
-           (plane_.group == 16 || plane_.group % 32 == 0);
+           (plane_.group % 32 == 0 || (plane_.group == 16 && !plane_.has_minimums()));
   }
   // y[m] += the sum of `count` columns times values [m * row + i * step] of token m and neuron i, as codes.
   // Wants can_add_codes(). A token's bits do not depend on how many there are.

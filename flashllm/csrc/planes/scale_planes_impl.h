@@ -284,6 +284,7 @@ const PlaneKernels kPlanes[kPlaneCodecs][kPlaneForms] = {
 #define FLASHLLM_PLANES(bits)                                                                               \
   {plane_kernels_of<PlaneScales<bits, false, false>>(), plane_kernels_of<PlaneScales<bits, true, false>>(), \
    plane_kernels_of<PlaneScales<bits, false, true>>(), plane_kernels_of<PlaneScales<bits, true, true>>()}
+    FLASHLLM_PLANES(2),
     FLASHLLM_PLANES(4),
     FLASHLLM_PLANES(5),
     FLASHLLM_PLANES(6),

@@ -22,6 +22,7 @@ from flashllm.errors import FormatError, UnsupportedModelError
 
 PLAIN = {"F32": ("F32", 4), "F16": ("F16", 2), "BF16": ("BF16", 2)}  # kind -> safetensors' code, bytes an element
 _PLAIN_ENDINGS = (".bias", "_norm.weight")
+_I2_S = 36  # a number that ggml gives to nothing any more
 _ALIGNMENT, _DEFAULT_ALIGNMENT = "general.alignment", 32
 
 
@@ -90,6 +91,11 @@ def _aligned(nbytes: int, alignment: int) -> int:
 def _kind_of(number: int, where: str) -> _Kind:
     """The kind of this number, which can be read."""
     gguf: Any = importlib.import_module("gguf")
+    if number == _I2_S:
+        raise UnsupportedModelError(
+            f"{where} is of kind I2_S, bitnet.cpp's own, whose layout depends on the processor that it was made for; "
+            "give the model's Hugging Face folder (microsoft/bitnet-b1.58-2B-4T), which keeps its 2 bits, or TQ2_0"
+        )
     try:
         kind = gguf.GGMLQuantizationType(number)
         weights, nbytes = gguf.GGML_QUANT_SIZES[kind]

@@ -47,7 +47,7 @@ inline void spread_codes(const std::uint8_t* unit, std::int8_t* to) {
 // The code of weight 0, of weights without minimums.
 template <std::size_t kBits>
 constexpr float zero_code() {
-  return kBits == 8 ? 0.0F : static_cast<float>(1 << (kBits - 1));
+  return kBits == 8 ? 0.0F : kBits == 2 ? 1.0F : static_cast<float>(1 << (kBits - 1));
 }
 
 // A unit's codes less `zero`, as floats.
@@ -58,6 +58,10 @@ inline void load_codes(const std::uint8_t* unit, float zero, Vec* to) {
   } else if constexpr (kBits == 8) {
     const auto* codes = reinterpret_cast<const std::int8_t*>(unit);
     for (std::size_t v = 0; v < kUnitVectors; ++v) to[v] = Vec::load_i8(codes + v * Vec::kWidth);
+#if defined(__AVX2__)
+  } else if constexpr (kBits == 2) {
+    Vec::unpack_pairs(unit, zero, to);
+#endif
   } else {
     std::int8_t codes[kCodeUnit];
     spread_codes<kBits>(unit, codes);
@@ -149,6 +153,38 @@ struct Mxfp4 {
   }
   static void prefetch_groups(const Row& row) {
     for (const std::uint8_t* line = row.powers; line < row.codes; line += kCacheLine)
+      __builtin_prefetch(line, 0, 2);
+  }
+};
+
+// As row_codecs.h says of ternary; a vector may begin anywhere.
+struct Ternary {
+  static constexpr bool kReorders = false;
+  static constexpr std::size_t kBits = 2;
+  struct Row {
+    const std::uint8_t *scales, *codes;
+    float scale(std::size_t j) const {
+      float found;
+      __builtin_memcpy(&found, scales + j / kSharedFactors * sizeof found, sizeof found);
+      return found;
+    }
+  };
+  static Row at(const void* vector, std::size_t k) {
+    const auto* scales = static_cast<const std::uint8_t*>(vector);
+    return {scales, scales + (k + kSharedFactors - 1) / kSharedFactors * sizeof(float)};
+  }
+
+  static void decode(const Row& row, std::size_t j, Vec* to) {
+    const Vec scale = Vec::set(row.scale(j));
+    load_codes<kBits>(row.codes + j / 8 * kBits, zero_code<kBits>(), to);
+    for (std::size_t v = 0; v < kUnitVectors; ++v) to[v] = to[v] * scale;
+  }
+
+  static void prefetch_codes(const Row& row, std::size_t j) {
+    if (j % (4 * kCacheLine) == 0) __builtin_prefetch(row.codes + j / 8 * kBits, 0, 2);
+  }
+  static void prefetch_groups(const Row& row) {
+    for (const std::uint8_t* line = row.scales; line < row.codes; line += kCacheLine)
       __builtin_prefetch(line, 0, 2);
   }
 };

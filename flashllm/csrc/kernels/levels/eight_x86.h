@@ -85,6 +85,32 @@ struct Eight {
     const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
     return {_mm256_cvtepi32_ps(sum_by_fours(_mm256_set1_epi8(1), bytes))};
   }
+  // With VNNI lanes 2 q and 2 q + 1 are of codes where they lie, 4^q times what they are, which ends in `of`.
+  struct Sums {
+    __m256i v;
+  };
+  static Sums no_sums() { return {_mm256_setzero_si256()}; }
+  static Sums add_pairs(Sums sums, const std::uint8_t* p, const std::int8_t* x) {
+    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+#if defined(__AVX512VNNI__)
+    constexpr std::int64_t kEach = 0x0303030303030303;
+    const __m256i places = _mm256_setr_epi64x(
+        kEach, kEach << 2, kEach << 4, static_cast<std::int64_t>(static_cast<std::uint64_t>(kEach) << 6));
+    const __m256i codes = _mm256_and_si256(_mm256_set1_epi64x(load<std::int64_t>(p)), places);
+    return {_mm256_dpbusd_epi32(sums.v, codes, bytes)};
+#else
+    return {_mm256_add_epi32(sums.v, sum_by_fours(codes_of<2>(p), bytes))};
+#endif
+  }
+  static Eight of(Sums sums) {
+    const Eight found{_mm256_cvtepi32_ps(sums.v)};
+#if defined(__AVX512VNNI__)
+    return {
+        _mm256_mul_ps(found.v, _mm256_setr_ps(1, 1, 0.25F, 0.25F, 0.0625F, 0.0625F, 0.015625F, 0.015625F))};
+#else
+    return found;
+#endif
+  }
   // The same with 32 words.
   template <std::size_t kBits>
   static Eight dot_unit(const std::uint8_t* codes, const std::int16_t* x) {

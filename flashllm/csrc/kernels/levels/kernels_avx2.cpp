@@ -57,6 +57,15 @@ struct Vec {
       to[N + i] = widened(_mm_shuffle_epi8(values, _mm_and_si128(_mm_srli_epi16(bytes, 4), mask)));
     }
   }
+  // A unit's codes of two bits, less `zero`: a register has the four numbers in each of its halves.
+  static void unpack_pairs(const std::uint8_t* unit, float zero, Vec* to) {
+    const __m256 numbers = _mm256_sub_ps(_mm256_setr_ps(0, 1, 2, 3, 0, 1, 2, 3), _mm256_set1_ps(zero));
+    const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(unit)));
+    to[0] = {_mm256_permutevar_ps(numbers, bytes)};
+    to[1] = {_mm256_permutevar_ps(numbers, _mm256_srli_epi32(bytes, 2))};
+    to[2] = {_mm256_permutevar_ps(numbers, _mm256_srli_epi32(bytes, 4))};
+    to[3] = {_mm256_permutevar_ps(numbers, _mm256_srli_epi32(bytes, 6))};
+  }
   // bits_of_half_power of kWidth scales
   static Vec half_powers(const std::uint8_t* p) {
     const __m256i e = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));

@@ -61,6 +61,18 @@ struct Vec {
       to[N + i] = {_mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), weights.v)};
     }
   }
+  // A unit's codes of two bits, less `zero`: a register has the four numbers in each of its quarters.
+  static void unpack_pairs(const std::uint8_t* unit, float zero, Vec* to) {
+    std::int64_t word;
+    __builtin_memcpy(&word, unit, sizeof word);
+    const __m512 numbers =
+        _mm512_sub_ps(_mm512_broadcast_f32x4(_mm_setr_ps(0, 1, 2, 3)), _mm512_set1_ps(zero));
+    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_set1_epi64x(word));
+    const __m512i first = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 2, 2);
+    to[0] = {_mm512_permutevar_ps(numbers, _mm512_srlv_epi32(bytes, first))};
+    to[1] = {_mm512_permutevar_ps(numbers,
+                                  _mm512_srlv_epi32(bytes, _mm512_add_epi32(first, _mm512_set1_epi32(4))))};
+  }
   // bits_of_half_power of kWidth scales
   static Vec half_powers(const std::uint8_t* p) {
     const __m512i e = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));

@@ -422,4 +422,5 @@ const CodecKernels kCodecs[kCodedCodecs] = {
     kernels_of<Carried<3, 16, false, true>>(),
     kernels_of<Carried<4, 32, false, false, true>>(),
     kernels_of<Carried<4, 32, false, true, true>>(),
+    kernels_of<Ternary>(),
 };

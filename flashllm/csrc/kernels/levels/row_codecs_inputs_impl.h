@@ -3,7 +3,8 @@
 // half_powers, set_halves (two floats, four lanes each), first, *, +, fma (which rounds once), sum, and
 // dot_unit<bits>: the sums of a unit's products by fours, of int8 inputs and, where the weights have 8 bits,
 // of int16 ones. Codes of 2, 4 and 5 bits begin at 0, those of 3 and 6 at -4 and -32. dot_fp4_unit and
-// dot_iq4_unit: the same of kFp4FromZero and kIq4. unit_sums: of int8 inputs by fours.
+// dot_iq4_unit: the same of kFp4FromZero and kIq4. unit_sums: of int8 inputs by fours. Sums, no_sums,
+// add_pairs, of: as dot_unit<2>, added to those of other units before they are floats.
 
 constexpr std::size_t kScaled = 8;  // units whose scales are multiplied together
 template <std::size_t T>
@@ -11,14 +12,15 @@ constexpr std::size_t kRowsOf = T == 1   ? kRows
                                 : T == 2 ? 2
                                          : 1;  // rows that T tokens take together
 
-// What is peculiar to a codec: bits a code, scales a unit, what its codes are offset by, products of a unit,
-// and what codes that are no integers stand for.
-// scales(row, u): those of kScaled units from unit u, a multiple of kScaled, on; behind a row's last ones lie
-// codes, at least 16 bytes of them.
+// What is peculiar to a codec: bits a code, scales a unit, or one for kScaled (kWhole), what its codes are
+// offset by, products of a unit, and what codes that are no integers stand for. scales(row, u): those of
+// kScaled units from unit u, a multiple of kScaled, on; behind a row's last ones lie codes, at least 16 bytes
+// of them.
 template <std::size_t kCodeBits, std::size_t kGroup, bool kMinimum>
 struct GroupedUnits : Grouped<kCodeBits, kGroup, kMinimum> {
   using Row = typename Grouped<kCodeBits, kGroup, kMinimum>::Row;
   static constexpr std::size_t kBits = kCodeBits, kScales = 1;
+  static constexpr bool kWhole = false;
   static constexpr bool kMinimums = kMinimum, kOffset = kBits == 4;
   static constexpr const std::int8_t* kTable = nullptr;
 
@@ -42,6 +44,7 @@ template <std::size_t kCodeBits, std::size_t kGroup, bool kMinimum, bool kFactor
 struct CarriedUnits : Carried<kCodeBits, kGroup, kMinimum, kFactors, kOfTable> {
   using Row = typename Carried<kCodeBits, kGroup, kMinimum, kFactors, kOfTable>::Row;
   static constexpr std::size_t kBits = kCodeBits, kScales = kCodeUnit / kGroup;
+  static constexpr bool kWhole = false;
   static constexpr bool kMinimums = kMinimum, kOffset = kScales == 1 && !kOfTable;
   static constexpr const std::int8_t* kTable = kOfTable ? kIq4 : nullptr;
   static_assert(kSharedFactors == kScaled * kCodeUnit, "a shared scale is that of the units taken together");
@@ -76,6 +79,7 @@ struct CarriedUnits : Carried<kCodeBits, kGroup, kMinimum, kFactors, kOfTable> {
 
 struct Mxfp4Units : Mxfp4 {
   static constexpr std::size_t kBits = 4, kScales = 1;
+  static constexpr bool kWhole = false;
   static constexpr bool kMinimums = false, kOffset = true;
   static constexpr const std::int8_t* kTable = kFp4;
 
@@ -85,6 +89,18 @@ struct Mxfp4Units : Mxfp4 {
   }
   static Eight products(const std::uint8_t* codes, const std::int8_t* x) {
     return Eight::dot_fp4_unit(codes, x);
+  }
+};
+
+struct TernaryUnits : Ternary {
+  static constexpr std::size_t kScales = 1;
+  static constexpr bool kWhole = true, kMinimums = false, kOffset = true;
+  static constexpr const std::int8_t* kTable = nullptr;
+  static_assert(kSharedFactors == kScaled * kCodeUnit, "a scale is that of the units taken together");
+
+  static Eight scales(const Row& row, std::size_t u) { return Eight::set(row.scale(u * kCodeUnit)); }
+  static Eight offsets(const Row&, std::size_t, const Eight& scale) {
+    return scale * Eight::set(-zero_code<kBits>());
   }
 };
 
@@ -139,6 +155,23 @@ struct CodedDot {
     }
   }
 
+  // The same of `count` units, which have one scale: their products are summed as integers.
+  template <std::size_t T>
+  static void add_units(const Row& row, const CodedInputs* x, const float (*scales)[kScaleCount],
+                        std::size_t u, std::size_t count, Eight (*sum)[2]) {
+    for (std::size_t t = 0; t < T; ++t) {
+      const Input* inputs = static_cast<const Input*>(x[t].codes) + u * kCodeUnit;
+      const std::uint8_t* codes = row.codes + u * kUnitNbytes;
+      typename Eight::Sums sums = Eight::no_sums();
+#pragma GCC unroll 8
+      for (std::size_t i = 0; i < kScaled; ++i) {
+        if (i == count) break;
+        sums = Eight::add_pairs(sums, codes + i * kUnitNbytes, inputs + i * kCodeUnit);
+      }
+      sum[t][0] = fma(Eight::of(sums), Eight::set(scales[t][0]), sum[t][0]);
+    }
+  }
+
   // out[t * out_stride + r] of R rows and T tokens, each sum in one order; next[r]: what to fetch while
   // row[r] is read.
   template <std::size_t R, std::size_t T>
@@ -159,10 +192,14 @@ struct CodedDot {
           for (std::size_t line = 0; line < kScaled * kUnitNbytes; line += kCacheLine)
             __builtin_prefetch(next[r].codes + u * kUnitNbytes + line, 0, 2);
       }
+      if constexpr (Units::kWhole) {
+        for (std::size_t r = 0; r < R; ++r) add_units<T>(row[r], x, scales[r], u, left, sum[r]);
+      } else {
 #pragma GCC unroll 8
-      for (std::size_t i = 0; i < kScaled; ++i) {
-        if (i == left) break;
-        for (std::size_t r = 0; r < R; ++r) add_unit<T>(row[r], x, scales[r], u, i, sum[r]);
+        for (std::size_t i = 0; i < kScaled; ++i) {
+          if (i == left) break;
+          for (std::size_t r = 0; r < R; ++r) add_unit<T>(row[r], x, scales[r], u, i, sum[r]);
+        }
       }
     }
     for (std::size_t r = 0; r < R; ++r)
@@ -240,6 +277,7 @@ const CodedInputKernels kInt8[kCodedCodecs] = {
     input_kernels_of<std::int8_t, CarriedUnits<3, 16, false, true>>(),
     input_kernels_of<std::int8_t, CarriedUnits<4, 32, false, false, true>>(),
     input_kernels_of<std::int8_t, CarriedUnits<4, 32, false, true, true>>(),
+    input_kernels_of<std::int8_t, TernaryUnits>(),
 };
 const CodedInputKernels kInt16[kInt16Codecs] = {
     input_kernels_of<std::int16_t, GroupedUnits<8, 32, false>>(),

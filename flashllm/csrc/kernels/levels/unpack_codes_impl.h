@@ -46,4 +46,5 @@ const UnpackCodes kUnpack[kCodedCodecs] = {
     unpack_codes<CarriedUnits<3, 16, false, true>>,
     unpack_codes<CarriedUnits<4, 32, false, false, true>>,
     unpack_codes<CarriedUnits<4, 32, false, true, true>>,
+    unpack_codes<TernaryUnits>,
 };
