@@ -6,9 +6,9 @@
 // The real reader, checksums on, against resident products: each of 32 layers multiplies 4 matrices of
 // 4096 x 4096 in bf16 (the attention of the OPT-6.7B shape; the weights of 8 layers in turn, far beyond any
 // cache) on two threads, then needs 6.3 MB of rows at random places of FILE. Of the next layer's rows, the
-// share `recall` is prefetched where this layer's FFN begins; the rest is read on demand when their layer needs
-// them. Prefetched rows that were not needed are not modelled: precision is 1. Recall 0 is the serial token;
-// recall -1 the reads alone, -2 the products alone. All variants take turns in each round.
+// share `recall` is prefetched where this layer's FFN begins; the rest is read on demand when their layer
+// needs them. Prefetched rows that were not needed are not modelled: precision is 1. Recall 0 is the serial
+// token; recall -1 the reads alone, -2 the products alone. All variants take turns in each round.
 //
 // FILE repeats a block of 64 MiB, so that the checksums of all its rows are known.
 #include <sys/resource.h>
@@ -22,10 +22,10 @@
 #include <string>
 #include <vector>
 
-#include "kernels/kernels.h"
 #include "io/memory.h"
 #include "io/reader.h"
 #include "io/xxh3.h"
+#include "kernels/kernels.h"
 
 namespace {
 
