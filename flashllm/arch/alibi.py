@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from flashllm.arch.family import always, decoder, decoder_block, fused, fused_tensors, linear_tensors
-from flashllm.arch.spec import Alibi, BlockSpec, Config, check_number, check_size
+from flashllm.arch.mixers import Alibi, check_size
+from flashllm.arch.spec import BlockSpec, Config, check_number
 from flashllm.arch.tensors import Part
 from flashllm.errors import UnsupportedModelError
 

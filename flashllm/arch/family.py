@@ -8,20 +8,10 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any, Literal
 
+from flashllm.arch.mixers import Attention, Rotary, check_size
 from flashllm.arch.mixture import ExpertsSpec
 from flashllm.arch.rotary import DEFAULT_THETA, rotary, trained_context
-from flashllm.arch.spec import (
-    MAX_CONTEXT,
-    MAX_LAYERS,
-    Attention,
-    BlockSpec,
-    Config,
-    LayerSpec,
-    Rotary,
-    check_number,
-    check_size,
-    known_activation,
-)
+from flashllm.arch.spec import MAX_CONTEXT, MAX_LAYERS, BlockSpec, Config, LayerSpec, check_number, known_activation
 from flashllm.arch.tensors import ArchitectureSpec, Part, ResidentTensor
 from flashllm.errors import UnsupportedModelError
 

@@ -22,7 +22,8 @@ from flashllm.arch.family import (
     never,
     says,
 )
-from flashllm.arch.spec import BlockSpec, Config, check_size
+from flashllm.arch.mixers import check_size
+from flashllm.arch.spec import BlockSpec, Config
 from flashllm.arch.tensors import ArchitectureSpec, Part, ResidentTensor
 from flashllm.errors import UnsupportedModelError
 

@@ -4,16 +4,8 @@ Learned positions from row 2 on, layer norms, one key-value head a head, a plain
 """
 
 from flashllm.arch.family import bias_tensors, is_untied, linear_tensors, norm_tensors, says
-from flashllm.arch.spec import (
-    MAX_CONTEXT,
-    MAX_LAYERS,
-    Attention,
-    BlockSpec,
-    Config,
-    LayerSpec,
-    check_size,
-    known_activation,
-)
+from flashllm.arch.mixers import Attention, check_size
+from flashllm.arch.spec import MAX_CONTEXT, MAX_LAYERS, BlockSpec, Config, LayerSpec, known_activation
 from flashllm.arch.tensors import ArchitectureSpec, ResidentTensor
 
 _BASE = "model.decoder."

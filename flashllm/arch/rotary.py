@@ -9,7 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from flashllm.arch.spec import MAX_CONTEXT, Config, Rotary, check_number, check_size
+from flashllm.arch.mixers import Rotary, check_size
+from flashllm.arch.spec import MAX_CONTEXT, Config, check_number
 from flashllm.errors import UnsupportedModelError
 
 DEFAULT_THETA = 10_000.0

@@ -60,21 +60,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from flashllm.arch.mixers import Attention, DeltaRule, HeadStates, Keeping, Latent, Mixer, ShortConvolution, StateSpace
 from flashllm.arch.mixture import ExpertsSpec
-from flashllm.arch.spec import (
-    Attention,
-    BlockSpec,
-    Config,
-    DeltaRule,
-    HeadStates,
-    Keeping,
-    Latent,
-    LayerSpec,
-    Mixer,
-    PerLayerEmbedding,
-    ShortConvolution,
-    StateSpace,
-)
+from flashllm.arch.spec import BlockSpec, Config, LayerSpec, PerLayerEmbedding
 from flashllm.errors import FormatError
 
 Shape = tuple[int, ...]

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flashllm.arch.mixers import Attention
 from flashllm.arch.registry import block_spec, resolve, spec_of
-from flashllm.arch.spec import Architecture, Attention, BlockSpec
+from flashllm.arch.spec import Architecture, BlockSpec
 from flashllm.base.files import is_there, read_json_object
 from flashllm.errors import FormatError, UnsupportedModelError, UsageError
 from flashllm.format.manifest import MANIFEST

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from flashllm.arch.spec import Attention, BlockSpec
+from flashllm.arch.mixers import Attention
+from flashllm.arch.spec import BlockSpec
 from flashllm.format.manifest import Manifest
 
 _READ_AHEAD = 6  # streaming blocks in flight while one is used: they last through a layer's attention (bench/log)

@@ -12,6 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto import modeling_auto
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from flashllm.arch.mixers import Alibi, Attention, Rotary, StateSpace
 from flashllm.arch.mixture import ExpertsSpec
 from flashllm.arch.refused import SAME
 from flashllm.arch.registry import (
@@ -25,7 +26,7 @@ from flashllm.arch.registry import (
     source_shapes,
     spec_of,
 )
-from flashllm.arch.spec import Alibi, Architecture, Attention, LayerSpec, Rotary, StateSpace
+from flashllm.arch.spec import Architecture, LayerSpec
 from flashllm.arch.tensors import ResidentTensor
 from flashllm.errors import FormatError, UnsupportedModelError
 

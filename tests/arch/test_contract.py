@@ -20,8 +20,8 @@ from arch_reference import ReferenceDecoder
 from offload_runs import MIXED, answers, policy
 
 from flashllm import _core
+from flashllm.arch.mixers import Latent
 from flashllm.arch.registry import ARCHITECTURES
-from flashllm.arch.spec import Latent
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
 from flashllm.errors import FlashIOError, UnsupportedModelError, UsageError

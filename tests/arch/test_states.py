@@ -13,8 +13,8 @@ import torch
 from arch_models import VARIANTS, make_config, open_model
 from arch_reference import ReferenceDecoder
 
+from flashllm.arch.mixers import Rotary
 from flashllm.arch.registry import block_spec
-from flashllm.arch.spec import Rotary
 from flashllm.errors import UnsupportedModelError
 
 IDS = torch.randint(4, 300, (70,), generator=torch.Generator().manual_seed(7)).tolist()

@@ -5,7 +5,8 @@ import pytest
 from native_arrays import DTYPES, LEVELS, narrow, random_values
 
 from flashllm import _core
-from flashllm.arch.spec import Attention, BlockSpec, LayerSpec, Rotary
+from flashllm.arch.mixers import Attention, Rotary
+from flashllm.arch.spec import BlockSpec, LayerSpec
 
 D, NEURONS, ROWS = 32, 48, 11
 ROTARY = Rotary(inverse_frequency=(1.0, 0.1))

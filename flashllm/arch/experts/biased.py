@@ -28,9 +28,10 @@ from flashllm.arch.family import (
 )
 from flashllm.arch.llama.names import AROUND, BARE, BIASED, projections
 from flashllm.arch.llama.windowed import EXAONE_DEFAULTS, exaone_block, slides, with_types
+from flashllm.arch.mixers import check_size
 from flashllm.arch.mixture import RouterSpec
 from flashllm.arch.rotary import rotary_by_type
-from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, LayerSpec, check_number, check_size
+from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, LayerSpec, check_number
 from flashllm.arch.tensors import ResidentTensor
 from flashllm.errors import UnsupportedModelError
 

@@ -7,8 +7,9 @@ from flashllm.arch.experts.row import experts_of, in_layer, matrices, row
 from flashllm.arch.llama.dense import MULTIPLIERS, granite_block
 from flashllm.arch.llama.names import BIASED, LLAMA_DEFAULTS
 from flashllm.arch.llama.windowed import GRANITE_SWA_DEFAULTS, SINKS, granite_swa_block
+from flashllm.arch.mixers import check_size
 from flashllm.arch.mixture import ExpertsSpec, RouterSpec
-from flashllm.arch.spec import BlockSpec, Config, check_size
+from flashllm.arch.spec import BlockSpec, Config
 from flashllm.arch.tensors import ArchitectureSpec
 
 _MOE = "model.layers.{i}.block_sparse_moe."

@@ -9,7 +9,8 @@ from flashllm.arch.experts.plain import W
 from flashllm.arch.experts.row import dense_first, experts_of, grouped_router, in_layer, matrices, row, shared_neurons
 from flashllm.arch.family import turning
 from flashllm.arch.llama.latent import LATENT, LATENT_DEFAULTS, LATENT_NORMS, latent_block
-from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, DeltaRule, LayerSpec, check_size
+from flashllm.arch.mixers import DeltaRule, check_size
+from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, LayerSpec
 from flashllm.arch.tensors import ResidentTensor, attentions, delta_rules
 from flashllm.errors import UnsupportedModelError
 

@@ -4,8 +4,9 @@ from typing import Any
 
 from flashllm.arch.experts.row import SHARED, dense_first, experts_of, grouped_router, row, shared_neurons
 from flashllm.arch.llama.latent import LATENT, LATENT_DEFAULTS, LATENT_NORMS, latent_block
+from flashllm.arch.mixers import check_size
 from flashllm.arch.mixture import RouterSpec
-from flashllm.arch.spec import BlockSpec, Config, check_number, check_size
+from flashllm.arch.spec import BlockSpec, Config, check_number
 from flashllm.errors import UnsupportedModelError
 
 _COMMON: dict[str, Any] = {

@@ -17,9 +17,10 @@ from flashllm.arch.family import alternating, always, decoder_block, head_size, 
 from flashllm.arch.llama.dense import COHERE_DEFAULTS, HUNYUAN_DEFAULTS, HUNYUAN_NORMS, cohere_block
 from flashllm.arch.llama.names import BEHIND, BIASED, projections
 from flashllm.arch.llama.windowed import slides
+from flashllm.arch.mixers import check_size
 from flashllm.arch.mixture import RouterSpec
 from flashllm.arch.rotary import rope_parameters, rotary_by_type
-from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, check_number, check_size
+from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, check_number
 from flashllm.arch.tensors import ResidentTensor
 from flashllm.errors import UnsupportedModelError
 

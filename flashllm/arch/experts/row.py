@@ -9,8 +9,9 @@ from typing import Any
 
 from flashllm.arch.family import decoder
 from flashllm.arch.llama.names import BEFORE
+from flashllm.arch.mixers import check_size
 from flashllm.arch.mixture import ExpertsSpec, RouterSpec
-from flashllm.arch.spec import MAX_LAYERS, Config, check_number, check_size
+from flashllm.arch.spec import MAX_LAYERS, Config, check_number
 from flashllm.arch.tensors import ArchitectureSpec, ResidentTensor, mixtures
 
 _DEFAULTS: dict[str, Any] = {

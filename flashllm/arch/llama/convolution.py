@@ -10,16 +10,9 @@ from flashllm.arch.experts.row import dense_first, experts_of, in_layer
 from flashllm.arch.experts.row import row as mixture
 from flashllm.arch.family import always, decoder_block, linear_tensors, says
 from flashllm.arch.llama.names import row
+from flashllm.arch.mixers import ShortConvolution, check_size
 from flashllm.arch.mixture import RouterSpec
-from flashllm.arch.spec import (
-    MAX_LAYERS,
-    BlockSpec,
-    Config,
-    LayerSpec,
-    ShortConvolution,
-    check_number,
-    check_size,
-)
+from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, LayerSpec, check_number
 from flashllm.arch.tensors import Part, ResidentTensor, attentions, short_convolutions
 
 _CONVOLUTION, _ATTENTION = "conv", "full_attention"

@@ -10,9 +10,10 @@ from flashllm.arch.experts.plain import dense_layers
 from flashllm.arch.experts.row import GATED_SHARED, experts_of, row
 from flashllm.arch.family import When, always, decoder, decoder_block, head_size, kv_heads, linear_tensors, says
 from flashllm.arch.llama.names import BEFORE, BEHIND, BIASED, GATED
+from flashllm.arch.mixers import DeltaRule, check_size
 from flashllm.arch.mixture import ExpertsSpec, RouterSpec
 from flashllm.arch.rotary import DEFAULT_THETA, rope_parameters
-from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, DeltaRule, LayerSpec, check_size
+from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, LayerSpec
 from flashllm.arch.tensors import Part, ResidentTensor, attentions, delta_rules
 from flashllm.errors import UnsupportedModelError
 

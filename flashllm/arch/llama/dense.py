@@ -27,7 +27,8 @@ from flashllm.arch.llama.names import (
     projections,
     row,
 )
-from flashllm.arch.spec import BlockSpec, Config, check_number, check_size
+from flashllm.arch.mixers import check_size
+from flashllm.arch.spec import BlockSpec, Config, check_number
 from flashllm.errors import UnsupportedModelError
 
 LLAMA = row("llama", defaults=LLAMA_DEFAULTS, attention=BIASED, ffn_bias=says("mlp_bias"))

@@ -9,17 +9,10 @@ from typing import Any
 from flashllm.arch.experts.row import experts_of, in_layer, matrices
 from flashllm.arch.family import alternating, decoder_block, head_size, says
 from flashllm.arch.llama.names import AROUND, BIASED, GATED, row
+from flashllm.arch.mixers import check_size
 from flashllm.arch.mixture import ExpertsSpec, RouterSpec
 from flashllm.arch.rotary import rope_parameters, rotary_by_type, rotary_of
-from flashllm.arch.spec import (
-    MAX_LAYERS,
-    BlockSpec,
-    Config,
-    LayerSpec,
-    PerLayerEmbedding,
-    check_number,
-    check_size,
-)
+from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, LayerSpec, PerLayerEmbedding, check_number
 from flashllm.arch.tensors import TOKEN_TABLE, ArchitectureSpec, ResidentTensor, mixtures, own_keys, own_values
 from flashllm.errors import UnsupportedModelError
 

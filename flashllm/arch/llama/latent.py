@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from flashllm.arch.family import decoder_block, linear_tensors, says
 from flashllm.arch.llama.names import row
+from flashllm.arch.mixers import Latent, check_size
 from flashllm.arch.rotary import rope_parameters
-from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, Latent, check_number, check_size
+from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, check_number
 from flashllm.arch.tensors import ArchitectureSpec, Part, ResidentTensor
 
 _EPSILON = 1e-6  # of the latent norms, whatever the config says of the others: the vendors' code has it

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flashllm.arch.family import When, always, decoder, decoder_block, linear_tensors, never, says
-from flashllm.arch.spec import check_size
+from flashllm.arch.mixers import check_size
 from flashllm.arch.tensors import ArchitectureSpec, Part, ResidentTensor
 
 UNGATED = {"up": "mlp.up_proj", "down": "mlp.down_proj"}

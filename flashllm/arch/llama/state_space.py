@@ -11,7 +11,8 @@ from flashllm.arch.experts.row import row as mixture
 from flashllm.arch.family import always, decoder_block, head_size, linear_tensors, never, says
 from flashllm.arch.llama.dense import MULTIPLIERS, granite_block
 from flashllm.arch.llama.names import BIASED, LLAMA_DEFAULTS, projections, row
-from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, StateSpace, check_number, check_size
+from flashllm.arch.mixers import StateSpace, check_size
+from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, check_number
 from flashllm.arch.tensors import Part, ResidentTensor, attentions, state_spaces
 from flashllm.errors import UnsupportedModelError
 

@@ -15,9 +15,10 @@ from flashllm.arch.llama.names import (
     MISTRAL_DEFAULTS,
     row,
 )
+from flashllm.arch.mixers import check_size
 from flashllm.arch.rotary import rotary as rotary_of_all
 from flashllm.arch.rotary import rotary_by_type
-from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, check_number, check_size
+from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, check_number
 from flashllm.arch.tensors import ResidentTensor
 
 

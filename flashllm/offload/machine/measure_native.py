@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
-from flashllm.arch.spec import Attention, BlockSpec, LayerSpec, Rotary
+from flashllm.arch.mixers import Attention, Rotary
+from flashllm.arch.spec import BlockSpec, LayerSpec
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.dtypes import cast as cast_dtype
 from flashllm.offload.planner.packing import WeightPacking

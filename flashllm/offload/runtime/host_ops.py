@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
-from flashllm.arch.spec import Attention, BlockSpec
+from flashllm.arch.mixers import Attention
+from flashllm.arch.spec import BlockSpec
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.offload.runtime.ops import ROWS_TOGETHER, Attend, Positions, Projected, Tensors
 

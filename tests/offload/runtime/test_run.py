@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from offload_runs import CPU, DEVICE, DISK, LENGTHS, MIXED, answers, policy, sequences
 
 from flashllm import _core
-from flashllm.arch.spec import Attention, BlockSpec, LayerSpec
+from flashllm.arch.mixers import Attention
+from flashllm.arch.spec import BlockSpec, LayerSpec
 from flashllm.errors import BudgetError
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.offload.jobs.sequences import Sequence

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from flashllm.arch.spec import Attention
+from flashllm.arch.mixers import Attention
 from flashllm.offload.runtime.accelerator.codec import (
     GROUP,
     codes_nbytes,

@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from flashllm.arch.spec import BlockSpec, Rotary
+from flashllm.arch.mixers import Rotary
+from flashllm.arch.spec import BlockSpec
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.errors import UnsupportedModelError
 from flashllm.offload.runtime.accelerator.codec import PackedMatrix
