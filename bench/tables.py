@@ -78,6 +78,11 @@ def beside() -> list[Pair]:
         one = load(path)
         medians = one["token_median_s"]
         rows.append(Pair(name, one["gguf_bytes"], one["memory"], medians["flashllm"], medians["llama.cpp"], path))
+    path = "peer/results/whole_qwen3.6-35b-a3b.json"
+    whole = load(path)
+    ran = {run["engine"]: run for run in whole["runs"] if run["memory"] == 8_000_000_000}
+    ours, theirs = (ran[engine]["runs"][1]["token_ms"] / 1e3 for engine in ("flashllm", "llama.cpp"))  # warm
+    rows.append(Pair("Qwen3.6-35B-A3B, Q4_K_M", whole["file_bytes"], ran["flashllm"]["memory"], ours, theirs, path))
     path = "engine/results/breakdown_qwen3_30b_a3b_8layers.json"
     qwen, ran = load(path), load(path)["conditions"]
     ours, theirs = qwen["engines"]["flashllm"]["total_ms"] / 1e3, qwen["llama_cpp_token_median_s"]
