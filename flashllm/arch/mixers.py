@@ -1,4 +1,4 @@
-"""What mixes a layer's positions: attention, or a recurrence over a state. Plain values, without tensors or files."""
+"""The mixers of a layer: attention, or a recurrence over a state. Plain values, without tensors or files."""
 
 import math
 from collections.abc import Mapping

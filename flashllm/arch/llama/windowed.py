@@ -33,7 +33,7 @@ def with_types(config: Config, period: int, *, first: bool = False) -> dict[str,
 
 
 def slides(config: Config) -> list[bool]:
-    """Of each layer, whether it has a window; a window longer than the context is one."""
+    """True for each layer that attends within a window; one longer than the context counts."""
     return [kind == "sliding_attention" and config["sliding_window"] is not None for kind in config["layer_types"]]
 
 

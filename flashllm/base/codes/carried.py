@@ -108,7 +108,7 @@ def weights(form: ScaleForm, codes: Codes, scales: Mapping[str, NDArray[np.gener
 
 
 def _numbers(form: ScaleForm, codes: Codes) -> Floats:
-    """What codes stand for, before their scales."""
+    """The numbers that codes stand for, before their scales."""
     found: Floats = TABLES[form.table][codes] if form.table else codes.astype(np.float32)
     return found
 

@@ -134,7 +134,7 @@ def drop_page_cache() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CappedRun:
-    """What became of a command under a limit."""
+    """The outcome of a command under a limit."""
 
     limit_bytes: int
     peak_bytes: int

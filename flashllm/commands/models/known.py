@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def row_of(known: "WellKnown", config: "RunConfig", available: int) -> dict[str, Any]:
-    """What is known of a model within the run's limit: sizes in bytes, seconds (None: not known)."""
+    """A model's sizes in bytes and times in seconds within the run's limit (None: not known)."""
     import dataclasses
 
     from flashllm.base.group_codes import DEFAULT_GROUP, code_of

@@ -73,22 +73,16 @@ void add_columns(const RowFormat& format, const std::byte* rows, std::size_t cou
                  const ScalePlane* plane, TileRows h, std::size_t tokens, float* y, ThreadPool& pool,
                  SimdLevel level) {
   const std::size_t width = format.d_model;
+  // Columns that are not multiplied as codes are widened for all tokens, where those are enough to pay for
+  // it. Whole vectors; the scalar level rounds a vector's end once.
+  const bool is_whole = width % kColumnPad == 0 && level != SimdLevel::scalar;
   if (plane != nullptr) {
     const PlaneRows columns(rows + format.down, format.stride, static_cast<std::size_t>(first), width,
                             format.down_codec, *plane, level);
     if (columns.can_add_codes(format.inputs)) return columns.add_codes(count, h, tokens, y, width, pool);
-  }
-  // Columns are widened for all tokens, where those are enough to pay for it. Whole vectors; the scalar level
-  // rounds a vector's end once.
-  const std::size_t pays = plane != nullptr ? 2 : 3;
-  if (tokens >= pays && width % kColumnPad == 0 && level != SimdLevel::scalar) {
-    if (plane != nullptr)
-      add_rows(PlaneRows(rows + format.down, format.stride, static_cast<std::size_t>(first), width,
-                         format.down_codec, *plane, level),
-               count, width, h, tokens, y, width, pool, level);
-    else
-      add_rows_few(format.matrix(rows, count, format.down), h, tokens, y, width, pool, level);
-    return;
+    if (tokens >= 2 && is_whole) return add_rows(columns, count, width, h, tokens, y, width, pool, level);
+  } else if (tokens >= 3 && is_whole) {
+    return add_rows_few(format.matrix(rows, count, format.down), h, tokens, y, width, pool, level);
   }
   // A lone token's columns of value zero are not read.
   const bool is_alone = tokens == 1;

@@ -88,7 +88,7 @@ void sum_scattered(const PlaneColumns& columns, const float* values, float* y, T
 // a scale. Beside the neurons, values are zeros.
 class TokenCodes {
  public:
-  // Room for neurons [id, id + count), or for more: rows of `terms`.
+  // Room for `terms` values of each token, whole windows of them: those before the first neuron count.
   void begin(std::size_t tokens, std::size_t terms);
   // values[i * step] of neuron id + i
   void set(std::size_t token, std::size_t id, std::size_t count, const float* values, std::size_t step);

@@ -191,7 +191,8 @@ struct RunWindow {
     std::int16_t values[2];
   };
   Term terms[kNeurons / 2];
-  std::size_t ends[2], ids[2];  // of the terms that share a scale, one or two times: where they end, a neuron
+  // Of neurons that share a scale, all or each half: where their terms end, and one of them.
+  std::size_t ends[2], ids[2];
 
   // From `slot` on, which counts from a multiple of kNeurons; `scaled` neurons share a scale.
   RunWindow(const PlaneRun& run, const std::int16_t* values, std::size_t slot, std::size_t scaled) {
