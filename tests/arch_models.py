@@ -10,12 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import make_tokenizer
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.mistral4 import Mistral4Config, Mistral4ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from flashllm.arch.family import decoder_block
 from flashllm.arch.llama.names import BEFORE, BEHIND, LLAMA_DEFAULTS, row
 from flashllm.arch.registry import ARCHITECTURES
 from flashllm.convert.run import convert
+
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)  # known there within a wrapper alone
 
 VOCAB, CONTEXT, LAYERS = 300, 160, 3
 _GROUPED = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -71,7 +74,7 @@ _SIZES = {  # of model_types whose config has other keys
             "v_head_dim": 20,
             "pad_token_id": None,  # whose embedding transformers' Youtu makes zero after it has read it
         }
-        for name in ("youtu", "minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+        for name in ("youtu", "minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
     },
     "falcon": {"hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4},
     "bloom": {"hidden_size": 64, "n_head": 4, "n_layer": LAYERS},
@@ -204,7 +207,7 @@ _SIZES["bailing_moe"] |= {"head_dim": 16, "n_shared_experts": 1, "first_k_dense_
 _SIZES["mimo_v2_flash"] |= {"head_dim": 24, "v_head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 2}
 for _name in ("glm4_moe", "dots1", "solar_open", "bailing_moe", "mimo_v2_flash"):
     _SIZES[_name]["n_routed_experts"] = _SIZES[_name].pop("num_experts")
-for _name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"):
+for _name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"):
     _SIZES[_name] |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
     _SIZES[_name] |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "pad_token_id": 1}
 # Far from 1e-6: of all norms of GLM-4.7-Flash; transformers has another for two of them.
@@ -636,8 +639,20 @@ _TWO_ROPES = {
     "full_attention": {"rope_type": "default", "rope_theta": 500.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
 }
+_GROWING = {  # far more than published models' 0.1
+    **_ROPE,
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 40,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
 VARIANTS |= {
     "ministral": Variant("ministral", _TYPES | {"head_dim": 24}),
+    "ministral3": Variant("ministral3", {"head_dim": 24, "rope_parameters": _GROWING}),
+    "mistral4": Variant("mistral4", {"rope_parameters": _GROWING}),
+    "mistral4 groups": Variant("mistral4", _GROUPS | {"rope_parameters": _GROWING, "q_lora_rank": None}),
     "cwm": Variant("cwm", {"sliding_window": 37}),
     "olmo3": Variant(
         "olmo3",

@@ -274,6 +274,9 @@ class ReferenceDecoder:
             key, value = (states.repeat_interleave(mixer.heads // mixer.kv_heads, 1) for states in made)
             value = value * mixer.value_scale
         query = query * mixer.query_scale
+        if mixer.growth is not None:
+            steps = torch.div(positions, mixer.growth.step, rounding_mode="floor")
+            query = query * (1 + mixer.growth.rate * torch.log1p(steps.float()))[:, None, None]
         scores = self._capped(torch.einsum("qhd,khd->hqk", query, key), mixer.softcap)
         scores = scores + self._alibi(mixer.alibi, positions)
         distance = positions[None, :, None] - positions[None, None, :]

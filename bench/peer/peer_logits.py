@@ -133,8 +133,6 @@ ARCHITECTURES |= {
     )
 }
 LEAST = 0.99  # of the positions have the same likeliest token
-# Its tiny model makes much of little: of llama.cpp's GELU out of a table in fp16, and of deviations over one gate less.
-LEAST_OF = {"gemma3n": 0.7}
 
 
 def llama_logits(path: Path, ids: list[int], out: Path) -> None:
@@ -211,6 +209,16 @@ def compare(name: str, path: Path, count: int) -> dict[str, Any]:
     }
 
 
+def calm_streams(source: Path) -> None:
+    """Weaken what steers Gemma 3n's streams: of the tests' tiny model it makes, over 22 layers, another token of
+    llama.cpp's GELU out of a table in fp16 and of its deviations over one gate less."""
+    from safetensors.numpy import load_file, save_file
+
+    path = source / "model.safetensors"
+    state = {name: 0.1 * each if "modality_router" in name else each for name, each in load_file(path).items()}
+    save_file(state, path, {"format": "pt"})
+
+
 def tiny_files(root: Path, only: list[str]) -> Iterator[tuple[str, Path]]:
     """(name, file) of each tiny model whose name begins with one of `only`."""
     from arch_models import VARIANTS, Variant, make_checkpoint
@@ -222,6 +230,8 @@ def tiny_files(root: Path, only: list[str]) -> Iterator[tuple[str, Path]]:
         folder = root / name.replace(" ", "-")
         kind = VARIANTS.get(variant, Variant(variant))
         source = make_checkpoint(folder / "hf", Variant(kind.model_type, {**kind.config, **config}))
+        if name == "gemma3n":
+            calm_streams(source)
         path = write_gguf(source, folder / "model.gguf", **how)
         yield name, requantised(path, "MOSTLY_Q4_K_M") if name.endswith("Q4_K") else path
 
@@ -249,7 +259,7 @@ def main() -> int:
             figures = result.get("refused") or f"top-1 {100 * result['top_1']:5.1f} %, mean KL {result['kl']:.1e}"
             print(f"{name:28s} {figures}", flush=True)
     print(json.dumps(results))
-    return 0 if all(result.get("top_1", 0) >= LEAST_OF.get(name, LEAST) for name, result in results.items()) else 1
+    return 0 if all(result.get("top_1", 0) >= LEAST for result in results.values()) else 1
 
 
 if __name__ == "__main__":

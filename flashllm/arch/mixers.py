@@ -53,6 +53,19 @@ class Alibi:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """Queries that grow with their position: times 1 + rate * ln(1 + position // step) (Meta AI, 2025: Llama 4)."""
+
+    rate: float
+    step: int
+
+    def __post_init__(self) -> None:
+        check_size("step", self.step, 2**30)
+        if not (math.isfinite(self.rate) and self.rate >= 0):
+            raise ValueError(f"queries must grow by a finite number from 0, not {self.rate}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Latent:
     """Multi-head latent attention (DeepSeek-AI, 2024: DeepSeek-V2): a position keeps one key for all heads, whose first
     `rank` numbers, after a norm, are its value too; the others are the part that is rotated.
@@ -94,6 +107,7 @@ class Attention:
     alibi: Alibi | None = None
     # Of a product with what goes in, that what is mixed is multiplied by; "head_softplus": a number of each head.
     gate: Literal["none", "sigmoid", "softplus", "head_softplus"] = "none"
+    growth: Growth | None = None  # of the queries, with their position
     out_scale: float = 1.0  # of the output
     # Of a value's head and its output's, where that is less than head_dim: the cache keeps head_dim, the rest zeros.
     value_dim: int | None = None

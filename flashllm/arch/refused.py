@@ -41,7 +41,6 @@ _OTHERS = {
     "xglm": "XGLM, with sinusoidal positions; OPT runs",
     "biogpt": "BioGPT; OPT, of the same shape, runs",
     "chatglm": "the first ChatGLM; GLM-4 in transformers' own format has model_type glm",
-    "ministral3": "Ministral 3, a Mistral whose queries are scaled up at late positions; Mistral and Llama run",
     "internlm": "the first InternLM, a Llama with biases in its attention: set model_type to llama and "
     "attention_bias to true in its config.json",
     **dict.fromkeys(

@@ -1,4 +1,5 @@
-"""Rotary frequencies (Su et al., 2021) as a config.json means them, so that the native core knows no scaling rule.
+"""Rotary frequencies (Su et al., 2021) as a config.json means them, so that the native core knows no scaling rule; and
+by how much queries grow with their position, which stands beside them.
 
 Understands transformers' rope types default, linear, dynamic, yarn, longrope, llama3 and proportional, under
 `rope_parameters` or, before transformers 5, `rope_scaling` and `rope_theta`. Types that change with the length
@@ -9,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from flashllm.arch.mixers import Rotary, check_size
+from flashllm.arch.mixers import Growth, Rotary, check_size
 from flashllm.arch.spec import MAX_CONTEXT, Config, check_number
 from flashllm.errors import UnsupportedModelError
 
@@ -82,6 +83,15 @@ def rope_parameters(config: Config) -> dict[str, Any]:
                 raise ValueError(f"{key} must be an object, not {str(rope)[:80]!r}")
             return rope
     return {}
+
+
+def growth(config: Config) -> Growth | None:
+    """How queries grow with their position (`llama_4_scaling_beta`); None where the config does not say so."""
+    rope = rope_parameters(config)
+    if not rope.get("llama_4_scaling_beta"):
+        return None
+    step = check_size("original_max_position_embeddings", rope.get("original_max_position_embeddings"), MAX_CONTEXT)
+    return Growth(rate=check_number("llama_4_scaling_beta", rope["llama_4_scaling_beta"]), step=step)
 
 
 def trained_context(config: Config) -> int:

@@ -20,7 +20,7 @@ from arch_reference import ReferenceDecoder
 from offload_runs import MIXED, answers, policy
 
 from flashllm import _core
-from flashllm.arch.mixers import Latent
+from flashllm.arch.mixers import Growth, Latent
 from flashllm.arch.registry import ARCHITECTURES
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
@@ -227,6 +227,14 @@ def _block(**values):
         ("cohere2_moe", _router(score="softmax")),
         ("cohere2_moe", _turning_as(2)),
         ("cohere2_moe sigmoid, summed", _router(normalized=False)),
+        ("ministral3", _mixer(growth=None)),
+        ("ministral3", _mixer(growth=Growth(rate=0.5, step=41))),
+        ("mistral4", _mixer(growth=None)),
+        ("mistral4", _mixer(query_scale=20**-0.5)),
+        ("mistral4", _router(score="sigmoid")),
+        ("mistral4", _router(normalized=False)),
+        ("mistral4 groups", _router(groups_by="one")),
+        ("mistral4 groups", _router(factor=1.0)),
         ("kimi_linear", _router(score="softmax")),
         ("kimi_linear", _router(factor=1.0)),
         ("kimi_linear", _router(normalized=False)),

@@ -1,11 +1,13 @@
 """Mixtures of experts with multi-head latent attention (DeepSeek-AI, 2024), a row each."""
 
+from dataclasses import replace
 from typing import Any
 
 from flashllm.arch.experts.row import SHARED, dense_first, experts_of, grouped_router, row, shared_neurons
 from flashllm.arch.llama.latent import LATENT, LATENT_DEFAULTS, LATENT_NORMS, latent_block
 from flashllm.arch.mixers import check_size
 from flashllm.arch.mixture import RouterSpec
+from flashllm.arch.rotary import growth
 from flashllm.arch.spec import BlockSpec, Config, check_number
 from flashllm.errors import UnsupportedModelError
 
@@ -132,4 +134,48 @@ GLM4_LITE = row(
     **_COMMON,
 )
 
-WITH_LATENT = (DEEPSEEK_V2, DEEPSEEK_V3, GLM4_LITE)
+# Mistral 4 (Mistral AI, 2026): a softmax, groups by the sum of two; queries grow with their position.
+
+
+def _mistral4(config: Config) -> BlockSpec:
+    router = replace(grouped_router(config), score="softmax")
+    return _latent_experts(config, router, growth=growth(config))
+
+
+MISTRAL4 = row(
+    "mistral4",
+    defaults={
+        **LATENT_DEFAULTS,
+        "vocab_size": 131072,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 1048576,
+        "q_lora_rank": 1024,
+        "kv_lora_rank": 256,
+        "qk_nope_head_dim": 64,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 0,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 128.0,
+            "original_max_position_embeddings": 8192,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    experts=128,
+    block=_mistral4,
+    **{**_COMMON, "is_wide": False},
+)
+
+WITH_LATENT = (DEEPSEEK_V2, DEEPSEEK_V3, GLM4_LITE, MISTRAL4)

@@ -16,8 +16,8 @@ from flashllm.arch.llama.names import (
     row,
 )
 from flashllm.arch.mixers import check_size
+from flashllm.arch.rotary import growth, rotary_by_type
 from flashllm.arch.rotary import rotary as rotary_of_all
-from flashllm.arch.rotary import rotary_by_type
 from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, check_number
 from flashllm.arch.tensors import ResidentTensor
 
@@ -39,6 +39,31 @@ def slides(config: Config) -> list[bool]:
 
 # Ministral 8B (Mistral AI, 2024): Mistral, with types of layers.
 MINISTRAL = row("ministral", defaults={**MISTRAL_DEFAULTS, "layer_types": None})
+
+# Ministral 3 (Mistral AI, 2025): Mistral, whose queries grow with their position.
+_MINISTRAL3_ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+MINISTRAL3 = row(
+    "ministral3",
+    defaults={
+        **MISTRAL_DEFAULTS,
+        "vocab_size": 131072,
+        "num_hidden_layers": 34,
+        "head_dim": 128,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+        "rope_parameters": _MINISTRAL3_ROPE,
+    },
+    block=lambda config: decoder_block(config, growth=growth(config)),
+)
 
 # Code World Model (FAIR, 2025): Llama 3, with windows.
 CWM = row(
@@ -222,4 +247,4 @@ VAULTGEMMA = row(
     norms={"attention_norm": BEFORE["attention_norm"], "ffn_norm": ("pre_feedforward_layernorm", always)},
 )
 
-WINDOWED = (MINISTRAL, CWM, OLMO3, COHERE2, EXAONE4, GRANITE_SWA, VAULTGEMMA)
+WINDOWED = (MINISTRAL, MINISTRAL3, CWM, OLMO3, COHERE2, EXAONE4, GRANITE_SWA, VAULTGEMMA)

@@ -94,6 +94,11 @@ void read(const Attributes& from, ExpertsSpec& to) {
   from("router", to.router, &read);
 }
 
+void read(const Attributes& from, Growth& to) {
+  from("rate", to.rate);
+  from("step", to.step);
+}
+
 void read(const Attributes& from, LatentSpec& to) {
   from("rank", to.rank);
   from("plain_dim", to.plain_dim);
@@ -108,6 +113,7 @@ void read_attention(const Attributes& from, LayerSpec& layer, ModelSpec& model) 
   from("kv_heads", to.kv_heads);
   from("head_dim", to.head_dim);
   from("query_scale", to.query_scale);
+  from("growth", to.growth, &read);
   from("query_key_norm", to.head_norm, kHeadNorms);
   from("rotary", to.rotary, &read, model.rotary);
   from("window", to.window);

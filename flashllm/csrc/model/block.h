@@ -9,6 +9,7 @@
 #pragma once
 
 #include <array>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -55,6 +56,18 @@ struct LatentSpec {
   float norm_epsilon = 0.0F;   // of that norm, and of the one of a key's first elements
 };
 
+// Of queries, with their position (Meta AI 2025: Llama 4).
+struct Growth {
+  float rate = 0.0F;
+  std::size_t step = 1;
+
+  bool grows() const { return rate != 0.0F; }
+  // What a query at `position` is multiplied by.
+  float at(std::size_t position) const {
+    return 1.0F + rate * std::log(1.0F + static_cast<float>(position / step));
+  }
+};
+
 // The mixer that attends to keys and values.
 struct AttentionSpec {
   std::size_t heads = 0;
@@ -62,6 +75,7 @@ struct AttentionSpec {
   std::size_t head_dim = 0;
   HeadNorm head_norm = HeadNorm::none;
   float query_scale = 1.0F;  // of a query, before its products with the keys
+  Growth growth;             // the same
   float out_scale = 1.0F;    // of the output
   int rotary = -1;           // of the model's rotary embeddings; -1: none
   std::size_t window = 0;    // positions that a query sees, its own included; 0: all before it

@@ -120,8 +120,9 @@ void BlockAttention::prepare_heads(const BlockWeights& weights, const Part& part
           rotary->apply(part.first + t, query, spec.heads, spec.head_dim);
           if (has_keys) rotary->apply(part.first + t, key, spec.kv_heads, spec.head_dim);
         }
-        if (scales)
-          for (std::size_t i = 0; i < attended; ++i) query[i] *= spec.query_scale;
+        if (!scales) continue;
+        const float by = spec.query_scale * spec.growth.at(part.tokens[t].position);
+        for (std::size_t i = 0; i < attended; ++i) query[i] *= by;
       }
     });
     if (has_keys && (normalizes || turns)) arithmetic_.round(keys_.data(), count * cached);
@@ -130,7 +131,7 @@ void BlockAttention::prepare_heads(const BlockWeights& weights, const Part& part
   };
   const bool normalizes = spec.head_norm != HeadNorm::none, turns = rotary != nullptr;
   step(normalizes && !turns_first, turns && turns_first, false);
-  step(turns_first, turns && !turns_first, spec.query_scale != 1.0F);
+  step(turns_first, turns && !turns_first, spec.query_scale != 1.0F || spec.growth.grows());
 }
 
 // query_ and keys_ of latent attention: a head's plain part goes to the keys' space, its rotated part is
@@ -163,7 +164,8 @@ void BlockAttention::project_latent(const BlockWeights& weights, const Part& par
       }
       for (std::size_t h = 0; h < spec.heads; ++h)
         std::copy_n(heads + h * projected + plain, row - rank, query + h * row + rank);
-      for (std::size_t i = 0; i < spec.query_dim(); ++i) query[i] *= spec.query_scale;
+      const float by = spec.query_scale * spec.growth.at(part.tokens[t].position);
+      for (std::size_t i = 0; i < spec.query_dim(); ++i) query[i] *= by;
     }
   });
   arithmetic_.round(keys_.data(), count * row);
