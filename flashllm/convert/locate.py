@@ -3,24 +3,33 @@
 It is kept in the user's cache directory and found there from then on. Loads no model.
 """
 
+import shutil
 from pathlib import Path
 
+from flashllm.arch.registry import resolve
 from flashllm.base.files import Progress
+from flashllm.base.machine import available_nbytes
+from flashllm.base.units import format_size
 from flashllm.base.user_dirs import user_cache_dir
 from flashllm.convert.checkpoint.folder import what_lies_there
+from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.hub import Hub, Say
 from flashllm.convert.known import fetch
-from flashllm.convert.named import Named, demo_path, find_directory, kept_as
-from flashllm.convert.run import convert
+from flashllm.convert.named import Named, demo_path, find_directory, kept_as, weights_nbytes
+from flashllm.convert.run import convert_checkpoint
 from flashllm.errors import FlashIOError, UsageError
 from flashllm.format.manifest import MANIFEST, PARTIAL_SUFFIX
 from flashllm.format.model_files import CONFIG, FFN, RESIDENT
+
+_SPARE_NBYTES = 10**10  # of the drive, that a copy of experts leaves free
 
 
 def resolve_model(
     model: str | None,
     *,
     convert_on_first_use: bool = True,
+    in_place: bool = True,
+    memory: int | None = None,
     progress: Progress | None = None,
     say: Say = lambda line: None,
     explain: Say = lambda line: None,
@@ -31,6 +40,8 @@ def resolve_model(
 
     A directory with a manifest is returned as it is, whole or not: the caller opens it. `progress` follows a
     conversion, `say` gets a line for a download, `explain` those on how the model is converted.
+    With `in_place` a mixture's experts stay in their GGUF file where the drive lacks room for a copy, or where a limit
+    of `memory` (None: what is free) holds them all, so that a copy would not be faster; `say` gets a line on that.
     `cache` and `hub` are by default the user's and Hugging Face's.
     UsageError where `model` is nothing we know, or would have to be converted and may not; the errors of `convert` and
     `Hub.download` pass through.
@@ -38,7 +49,7 @@ def resolve_model(
     if model is None:
         return demo_path()
     cache = user_cache_dir() if cache is None else cache
-    if (found := find_directory(model, cache=cache)) is not None:
+    if (found := find_directory(model, cache=cache, in_place=in_place)) is not None:
         return found
     source = Named.of(model)
     if source.path is not None and source.path.is_dir() and not _is_checkpoint(source.path):
@@ -53,9 +64,43 @@ def resolve_model(
     except OSError as error:
         message = f"{target.parent}: cannot be made: {error.strerror}; run `flashllm convert {model} DST`, then use DST"
         raise FlashIOError(message) from error
-    explain(f"converting {model} once, into {target}")
-    convert(checkpoint, target, source_name=source_name, predictors=True, keep=True, say=explain, progress=progress)
+    with open_checkpoint(checkpoint) as opened:
+        is_mixture = bool(opened.quantised) and resolve(opened.config).experts > 0
+        reason = _why_in_place(checkpoint, target, memory) if in_place and is_mixture else None
+        if reason is not None:
+            target = kept_as(source, cache, in_place=True)
+        explain(f"converting {model} once, into {target}")
+        manifest = convert_checkpoint(
+            opened,
+            target,
+            source_name=source_name or opened.path.name,
+            predictors=True,
+            keep=True,
+            in_place=reason is not None,
+            say=explain,
+            progress=progress,
+        )
+    if manifest.in_place is not None:
+        nbytes = manifest.in_place.expert_nbytes * manifest.architecture.experts
+        say(
+            f"{format_size(nbytes)} of experts stay in {checkpoint} and are read there, as {reason}: it must stay "
+            f"as it is; `flashllm convert {model} DST` copies them, which is faster where few of them fit in memory"
+        )
     return target
+
+
+def _why_in_place(checkpoint: Path, target: Path, memory: int | None) -> str | None:
+    """Why a mixture's experts are to stay in their file; None where a copy is to be made.
+
+    Each missed expert's codes are put into rows, which costs processor time: with a third of the experts in memory a
+    token took 1.5 times as long as of a copy, with all of them as long.
+    """
+    nbytes, free = weights_nbytes(checkpoint), shutil.disk_usage(target.parent).free
+    if free < nbytes + _SPARE_NBYTES:
+        return f"a copy would leave little of the {format_size(free)} that are free"
+    if (memory or available_nbytes() * 4 // 5) >= nbytes:
+        return "memory can hold them all"
+    return None
 
 
 def find_checkpoint(
@@ -82,7 +127,7 @@ def find_folder(model: str, *, say: Say = lambda line: None) -> Path:
     if Path(model).is_dir():
         return Path(model)
     path, _ = find_checkpoint(model, say=say)
-    return path if path.is_dir() else resolve_model(model, say=say, explain=say)
+    return path if path.is_dir() else resolve_model(model, in_place=False, say=say, explain=say)
 
 
 def _is_checkpoint(folder: Path) -> bool:

@@ -43,10 +43,11 @@ def is_demo(path: Path) -> bool:
     return path.resolve() == _DEMO.resolve()
 
 
-def find_directory(model: str | None, *, cache: Path | None = None) -> Path | None:
+def find_directory(model: str | None, *, cache: Path | None = None, in_place: bool = True) -> Path | None:
     """The model directory that `model` means; None where there is none yet. None means the demo.
 
-    `cache` is by default the user's. UsageError where `model` is nothing we know.
+    `cache` is by default the user's. `in_place`: also one whose experts lie in another file. UsageError where `model`
+    is nothing we know.
     """
     if model is None:
         return demo_path()
@@ -55,13 +56,19 @@ def find_directory(model: str | None, *, cache: Path | None = None) -> Path | No
     source = Named.of(model)
     if source.path is not None and (source.path / MANIFEST).exists():
         return source.path
-    target = kept_as(source, user_cache_dir() if cache is None else cache)
-    return target if (target / MANIFEST).exists() else None
+    cache = user_cache_dir() if cache is None else cache
+    targets = [kept_as(source, cache), *([kept_as(source, cache, in_place=True)] if in_place else [])]
+    return next((target for target in targets if (target / MANIFEST).exists()), None)
 
 
-def kept_as(source: "Named", cache: Path) -> Path:
-    """Where the conversion of a checkpoint on first use is kept."""
-    return cache / "models" / source.directory_name
+def kept_as(source: "Named", cache: Path, *, in_place: bool = False) -> Path:
+    """Where the conversion of a checkpoint on first use is kept; `in_place`: without its experts."""
+    return cache / "models" / f"{source.directory_name}{'-in-place' if in_place else ''}"
+
+
+def weights_nbytes(source: Path) -> int:
+    """Bytes of a checkpoint's files."""
+    return sum(path.stat().st_size for path in _files_of(source))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

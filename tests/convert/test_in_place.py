@@ -1,6 +1,8 @@
 """Experts read where they lie, in a GGUF file: the same bits as of the converted directory, and a file that changes."""
 
 import os
+import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from flashllm.base.codes.carried import PACKED_AS, PLANE_CODES, pack_codes
 from flashllm.cli import main
 from flashllm.config import RunConfig
 from flashllm.convert.kept.blocks import KINDS
+from flashllm.convert.locate import resolve_model
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
 from flashllm.errors import ChecksumError, FormatError, UnsupportedModelError
@@ -133,6 +136,32 @@ def test_what_does_not_lie_so_is_copied_and_said(tmp_path, capsys):
     assert main(["convert", str(path), str(tmp_path / "dense"), "--in-place"]) == 0
     assert "experts are copied, as its neurons are read one by one" in capsys.readouterr().err
     assert Manifest.load(tmp_path / "dense").in_place is None
+
+
+def test_experts_stay_where_memory_holds_them_or_the_drive_no_copy(tmp_path, monkeypatch):
+    path, _ = make(tmp_path, "Q4_K", "olmoe")
+    nbytes, said = path.stat().st_size, []
+
+    def found(cache, memory=None, **options):
+        return resolve_model(str(path), cache=tmp_path / cache, memory=memory, say=said.append, **options)
+
+    assert Manifest.load(found("little", nbytes - 1)).in_place is None
+    assert not said
+    much = found("much", nbytes)
+    assert Manifest.load(much).in_place is not None
+    assert "as memory can hold them all: it must stay as it is" in said.pop()
+    assert found("much", nbytes - 1) == much  # from now on
+    copied = found("much", in_place=False)  # for who reads no other file
+    assert Manifest.load(copied).in_place is None
+    assert found("much") == copied
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=nbytes))
+    assert Manifest.load(found("full", 1)).in_place is not None
+    assert "as a copy would leave little of the" in said.pop()
+    dense, _ = make(tmp_path / "dense", "Q4_K", "llama")
+    monkeypatch.undo()
+    resolve_model(str(dense), cache=tmp_path / "dense", memory=10**12, say=said.append, explain=said.append)
+    assert said
+    assert not any("read there" in line or "experts are" in line for line in said)
 
 
 def test_the_throughput_engine_names_the_file(tmp_path):

@@ -109,6 +109,8 @@ def test_models_that_need_least_come_first(home, tmp_path, capsys, monkeypatch):
     status, out, _ = run(capsys, "models", "--memory", "8GB", "--store", tmp_path / "profiles.json", "--json")
     smollm2, qwen, llama = json.loads(out)["models"]
     assert (smollm2["run_trained"], qwen["run_trained"]) == (True, False)
+    assert smollm2["type"] == "flashllm chat smollm2"
+    assert qwen["type"].startswith("flashllm convert Qwen/")
     assert 0 < smollm2["token_s"] < qwen["token_s"] < qwen["first_token_s"]
     assert (llama["fits"], llama["token_s"]) == (False, None)
     assert qwen["bytes"]["16"] > qwen["bytes"]["8"] > qwen["bytes"]["4"] > 17e9

@@ -1,6 +1,9 @@
 #include "planes/block_rows.h"
 
+#include <algorithm>
 #include <cstring>
+#include <iterator>
+#include <utility>
 
 #include "io/error.h"
 #include "kernels/half.h"
@@ -46,24 +49,28 @@ std::uint64_t eight(const std::uint8_t* bytes) {
 }
 
 // The upper bits of 32 codes: those from `shift` on, of `mask`, of a byte each.
-void add_upper(const std::uint8_t* packed, std::size_t shift, std::uint64_t mask, std::uint8_t* codes) {
-  for (std::size_t i = 0; i < 32; i += 8) {
-    const std::uint64_t word = eight(codes + i) | (eight(packed + i) >> shift & in_each(mask)) << 4;
-    std::memcpy(codes + i, &word, 8);
-  }
+template <unsigned shift, unsigned mask>
+void add_upper(const std::uint8_t* packed, std::uint8_t* codes) {
+  for (std::size_t i = 0; i < 32; ++i)
+    codes[i] = static_cast<std::uint8_t>(codes[i] | (packed[i] >> shift & mask) << 4);
+}
+
+std::uint32_t four(const std::uint8_t* bytes) {
+  std::uint32_t word;
+  std::memcpy(&word, bytes, 4);
+  return word;
 }
 
 // A scale, a minimum that is subtracted, and 12 bytes of eight factors of 6 bits for each.
 void shared_scales(const std::uint8_t* block, BlockScales& scales) {
+  constexpr std::uint32_t pairs = 0x03030303, halves = 0x0F0F0F0F, sixes = 0x3F3F3F3F;
   scales.scale = half_at(block);
   scales.minimum = half_at(block + 2) ^ 0x8000;
-  const std::uint8_t* first = block + 4;
-  for (std::size_t i = 0; i < 4; ++i) {
-    scales.factors[i] = first[i] & 63;
-    scales.minimum_factors[i] = first[i + 4] & 63;
-    scales.factors[i + 4] = static_cast<std::uint8_t>((first[i + 8] & 15) | first[i] >> 6 << 4);
-    scales.minimum_factors[i + 4] = static_cast<std::uint8_t>(first[i + 8] >> 4 | first[i + 4] >> 6 << 4);
-  }
+  const std::uint32_t first = four(block + 4), second = four(block + 8), third = four(block + 12);
+  const std::uint32_t factors[] = {first & sixes, (third & halves) | (first >> 6 & pairs) << 4};
+  const std::uint32_t minimums[] = {second & sixes, (third >> 4 & halves) | (second >> 6 & pairs) << 4};
+  std::memcpy(scales.factors, factors, 8);
+  std::memcpy(scales.minimum_factors, minimums, 8);
 }
 
 void q4_0(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
@@ -100,10 +107,15 @@ void q4_k(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
   for (std::size_t i = 0; i < 4; ++i) nibbles<32>(block + 16 + 32 * i, codes + 64 * i);
 }
 
+template <unsigned... groups>
+void add_fifth(const std::uint8_t* packed, std::uint8_t* codes, std::integer_sequence<unsigned, groups...>) {
+  (add_upper<groups, 1>(packed, codes + 32 * groups), ...);
+}
+
 void q5_k(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
   shared_scales(block, scales);
   for (std::size_t i = 0; i < 4; ++i) nibbles<32>(block + 48 + 32 * i, codes + 64 * i);
-  for (std::size_t group = 0; group < 8; ++group) add_upper(block + 16, group, 1, codes + 32 * group);
+  add_fifth(block + 16, codes, std::make_integer_sequence<unsigned, 8>());
 }
 
 void q6_k(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
@@ -111,9 +123,12 @@ void q6_k(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
   std::memcpy(scales.factors, block + 192, 16);
   for (std::size_t half = 0; half < 2; ++half) {
     std::uint8_t* to = codes + 128 * half;
+    const std::uint8_t* upper = block + 128 + 32 * half;
     nibbles<64>(block + 64 * half, to);
-    for (std::size_t group = 0; group < 4; ++group)
-      add_upper(block + 128 + 32 * half, 2 * group, 3, to + 32 * group);
+    add_upper<0, 3>(upper, to);
+    add_upper<2, 3>(upper, to + 32);
+    add_upper<4, 3>(upper, to + 64);
+    add_upper<6, 3>(upper, to + 96);
   }
 }
 
@@ -250,67 +265,99 @@ bool is_table(RowCodec codec) { return codec == RowCodec::codes_fp4 || codec == 
 // What signed codes of so many bits begin at, as they are stored.
 std::size_t zero_of(std::size_t bits) { return bits == 8 ? 0 : bits == 2 ? 1 : std::size_t{1} << (bits - 1); }
 
+// The upper bits of 32 codes, of `mask` from `shift` on, four to a byte: those of code 8 i + k are in byte k.
+std::uint64_t apart(const std::uint8_t* codes, std::size_t shift, std::uint64_t mask) {
+  std::uint64_t all = 0;
+  for (std::size_t i = 0; i < 4; ++i) all |= (eight(codes + 8 * i) >> shift & in_each(mask)) << 2 * i;
+  return all;
+}
+
+// Single bits: codes 4 to 7 of each eight are a place above those of 0 to 3.
+std::uint64_t single(const std::uint8_t* codes, std::size_t shift) {
+  const std::uint64_t all = apart(codes, shift, 1);
+  return (all | all >> 31) & 0xFFFFFFFF;
+}
+
 // A unit of codes as `pack_codes` of flashllm/base/codes/carried.py has it.
 template <std::size_t bits>
 void pack_unit(const std::uint8_t* codes, std::uint8_t* to) {
   constexpr std::size_t half = kCodeUnit / 2;
   if constexpr (bits == 8) {
     std::memcpy(to, codes, kCodeUnit);
-    return;
-  }
-  const auto apart = [codes](std::size_t shift, std::uint64_t mask) {
-    std::uint64_t all = 0;
-    for (std::size_t i = 0; i < 4; ++i) all |= (eight(codes + 8 * i) >> shift & in_each(mask)) << 2 * i;
-    return all;
-  };
-  const auto single = [&apart](std::size_t shift) {
-    const std::uint64_t all = apart(shift, 1);
-    return (all | all >> 31) & 0xFFFFFFFF;  // codes 4 to 7 of each eight, a place up
-  };
-  if constexpr (bits < 4) {
-    const std::uint64_t pairs = apart(0, 3), third = single(2);
+  } else if constexpr (bits < 4) {
+    const std::uint64_t pairs = apart(codes, 0, 3), third = single(codes, 2);
     std::memcpy(to, &pairs, 8);
     if constexpr (bits == 3) std::memcpy(to + 8, &third, 4);
-    return;
-  }
-  for (std::size_t i = 0; i < half; ++i)
-    to[i] = static_cast<std::uint8_t>((codes[i] & 15) | codes[i + half] << 4);
-  if constexpr (bits == 5) {
-    const std::uint64_t upper = single(4);
-    std::memcpy(to + half, &upper, 4);
-  } else if constexpr (bits == 6) {
-    const std::uint64_t upper = apart(4, 3);
-    std::memcpy(to + half, &upper, 8);
+  } else {
+    for (std::size_t i = 0; i < half; ++i)
+      to[i] = static_cast<std::uint8_t>((codes[i] & 15) | codes[i + half] << 4);
+    const std::uint64_t upper = bits == 5 ? single(codes, 4) : bits == 6 ? apart(codes, 4, 3) : 0;
+    std::memcpy(to + half, &upper, 4 * (bits - 4));
   }
 }
 
-void pack_unit(std::size_t bits, const std::uint8_t* codes, std::uint8_t* to) {
-  if (bits == 2) return pack_unit<2>(codes, to);
-  if (bits == 3) return pack_unit<3>(codes, to);
-  if (bits == 4) return pack_unit<4>(codes, to);
-  if (bits == 5) return pack_unit<5>(codes, to);
-  if (bits == 6) return pack_unit<6>(codes, to);
-  pack_unit<8>(codes, to);
+// Units of codes of down for kMost neurons: byte by byte, each of all of them.
+constexpr std::size_t kMostBytes = kCodeUnit;  // of a unit
+using Rows = std::uint8_t[kMost];
+
+// Bits of codes `first`, `first` + 8 and so on, `mask` from `from` on, into every second place of a byte.
+template <unsigned from, unsigned mask>
+void gather_bits(const Codes* codes, std::size_t first, Rows& to) {
+  constexpr std::uint64_t bits = in_each(mask << from);
+  for (std::size_t n = 0; n < kMost; n += 8) {
+    std::uint64_t all = 0;
+    for (unsigned i = 0; i < 4; ++i) {
+      const std::uint64_t word = eight(codes[first + 8 * i] + n) & bits;
+      all |= 2 * i < from ? word >> (from - 2 * i) : word << (2 * i - from);
+    }
+    std::memcpy(to + n, &all, 8);
+  }
 }
 
-using Square = std::uint8_t[kCodeUnit * kCodeUnit];
+// As pack_unit, of kCodeUnit outputs' codes. `nibbles`: no code has more bits than four.
+template <std::size_t bits>
+void pack_across(const Codes* codes, bool nibbles, Rows* to) {
+  constexpr std::size_t half = kCodeUnit / 2;
+  if constexpr (bits == 8) {
+    std::memcpy(to, codes, sizeof(Codes) * kCodeUnit);
+  } else if constexpr (bits == 2) {
+    for (std::size_t k = 0; k < 8; ++k) gather_bits<0, 3>(codes, k, to[k]);
+  } else {
+    for (std::size_t j = 0; j < half; ++j)
+      for (std::size_t n = 0; n < kMost; ++n)
+        to[j][n] = static_cast<std::uint8_t>((codes[j][n] & 15) | codes[j + half][n] << 4);
+    if (bits == 4) return;
+    if (nibbles) {
+      std::memset(to + half, 0, sizeof(Rows) * (bits == 5 ? 4 : 8));
+    } else if (bits == 6) {
+      for (std::size_t k = 0; k < 8; ++k) gather_bits<4, 3>(codes, k, to[half + k]);
+    } else {
+      Rows upper;
+      for (std::size_t k = 0; k < 4; ++k) {
+        gather_bits<4, 1>(codes, k, to[half + k]);
+        gather_bits<4, 1>(codes, k + 4, upper);
+        for (std::size_t n = 0; n < kMost; ++n)
+          to[half + k][n] = static_cast<std::uint8_t>(to[half + k][n] | upper[n] << 1);
+      }
+    }
+  }
+}
 
-// A square across: five perfect shuffles turn the ten bits of a place by five.
-void transpose(Square& square) {
-  Square other;
-  constexpr std::size_t half = sizeof(Square) / 2;
+// `count` rows, a power of two, across: each perfect shuffle takes a bit of a place's number from its top to
+// its end.
+template <std::size_t count>
+void turn(Rows* rows) {
+  std::uint8_t other[sizeof(Rows) * count];
   const auto shuffle = [](const std::uint8_t* __restrict from, std::uint8_t* __restrict to) {
+    constexpr std::size_t half = count * kMost / 2;
     for (std::size_t i = 0; i < half; ++i) {
       to[2 * i] = from[i];
       to[2 * i + 1] = from[half + i];
     }
   };
-  shuffle(square, other);
-  shuffle(other, square);
-  shuffle(square, other);
-  shuffle(other, square);
-  shuffle(square, other);
-  std::memcpy(square, other, sizeof(Square));
+  std::uint8_t *from = rows[0], *to = other;
+  for (std::size_t left = count; left > 1; left /= 2, std::swap(from, to)) shuffle(from, to);
+  if (from != rows[0]) std::memcpy(rows[0], from, sizeof other);
 }
 
 void check_half(std::uint16_t half) {
@@ -359,33 +406,24 @@ BlockRows::BlockRows(const std::string& kind, std::size_t length, const RowForma
                                           " do not fit the neurons' rows");
 }
 
-void BlockRows::unpack(const std::byte* stored, std::uint64_t first, std::uint64_t nbytes,
-                       std::byte* rows) const {
-  const auto* from = reinterpret_cast<const std::uint8_t*>(stored);
-  auto* to = reinterpret_cast<std::uint8_t*>(rows) + at_;
-  const std::size_t row = first / row_nbytes_, end = row + nbytes / row_nbytes_, unit_nbytes = 4 * bits_;
-  for (std::size_t r = row; r < end; r += grain(), from += grain() * row_nbytes_) {
-    if (is_down_)
-      unpack_outputs(from, to + r / kCodeUnit * unit_nbytes);
-    else
-      unpack_vector(from, to + r * stride_);
-  }
-}
+namespace {
 
-void BlockRows::unpack_vector(const std::uint8_t* blocks, std::uint8_t* vector) const {
-  const std::size_t count = length_ / kind_.weights;
-  const std::size_t factors = kind_.factor_weights == 0 ? 0 : kind_.weights / kind_.factor_weights;
-  const bool wide = kind_.codec == RowCodec::ternary;  // scales are fp32
+// A stored row as a vector. The kind is known where this is compiled, so that it is one loop.
+template <std::size_t index>
+void to_vector(const std::uint8_t* blocks, std::size_t count, std::uint8_t* vector) {
+  constexpr BlockKind kind = kKinds[index];
+  constexpr std::size_t factors = kind.factor_weights == 0 ? 0 : kind.weights / kind.factor_weights;
+  constexpr bool wide = kind.codec == RowCodec::ternary;  // scales are fp32
   std::uint8_t* minimums = vector + (wide ? sizeof(float) : 2) * count;
-  std::uint8_t* factor = kind_.has_minimum ? minimums + 2 * count : minimums;
+  std::uint8_t* factor = kind.has_minimum ? minimums + 2 * count : minimums;
   std::uint8_t* minimum_factor = factor + factors * count;
-  std::uint8_t* codes_to = kind_.has_minimum ? minimum_factor + factors * count : minimum_factor;
-  if (kind_.is_power) codes_to = vector + count;
+  std::uint8_t* codes_to = kind.has_minimum ? minimum_factor + factors * count : minimum_factor;
+  if (kind.is_power) codes_to = vector + count;
   Codes codes;
   BlockScales scales;
   for (std::size_t b = 0; b < count; ++b) {
-    kind_.decode(blocks + b * kind_.nbytes, codes, scales);
-    if (kind_.is_power) {
+    kind.decode(blocks + b * kind.nbytes, codes, scales);
+    if (kind.is_power) {
       vector[b] = checked_power(scales.power, codes);
     } else {
       check_half(scales.scale);
@@ -393,34 +431,100 @@ void BlockRows::unpack_vector(const std::uint8_t* blocks, std::uint8_t* vector) 
         std::memcpy(vector + sizeof scale * b, &scale, sizeof scale);
       else
         std::memcpy(vector + 2 * b, &scales.scale, 2);
-      if (kind_.has_minimum) {
+      if (kind.has_minimum) {
         check_half(scales.minimum);
         std::memcpy(minimums + 2 * b, &scales.minimum, 2);
         std::memcpy(minimum_factor + factors * b, scales.minimum_factors, factors);
       }
       std::memcpy(factor + factors * b, scales.factors, factors);
     }
-    for (std::size_t i = 0; i < kind_.weights; i += kCodeUnit, codes_to += 4 * bits_)
-      pack_unit(bits_, codes + i, codes_to);
+    for (std::size_t i = 0; i < kind.weights; i += kCodeUnit, codes_to += 4 * kind.bits)
+      pack_unit<kind.bits>(codes + i, codes_to);
   }
 }
 
-// kCodeUnit stored rows, whose codes for a neuron are a unit of its column.
-void BlockRows::unpack_outputs(const std::uint8_t* blocks, std::uint8_t* to) const {
-  Codes codes[kCodeUnit];
+// The codes of kCodeUnit stored rows, `row_nbytes` apart, of `count` blocks each, at most kMost weights.
+template <std::size_t index>
+void to_codes(const std::uint8_t* blocks, std::size_t row_nbytes, std::size_t count, Codes* codes) {
+  constexpr BlockKind kind = kKinds[index];
   BlockScales scales;
-  Square square;
-  for (std::size_t b = 0; b < length_; b += kind_.weights) {
-    const std::uint8_t* block = blocks + b / kind_.weights * kind_.nbytes;
-    for (std::size_t j = 0; j < kCodeUnit; ++j) kind_.decode(block + j * row_nbytes_, codes[j], scales);
-    for (std::size_t i = 0; i < kind_.weights; i += kCodeUnit) {
-      for (std::size_t j = 0; j < kCodeUnit; ++j)
-        std::memcpy(square + j * kCodeUnit, codes[j] + i, kCodeUnit);
-      if (shift_ != 0)
-        for (std::uint8_t& code : square) code = static_cast<std::uint8_t>(code + shift_);
-      transpose(square);
-      for (std::size_t n = 0; n < kCodeUnit; ++n)
-        pack_unit(bits_, square + n * kCodeUnit, to + (b + i + n) * stride_);
+  for (std::size_t j = 0; j < kCodeUnit; ++j, blocks += row_nbytes)
+    for (std::size_t b = 0; b < count; ++b) {
+      if constexpr (kind.weights == kMost) {
+        kind.decode(blocks, codes[j], scales);
+      } else {
+        Codes of_block;
+        kind.decode(blocks + b * kind.nbytes, of_block, scales);
+        std::memcpy(codes[j] + b * kind.weights, of_block, kind.weights);
+      }
+    }
+}
+
+struct Unpackers {
+  void (*vector)(const std::uint8_t* blocks, std::size_t count, std::uint8_t* vector);
+  void (*codes)(const std::uint8_t* blocks, std::size_t row_nbytes, std::size_t count, Codes* codes);
+};
+
+template <std::size_t... indices>
+const Unpackers& unpackers_of(const BlockKind& kind, std::index_sequence<indices...>) {
+  static constexpr Unpackers all[] = {{to_vector<indices>, to_codes<indices>}...};
+  return all[&kind - kKinds];
+}
+
+const Unpackers& unpackers_of(const BlockKind& kind) {
+  return unpackers_of(kind, std::make_index_sequence<std::size(kKinds)>());
+}
+
+}  // namespace
+
+void BlockRows::unpack(const std::byte* stored, std::uint64_t first, std::uint64_t nbytes,
+                       std::byte* rows) const {
+  const auto* from = reinterpret_cast<const std::uint8_t*>(stored);
+  auto* to = reinterpret_cast<std::uint8_t*>(rows) + at_;
+  const std::size_t row = first / row_nbytes_, count = nbytes / row_nbytes_;
+  if (is_down_) {
+    to += row / kCodeUnit * 4 * bits_;
+    if (bits_ == 2) return unpack_outputs<2>(from, count, to);
+    if (bits_ == 4) return unpack_outputs<4>(from, count, to);
+    if (bits_ == 5) return unpack_outputs<5>(from, count, to);
+    if (bits_ == 6) return unpack_outputs<6>(from, count, to);
+    return unpack_outputs<8>(from, count, to);
+  }
+  const auto to_vector = unpackers_of(kind_).vector;
+  for (std::size_t r = 0; r < count; ++r)
+    to_vector(from + r * row_nbytes_, length_ / kind_.weights, to + (row + r) * stride_);
+}
+
+// Each kCodeUnit stored rows' codes for a neuron are a unit of its column. All rows of some neurons go first,
+// as their columns then stay in the processor's cache.
+template <std::size_t bits>
+void BlockRows::unpack_outputs(const std::uint8_t* stored, std::size_t count, std::uint8_t* to) const {
+  constexpr std::size_t kTogether = 4;  // units that are written to a column together: whole cache lines
+  constexpr std::size_t unit = 4 * bits, whole = bits == 5 || bits == 6 ? 16 : unit, upper = unit - whole;
+  const auto to_codes = unpackers_of(kind_).codes;
+  Codes codes[kCodeUnit] = {};
+  Rows across[kTogether][kMostBytes];
+  for (std::size_t first = 0; first < length_; first += kMost) {
+    const std::size_t neurons = std::min(kMost, length_ - first), blocks = neurons / kind_.weights;
+    const std::uint8_t* from = stored + first / kind_.weights * kind_.nbytes;
+    for (std::size_t r = 0; r < count;) {
+      std::uint8_t* column = to + first * stride_ + r / kCodeUnit * unit;
+      std::size_t units = 0;
+      for (; units < kTogether && r < count; ++units, r += kCodeUnit) {
+        to_codes(from + r * row_nbytes_, row_nbytes_, blocks, codes);
+        if (shift_ != 0)
+          for (Codes& each : codes)
+            for (std::uint8_t& code : each) code = static_cast<std::uint8_t>(code + shift_);
+        pack_across<bits>(codes, kind_.bits <= 4 && shift_ == 0, across[units]);
+        turn<whole>(across[units]);
+        if constexpr (upper != 0) turn<upper>(across[units] + whole);
+      }
+      for (std::size_t n = 0; n < neurons; ++n, column += stride_)
+        for (std::size_t u = 0; u < units; ++u) {
+          std::memcpy(column + u * unit, across[u][0] + n * whole, whole);
+          if constexpr (upper != 0)
+            std::memcpy(column + u * unit + whole, across[u][whole] + n * upper, upper);
+        }
     }
   }
 }

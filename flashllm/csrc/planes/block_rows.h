@@ -39,8 +39,8 @@ class BlockRows final : public Unpacking {
               std::byte* rows) const override;
 
  private:
-  void unpack_vector(const std::uint8_t* blocks, std::uint8_t* vector) const;
-  void unpack_outputs(const std::uint8_t* blocks, std::uint8_t* codes) const;
+  template <std::size_t bits>  // of a code in memory
+  void unpack_outputs(const std::uint8_t* stored, std::size_t count, std::uint8_t* to) const;
 
   const BlockKind& kind_;
   const std::size_t length_, stride_, outputs_;
