@@ -145,6 +145,21 @@ def test_the_largest_codes_of_a_prompt_do_not_overflow():
             np.testing.assert_allclose(prompts(name, rows, x), exact, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", sorted(CODES))
+def test_the_largest_codes_of_a_prompt_have_the_same_bits_wherever_codes_are(name):
+    """Sums of such products are the largest that there are: tiles must round them as integers are rounded."""
+    rows = encoded(name, 20, 64).copy()
+    rows.view(np.uint8)[:10, -32:] = 0  # codes lie last
+    rows.view(np.uint8)[10:, -32:] = 255
+    x = np.full((18, 64), 127, np.float32)
+    x[1] *= -1
+    x[2:, ::3] = random(16, 22, seed=2) * 127
+    whole = prompts(name, rows, x, level="avx2" if "avx2" in _core.simd_levels() else "auto")
+    for level in _core.simd_levels():
+        if level.startswith("avx"):
+            np.testing.assert_array_equal(prompts(name, rows, x, level=level), whole)
+
+
 def test_the_largest_codes_and_inputs_do_not_overflow():
     for name, inputs in FORMS:
         if name in CARRIED_CODES:

@@ -107,7 +107,8 @@ inline constexpr Named<SimdLevel> kSimdLevels[] = {{"scalar", SimdLevel::scalar}
                                                    {"neon", SimdLevel::neon},
                                                    {"avx2", SimdLevel::avx2},
                                                    {"avx512", SimdLevel::avx512},
-                                                   {"avx512_bf16", SimdLevel::avx512_bf16}};
+                                                   {"avx512_bf16", SimdLevel::avx512_bf16},
+                                                   {"avx512_amx", SimdLevel::avx512_amx}};
 
 inline Dtype parse_dtype(const std::string& name) { return by_name("a dtype", name, kDtypes); }
 RowCodec parse_codec(const std::string& name);  // a dtype's name, or a grouped codec's

@@ -24,6 +24,10 @@ extern const LevelKernels kLevel;
 namespace avx512_bf16 {
 extern const PairKernels kPairs;
 }
+namespace avx512_amx {
+bool permit();  // asks the system for tiles, for all threads of the process
+extern const TileKernels kTiles;
+}  // namespace avx512_amx
 #elif defined(__aarch64__)
 namespace neon {
 extern const LevelKernels kLevel;
@@ -43,7 +47,9 @@ SimdLevel best_simd_level() {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vnni"))
-      return __builtin_cpu_supports("avx512bf16") ? SimdLevel::avx512_bf16 : SimdLevel::avx512;
+      return !__builtin_cpu_supports("avx512bf16") ? SimdLevel::avx512
+             : avx512_amx::permit()                ? SimdLevel::avx512_amx
+                                                   : SimdLevel::avx512_bf16;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
       return SimdLevel::avx2;
     return SimdLevel::scalar;
@@ -59,7 +65,8 @@ SimdLevel best_simd_level() {
 std::vector<SimdLevel> simd_levels() {
   std::vector<SimdLevel> levels = {SimdLevel::scalar};
 #if defined(__x86_64__)
-  for (const SimdLevel level : {SimdLevel::avx2, SimdLevel::avx512, SimdLevel::avx512_bf16})
+  for (const SimdLevel level :
+       {SimdLevel::avx2, SimdLevel::avx512, SimdLevel::avx512_bf16, SimdLevel::avx512_amx})
     if (level <= best_simd_level()) levels.push_back(level);
 #elif defined(__aarch64__)
   levels.push_back(SimdLevel::neon);
@@ -84,6 +91,12 @@ const LevelKernels& level_kernels(SimdLevel level) {
     kernels.pairs = &avx512_bf16::kPairs;
     return kernels;
   }();
+  static const LevelKernels kWithTiles = [] {
+    LevelKernels kernels = kWithPairs;
+    kernels.tiles = &avx512_amx::kTiles;
+    return kernels;
+  }();
+  if (level == SimdLevel::avx512_amx) return kWithTiles;
   if (level == SimdLevel::avx512_bf16) return kWithPairs;
   if (level == SimdLevel::avx512) return avx512::kLevel;
   if (level == SimdLevel::avx2) return avx2::kLevel;
@@ -99,6 +112,7 @@ const KernelTable& kernel_table(SimdLevel level, Dtype dtype) {
 MultiplyAdd multiply_add_kernel(SimdLevel level) { return level_kernels(level).multiply_add; }
 const PairKernels* pair_kernels(SimdLevel level) { return level_kernels(level).pairs; }
 MultiplyCodes multiply_codes_kernel(SimdLevel level) { return level_kernels(level).multiply_codes; }
+const TileKernels* tile_kernels(SimdLevel level) { return level_kernels(level).tiles; }
 StateStep state_step_kernel(SimdLevel level, Recurrence recurrence) {
   return level_kernels(level).state_steps[static_cast<std::size_t>(recurrence)];
 }

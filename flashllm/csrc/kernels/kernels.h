@@ -18,7 +18,7 @@ enum class Dtype { f32, f16, bf16 };
 inline std::size_t dtype_nbytes(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
 
 // scalar is everywhere; neon is 64-bit ARM's; the others x86-64's, each with all of those before it.
-enum class SimdLevel { scalar, neon, avx2, avx512, avx512_bf16 };
+enum class SimdLevel { scalar, neon, avx2, avx512, avx512_bf16, avx512_amx };
 SimdLevel best_simd_level();
 std::vector<SimdLevel> simd_levels();      // of this processor, the best one last
 void require_simd_level(SimdLevel level);  // throws CoreError (usage) where the processor lacks it
@@ -111,6 +111,7 @@ struct CodeRows {
   const float* scales;        // [rows, kCodeTerms / 16], of which those of a unit each are set
   const float* offsets;       // [rows, kCodeTerms / 32], or nullptr
   std::size_t unit;
+  bool is_wide;  // has_wide_codes
 };
 struct CodeColumns {
   const std::uint32_t* pairs;  // two terms to a word, the earlier one in its lower half; [terms / 2]
@@ -122,6 +123,22 @@ struct CodeColumns {
 using MultiplyCodes = void (*)(const CodeRows& a, std::size_t rows, const CodeColumns& b, std::size_t width,
                                std::size_t terms, float* c, std::size_t c_row);
 MultiplyCodes multiply_codes_kernel(SimdLevel level);  // nullptr where the level has none
+
+// The same in tiles, for a level that has them, between `open` and `close` of the thread. Rows come by
+// sixteens, of which those from `rows` on may be anything, their codes prepared; of columns, every row of
+// pairs is two, of the higher and of the lower halves of the codes.
+struct TileKernels {
+  static constexpr std::size_t kRows = 16;
+  void (*open)();
+  void (*close)();
+  // Codes of a row, in their place, which has room for twice as many; n is a multiple of 32.
+  void (*prepare)(std::int16_t* codes, std::size_t n, std::size_t unit);
+  // Rows of prepared codes are kCodeTerms, or twice as many where a unit is 16.
+  static constexpr std::size_t row(std::size_t unit) { return unit == 16 ? 2 * kCodeTerms : kCodeTerms; }
+  void (*split)(const std::int16_t* codes, std::size_t n, std::uint32_t* high, std::uint32_t* low);
+  MultiplyCodes multiply;
+};
+const TileKernels* tile_kernels(SimdLevel level);  // nullptr where the level has none
 
 // The same of weights that lie by their inputs, kCodeColumns outputs of them, where 32 terms of a token share
 // a scale: c[m][n] += b.offsets[w][n] * a.sums[m][w], if there are offsets, then a.scales[m][w] *

@@ -30,7 +30,9 @@ static_assert(kTerms % 2 == 0 && kColumns % 2 == 0, "pairs must be whole");
 std::size_t round_up(std::size_t n, std::size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 // Tokens of a strip: a tile of sums of the widest kernels of a level.
-std::size_t strip_tokens(SimdLevel level) { return level < SimdLevel::avx512 ? kColumnPad : 4 * kColumnPad; }
+std::size_t strip_tokens(SimdLevel level, bool in_tiles) {
+  return level < SimdLevel::avx512 || in_tiles ? kColumnPad : 4 * kColumnPad;
+}
 
 // What a number of tokens is padded to: a vector of sums. Batches of 8 need no sums of 16.
 std::size_t padded_tokens(std::size_t tokens, SimdLevel level) {
@@ -73,19 +75,39 @@ void for_each_strip(const PackedTokens& x, const ProductBlock& block, const Use&
   }
 }
 
+// Whatever is multiplied in tiles meanwhile, by this thread.
+class OpenTiles {
+ public:
+  explicit OpenTiles(const TileKernels* tiles) : tiles_(tiles) {
+    if (tiles_ != nullptr) tiles_->open();
+  }
+  ~OpenTiles() {
+    if (tiles_ != nullptr) tiles_->close();
+  }
+  OpenTiles(const OpenTiles&) = delete;
+  OpenTiles& operator=(const OpenTiles&) = delete;
+
+ private:
+  const TileKernels* tiles_;
+};
+
 // products of rows of the block, of inputs in codes
 void multiply_codes(const WideRows& weights, const PackedTokens& x, const ProductBlock& block,
                     SimdLevel level) {
-  const MultiplyCodes multiply = multiply_codes_kernel(level);
-  UnpackedRows unpacked;
+  const TileKernels* tiles = tile_kernels(level);
+  const MultiplyCodes multiply = tiles == nullptr ? multiply_codes_kernel(level) : tiles->multiply;
+  const std::size_t together = tiles == nullptr ? kWidened : TileKernels::kRows;
+  const OpenTiles open(tiles);
+  UnpackedRows unpacked{};
   block.clear();
   for (std::size_t j = 0; j < x.columns(); j += kCodeTerms) {
     const std::size_t terms = std::min(kCodeTerms, round_up(x.columns() - j, kCodeUnit));
-    for (std::size_t r = block.begin; r < block.end; r += UnpackedRows::kRows) {
-      const std::size_t rows = std::min(UnpackedRows::kRows, block.end - r);
+    for (std::size_t r = block.begin; r < block.end; r += together) {
+      const std::size_t rows = std::min(together, block.end - r);
       weights.unpack(r, rows, j, terms, unpacked);
+      if (tiles != nullptr) tiles->prepare(unpacked.codes, TileKernels::kRows * kCodeTerms, unpacked.unit);
       const CodeRows a{unpacked.codes, unpacked.scales, unpacked.has_offsets ? unpacked.offsets : nullptr,
-                       unpacked.unit};
+                       unpacked.unit, unpacked.is_wide};
       float* products = block.products + (r - block.begin) * block.width;
       for_each_strip(x, block, [&](std::size_t first, std::size_t width, std::size_t at) {
         multiply(a, rows, x.codes(first, j), width, terms, products + at, block.width);
@@ -183,8 +205,10 @@ PackedTokens::PackedTokens(const std::byte* x, std::size_t tokens, std::size_t c
     : tokens_(tokens),
       columns_(columns),
       padded_(padded_tokens(tokens, level)),
-      strip_(strip_tokens(level)),
-      form_(form) {
+      form_(form),
+      tiles_(has_codes() ? tile_kernels(level) : nullptr),
+      halves_(tiles_ == nullptr ? 1 : 2) {
+  strip_ = strip_tokens(level, tiles_ != nullptr);
   const KernelTable& kernels = kernel_table(level, dtype);
   if (form == TokenForm::pairs) {
     pack_pairs(x, pool);
@@ -264,15 +288,23 @@ void PackedTokens::pack_codes(const std::byte* x, const KernelTable& kernels, st
                                     : to_codes(wide, n, of_tokens[m], kMostOfToken, codes);
         }
         scales_[first * blocks() + j / kCodeTerms * step + in_strip] = scale;
-        std::uint32_t* to = pairs_.get() + first * pairs() + j / 2 * step + in_strip;
+        std::uint32_t* to = pairs_.get() + first * pairs() + j / 2 * halves_ * step + in_strip;
         float* sums = sums_.get() + first * units() + j / kUnit * step + in_strip;
         for (std::size_t unit = 0; unit * kUnit < n; ++unit) {
           const std::int16_t* from = codes + unit * kUnit;
           int total = 0;
           for (std::size_t i = 0; i < kUnit; ++i) total += from[i];
           sums[unit * step] = static_cast<float>(total);
+          if (tiles_ != nullptr) continue;
           for (std::size_t i = 0; i < kUnit / 2; ++i)
             std::memcpy(to + (unit * kUnit / 2 + i) * step, from + 2 * i, kPairNbytes);
+        }
+        if (tiles_ == nullptr) continue;
+        std::uint32_t high[kCodeTerms / 2], low[kCodeTerms / 2];
+        tiles_->split(codes, round_up(n, kUnit), high, low);
+        for (std::size_t i = 0; i < round_up(n, kUnit) / 2; ++i) {
+          to[2 * i * step] = high[i];
+          to[(2 * i + 1) * step] = low[i];
         }
       }
     }

@@ -51,7 +51,7 @@ class PackedTokens {
   // Codes of at most kCodeTerms columns from `column`, a multiple of that, on.
   CodeColumns codes(std::size_t first, std::size_t column) const {
     const float *sums = sums_.get() + first * units(), *scales = scales_.get() + first * blocks();
-    return {row_of_pairs(first, column / 2), sums + column / kUnit * strip(first), strip(first),
+    return {row_of_pairs(first, column / 2 * halves_), sums + column / kUnit * strip(first), strip(first),
             scales + column / kCodeTerms * strip(first)};
   }
 
@@ -59,13 +59,15 @@ class PackedTokens {
   static constexpr std::size_t kUnit = 32;
   std::size_t units() const { return (columns_ + kUnit - 1) / kUnit; }
   std::size_t blocks() const { return (columns_ + kCodeTerms - 1) / kCodeTerms; }
-  std::size_t pairs() const { return has_codes() ? units() * (kUnit / 2) : columns_ / 2; }
+  std::size_t pairs() const { return has_codes() ? units() * (kUnit / 2) * halves_ : columns_ / 2; }
   void pack_pairs(const std::byte* x, ThreadPool& pool);
   void pack_floats(const std::byte* x, const KernelTable& kernels, std::size_t element, ThreadPool& pool);
   void pack_codes(const std::byte* x, const KernelTable& kernels, std::size_t element, ThreadPool& pool);
 
   std::size_t tokens_, columns_, padded_, strip_;
   TokenForm form_;
+  const TileKernels* tiles_;         // that multiply the codes, or nullptr
+  std::size_t halves_;               // rows of a pair
   std::unique_ptr<float[]> values_;  // one of these two
   std::unique_ptr<std::uint32_t[]> pairs_;
   std::unique_ptr<float[]> sums_, scales_;  // of codes
@@ -73,11 +75,11 @@ class PackedTokens {
 
 // Rows of coded weights: of `unpack` the first `count`.
 struct UnpackedRows {
-  static constexpr std::size_t kRows = 12;
-  alignas(64) std::int16_t codes[kRows * kCodeTerms];
+  static constexpr std::size_t kRows = 16;
+  alignas(64) std::int16_t codes[kRows * 2 * kCodeTerms];
   float scales[kRows * (kCodeTerms / 16)], offsets[kRows * (kCodeTerms / 32)];
   std::size_t unit;
-  bool has_offsets;
+  bool has_offsets, is_wide;
 };
 
 // Weights of any form that can be widened to fp32; and, where inputs come as codes, unpacked.

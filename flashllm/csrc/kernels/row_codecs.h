@@ -144,6 +144,11 @@ UnpackCodes unpack_kernel(SimdLevel level, RowCodec codec);
 constexpr std::size_t code_unit(RowCodec codec) {
   return codec == RowCodec::q6_k || codec == RowCodec::q3_k ? 16 : kCodeUnit;
 }
+// Whether a unit's products by codes of 16 bits may sum to more than 2^24, up to which fp32 has all integers.
+constexpr bool has_wide_codes(RowCodec codec) {
+  return codec == RowCodec::int8_32 || codec == RowCodec::int8_64 || codec == RowCodec::int5_32_min ||
+         codec == RowCodec::q5_k || codec == RowCodec::iq4_nl || codec == RowCodec::iq4_xs;
+}
 constexpr bool has_minimums(RowCodec codec) {
   return codec == RowCodec::int4_32_min || codec == RowCodec::int4_64_min || codec == RowCodec::int5_32_min ||
          codec == RowCodec::q4_k || codec == RowCodec::q5_k;

@@ -84,6 +84,7 @@ class CodedRows : public WideRows {
               UnpackedRows& to) const override {
     to.unit = code_unit(matrix_.codec);
     to.has_offsets = has_minimums(matrix_.codec);
+    to.is_wide = has_wide_codes(matrix_.codec);
     for (std::size_t i = 0; i < count; ++i)
       unpack_(matrix_.data + (begin + i) * matrix_.stride, matrix_.columns, first, terms / kCodeUnit,
               to.codes + i * kCodeTerms, to.scales + i * (kCodeTerms / 16),

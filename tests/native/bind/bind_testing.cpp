@@ -33,18 +33,22 @@ void inject_write_fault(DirectWriter& file, const std::string& kind, std::uint64
 // A block of codes and inputs that lies in the first cache, multiplied `times` times: the inner loop alone of
 // weights whose scales `unit` codes share. Operations a time.
 std::size_t multiply_codes_in_cache(std::size_t unit, bool has_offsets, std::size_t times) {
-  constexpr std::size_t kRows = 12, kTokens = 32;
-  const MultiplyCodes multiply = multiply_codes_kernel(best_simd_level());
+  const TileKernels* tiles = tile_kernels(best_simd_level());
+  const MultiplyCodes multiply =
+      tiles == nullptr ? multiply_codes_kernel(best_simd_level()) : tiles->multiply;
   require(multiply != nullptr && (unit == 16 || unit == 32), "this processor has no products of codes");
-  const std::vector<std::int16_t> codes(kRows * kCodeTerms, 3);
-  const std::vector<std::uint32_t> pairs(kCodeTerms / 2 * kTokens, 0x00050007);
-  const std::vector<float> scales(kRows * kCodeTerms / 16, 0.5F), sums(kCodeTerms / 32 * kTokens, 1.0F);
-  std::vector<float> out(kRows * kTokens);
+  const std::size_t rows = tiles == nullptr ? 12 : TileKernels::kRows, tokens = tiles == nullptr ? 32 : 16;
+  const std::vector<std::int16_t> codes(rows * 2 * kCodeTerms, 3);
+  const std::vector<std::uint32_t> pairs(kCodeTerms * tokens, 0x00050007);
+  const std::vector<float> scales(rows * kCodeTerms / 16, 0.5F), sums(kCodeTerms / 32 * tokens, 1.0F);
+  std::vector<float> out(rows * tokens);
   const float* offsets = has_offsets ? scales.data() : nullptr;
+  if (tiles != nullptr) tiles->open();
   for (std::size_t i = 0; i < times; ++i)
-    multiply({codes.data(), scales.data(), offsets, unit}, kRows,
-             {pairs.data(), sums.data(), kTokens, sums.data()}, kTokens, kCodeTerms, out.data(), kTokens);
-  return 2 * kRows * kTokens * kCodeTerms;
+    multiply({codes.data(), scales.data(), offsets, unit, false}, rows,
+             {pairs.data(), sums.data(), tokens, sums.data()}, tokens, kCodeTerms, out.data(), tokens);
+  if (tiles != nullptr) tiles->close();
+  return 2 * rows * tokens * kCodeTerms;
 }
 
 }  // namespace

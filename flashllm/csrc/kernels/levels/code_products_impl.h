@@ -56,7 +56,7 @@ template <std::size_t R, std::size_t V>
 inline void multiply_code_rows(const CodeRows& a, std::size_t r, const CodeColumns& b, std::size_t terms,
                                float* c, std::size_t c_row) {
   const CodeRows from{a.codes + r * kCodeTerms, a.scales + r * (kCodeTerms / 16),
-                      a.offsets == nullptr ? nullptr : a.offsets + r * (kCodeTerms / 32), a.unit};
+                      a.offsets == nullptr ? nullptr : a.offsets + r * (kCodeTerms / 32), a.unit, a.is_wide};
   multiply_code_tile<V>(from, b, terms, c + r * c_row, c_row, std::make_index_sequence<R * V>());
 }
 

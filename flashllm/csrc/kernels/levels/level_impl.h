@@ -16,6 +16,6 @@ constexpr const UnpackCodes* kUnpack = nullptr;
 #include "planes/scale_planes_impl.h"
 
 extern const LevelKernels kLevel;
-const LevelKernels kLevel = {kTables,      nullptr,        &kAttention, sum_floats,  softmax,
-                             multiply_add, multiply_codes, add_codes,   kStateSteps, kCodecs,
-                             kInt8,        kInt16,         kUnpack,     kPlanes};
+const LevelKernels kLevel = {kTables, nullptr,      nullptr,        &kAttention, sum_floats,
+                             softmax, multiply_add, multiply_codes, add_codes,   kStateSteps,
+                             kCodecs, kInt8,        kInt16,         kUnpack,     kPlanes};

@@ -10,6 +10,7 @@ namespace flashllm {
 struct LevelKernels {
   const KernelTable* tables;  // [3], by Dtype
   const PairKernels* pairs;   // nullptr where the level has none
+  const TileKernels* tiles;   // the same
   const AttentionKernels* attention;
   SumFloats sum_floats;
   Softmax softmax;

@@ -1,0 +1,182 @@
+// Products in tiles (AMX: Sapphire Rapids and later): prompts of coded weights and of bf16 ones.
+//
+// Codes are multiplied as bf16, which has all integers up to 256: a code of an input is 256 h + l, and the
+// tile's fp32 sums of 256 h times a code and l times a code are whole numbers of magnitude at most 2^24,
+// exact in any order. Where codes are wide (has_wide_codes) they are not, and sums of h and of l are apart;
+// added, they are rounded once, as an integer is that becomes a float. So bits are those of multiply_codes of
+// the other levels.
+#include "kernels/levels/levels.h"
+
+#if defined(__x86_64__) && defined(__linux__) && defined(__AMX_BF16__)
+
+#if defined(__GNUC__) && !defined(__clang__)
+// As in kernels_avx512.cpp.
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#include <cpuid.h>
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace flashllm::avx512_amx {
+
+namespace {
+
+constexpr std::size_t kRows = 16, kWidth = 16, kRowNbytes = 64;  // of a tile; fp32 sums in a row
+constexpr std::size_t kTileSums = kRows * kWidth;
+constexpr std::size_t kPairsOfTile = 16;
+constexpr std::size_t kAhead = 2;  // units whose sums leave their tile while others are scaled
+constexpr auto kEachRow = std::make_index_sequence<kRows>();
+
+// What LDTILECFG reads: every tile is as large as there are.
+struct alignas(64) TileShapes {
+  std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  std::uint16_t row_nbytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+static_assert(sizeof(TileShapes) == 64, "the processor reads 64 bytes");
+const TileShapes kShapes;  // not on the stack: GCC 12 thinks that only its first eight bytes are read
+
+void open() { _tile_loadconfig(&kShapes); }
+void close() { _tile_release(); }
+
+// Sixteen codes of 16 bits as floats.
+__m512 floats(__m256i codes) { return _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(codes)); }
+__m512i as_bf16(__m512 low, __m512 high) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
+__m256i load_codes(const std::int16_t* codes) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
+}
+
+// From the end on, so that codes may become twice as many in their place: of units of 16 every pair is there
+// twice, for h and for l, which are one tile of inputs.
+void prepare(std::int16_t* codes, std::size_t n, std::size_t unit) {
+  const __m512i twice = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+  for (std::size_t i = n; i != 0;) {
+    i -= 32;
+    const __m512i bf16 = as_bf16(floats(load_codes(codes + i)), floats(load_codes(codes + i + 16)));
+    if (unit == 32) {
+      _mm512_storeu_si512(codes + i, bf16);
+    } else {
+      _mm512_storeu_si512(codes + 2 * i + 32,
+                          _mm512_permutexvar_epi32(_mm512_add_epi32(twice, _mm512_set1_epi32(8)), bf16));
+      _mm512_storeu_si512(codes + 2 * i, _mm512_permutexvar_epi32(twice, bf16));
+    }
+  }
+}
+
+void split(const std::int16_t* codes, std::size_t n, std::uint32_t* high, std::uint32_t* low) {
+  for (std::size_t i = 0; i < n; i += 32) {
+    const __m512i all = _mm512_loadu_si512(codes + i);
+    const __m512i l = _mm512_srai_epi16(_mm512_slli_epi16(all, 8), 8);  // the lower byte, with its sign
+    const __m512i h = _mm512_sub_epi16(_mm512_srai_epi16(all, 8), _mm512_srai_epi16(l, 15));
+    const auto times = [](__m512i words, float by) {
+      const __m512 factor = _mm512_set1_ps(by);
+      return as_bf16(_mm512_mul_ps(floats(_mm512_castsi512_si256(words)), factor),
+                     _mm512_mul_ps(floats(_mm512_extracti64x4_epi64(words, 1)), factor));
+    };
+    _mm512_storeu_si512(high + i / 2, times(h, 256.0F));
+    _mm512_storeu_si512(low + i / 2, times(l, 1.0F));
+  }
+}
+
+// The sums of one unit: codes of sixteen rows by sixteen tokens; wide ones as two tiles.
+template <std::size_t kUnit, bool kWide>
+inline void unit_sums(const std::int16_t* codes, const std::uint32_t* pairs, std::size_t row, float* to) {
+  constexpr std::size_t kCodeRow = kCodeTerms * sizeof(std::int16_t) * (32 / kUnit);
+  const std::size_t row_nbytes = row * sizeof(std::uint32_t);
+  _tile_zero(0);
+  _tile_loadd(2, codes, kCodeRow);
+  if constexpr (kUnit == 16) {
+    static_assert(!kWide, "such codes are narrow");
+    _tile_loadd(3, pairs, row_nbytes);
+    _tile_dpbf16ps(0, 2, 3);
+  } else {
+    _tile_loadd(3, pairs, 2 * row_nbytes);
+    _tile_loadd(4, pairs + row, 2 * row_nbytes);
+    _tile_dpbf16ps(0, 2, 3);
+    if constexpr (kWide) {
+      _tile_zero(1);
+      _tile_dpbf16ps(1, 2, 4);
+      _tile_stored(1, to + kTileSums, kRowNbytes);
+    } else {
+      _tile_dpbf16ps(0, 2, 4);
+    }
+  }
+  _tile_stored(0, to, kRowNbytes);
+}
+
+template <std::size_t kUnit, bool kWide, std::size_t... I>
+__attribute__((noinline)) void multiply_tile(const CodeRows& a, std::size_t rows, const CodeColumns& b,
+                                             std::size_t terms, float* c, std::size_t c_row,
+                                             std::index_sequence<I...>) {
+  constexpr std::size_t kScales = kCodeTerms / 16, kOffsets = kCodeTerms / 32, kRing = 2 * kAhead;
+  alignas(64) float sums[kRing][kWide ? 2 * kTileSums : kTileSums];
+  __m512 total[kRows];
+  ((total[I] = _mm512_setzero_ps()), ...);
+  for (std::size_t u = 0; a.offsets != nullptr && u < terms / 32; ++u) {
+    const __m512 of = _mm512_loadu_ps(b.sums + u * b.row);
+    ((total[I] = _mm512_fmadd_ps(of, _mm512_set1_ps(a.offsets[I * kOffsets + u]), total[I])), ...);
+  }
+  const std::size_t units = terms / kUnit;
+  const auto multiply = [&](std::size_t u) {
+    // A tile's row has 32 numbers, and so many rows of pairs: of 32 terms, or of 16 and the same again.
+    unit_sums<kUnit, kWide>(a.codes + u * 32, b.pairs + u * kUnit * b.row, b.row, sums[u % kRing]);
+  };
+  for (std::size_t u = 0; u < std::min(kAhead, units); ++u) multiply(u);
+  for (std::size_t u = 0; u < units; ++u) {
+    if (u + kAhead < units) multiply(u + kAhead);
+    const float *of = sums[u % kRing], *scales = a.scales + u;
+    const auto sum = [&](std::size_t i) {
+      const __m512 all = _mm512_load_ps(of + i * kWidth);
+      return kWide ? _mm512_add_ps(all, _mm512_load_ps(of + kTileSums + i * kWidth)) : all;
+    };
+    ((total[I] = _mm512_fmadd_ps(sum(I), _mm512_set1_ps(scales[I * kScales]), total[I])), ...);
+  }
+  const __m512 scales = _mm512_loadu_ps(b.scales);
+  const auto put = [&](std::size_t i, __m512 sum) {
+    if (i < rows)
+      _mm512_storeu_ps(c + i * c_row, _mm512_fmadd_ps(sum, scales, _mm512_loadu_ps(c + i * c_row)));
+  };
+  (put(I, total[I]), ...);
+}
+
+void multiply_codes(const CodeRows& a, std::size_t rows, const CodeColumns& b, std::size_t width,
+                    std::size_t terms, float* c, std::size_t c_row) {
+  const auto tile =
+      a.unit == 16 ? multiply_tile<16, false, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15>
+      : a.is_wide  ? multiply_tile<32, true, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15>
+                   : multiply_tile<32, false, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15>;
+  for (std::size_t n = 0; n < width; n += kWidth)
+    tile(a, rows, {b.pairs + n, b.sums + n, b.row, b.scales + n}, terms, c + n, c_row, kEachRow);
+}
+
+}  // namespace
+
+bool permit() {
+  constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  constexpr unsigned kBf16 = 1U << 22U, kTile = 1U << 24U;
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d & kBf16) != 0 && (d & kTile) != 0 &&
+         syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+}
+
+extern const TileKernels kTiles;
+const TileKernels kTiles = {open, close, prepare, split, multiply_codes};
+
+}  // namespace flashllm::avx512_amx
+
+#else
+
+namespace flashllm::avx512_amx {
+
+bool permit() { return false; }
+extern const TileKernels kTiles;
+const TileKernels kTiles = {};
+
+}  // namespace flashllm::avx512_amx
+
+#endif
