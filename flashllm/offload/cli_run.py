@@ -63,14 +63,7 @@ def add_arguments(verbs: Any) -> None:
         "--temperature", type=number(0, None), default=0.0, metavar="X", help="default 0: always the likeliest token"
     )
     lines.add_argument("--seed", type=whole(0, 2**63 - 1), default=0, metavar="S", help="of the job (default: 0)")
-    add_engine_arguments(run)
-    cli_pipeline.add_arguments(run)
-    run.set_defaults(offload_main=main)
-
-
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """How the model is run: shared by the verbs that run one."""
-    group = parser.add_argument_group("engine")
+    group = run.add_argument_group("engine")
     group.add_argument("--memory", type=size, metavar="SIZE", help="limit of everything the process holds, like 7GB")
     group.add_argument(
         "--device",
@@ -83,10 +76,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--scratch", type=Path, metavar="DIR", help="scratch files (default: the user's cache)")
     group.add_argument("--threads", type=whole(1, 1024), metavar="T", help="compute threads (default: cores)")
     group.add_argument("--no-profile", action="store_true", help="do not measure the drive before a job that reads it")
+    cli_pipeline.add_arguments(run)
+    run.set_defaults(offload_main=main)
 
 
-def launch_options(args: argparse.Namespace) -> "LaunchOptions":
-    """The options that `add_engine_arguments` describes. UsageError, FormatError."""
+def _launch_options(args: argparse.Namespace) -> "LaunchOptions":
+    """How the arguments want the model run. UsageError, FormatError."""
     from flashllm.offload.launch import LaunchOptions
     from flashllm.offload.policy import Policy
 
@@ -106,7 +101,7 @@ def launch_options(args: argparse.Namespace) -> "LaunchOptions":
 def main(args: argparse.Namespace) -> int:
     """Run the job, or be a stage of a pipeline that does. Lines that fail are counted and do not fail it."""
     place = cli_pipeline.find_place()
-    options = cli_pipeline.of_place(launch_options(args), place)
+    options = cli_pipeline.of_place(_launch_options(args), place)
     if place is None:
         return _answer_file(args, options, None)
     return cli_pipeline.run(args, place, options, lambda ring: _answer_file(args, options, ring))

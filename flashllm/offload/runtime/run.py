@@ -35,7 +35,7 @@ from flashllm.offload.runtime.executor import Executor, Stopped
 from flashllm.offload.runtime.opened import OpenModel
 from flashllm.offload.runtime.ops import Array as DeviceArray
 from flashllm.offload.runtime.ops import Projected
-from flashllm.offload.runtime.options import CacheLayout, RunOptions
+from flashllm.offload.runtime.options import RunOptions
 from flashllm.offload.runtime.tasks import Task, tasks
 from flashllm.offload.runtime.tiers.activations import Activations
 from flashllm.offload.runtime.tiers.arrangement import Arrangement, arrange
@@ -369,4 +369,4 @@ class _Run:
         self._progress(self._new_tokens)
 
 
-__all__ = ["CacheLayout", "RunOptions", "Runner", "Stopped"]
+__all__ = ["RunOptions", "Runner", "Stopped"]
