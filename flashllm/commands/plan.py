@@ -224,18 +224,9 @@ def _gates(model: "ModelDir", plan: "Plan") -> list[str]:
 def estimate(model: "ModelDir", plan: "Plan") -> "Estimate | None":
     """The expected token; None where the drive has no profile, in mode oracle, and of a mixture's experts that
     are computed whole."""
-    from flashllm.format.model_files import TRACE
-    from flashllm.format.trace import Trace
-    from flashllm.plan.activity import from_shares, from_trace
     from flashllm.plan.latency import dense_token, estimate_token, product_nbytes
 
-    gap, resident = plan.reader.max_gap, product_nbytes(model)
-    if not (model.path / TRACE).exists():
-        activity = from_shares(model.manifest, plan.memory, plan.popularity, gap)
-    else:
-        with Trace(model.path / TRACE) as opened:
-            opened.check_model(model.architecture)
-            activity = from_trace(opened, plan.memory, plan.popularity, gap)
+    resident = product_nbytes(model)
     if plan.profile is None:
         return None
     if plan.mode == "dense" and not model.architecture.experts:
@@ -243,9 +234,15 @@ def estimate(model: "ModelDir", plan: "Plan") -> "Estimate | None":
         return _of_every_neuron(every)
     if plan.mode != "sparse":
         return None
-    costs, choice = plan.profile, plan.reader
+    costs, choice, activity = plan.profile, plan.reader, expected_activity(model, plan)
     token = estimate_token(model, plan.memory, costs=costs, choice=choice, activity=activity, resident_nbytes=resident)
     return _of_active_neurons(token, activity)
+
+
+def expected_activity(model: "ModelDir", plan: "Plan") -> "ExpectedActivity":
+    from flashllm.plan.activity import from_shares
+
+    return from_shares(model.manifest, plan.memory, plan.popularity, plan.reader.max_gap)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,10 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import tools_path  # noqa: F401
+
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import gguf_files
 import numpy as np
 import predictor_files
+from activity_trace import Trace
 from arch_models import Variant, make_checkpoint
 from profiles import profile_of, reader
 from tiny_models import make_tiny_opt
@@ -25,7 +28,6 @@ from flashllm.format.manifest import Manifest
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.predictors import check_predictors_header
 from flashllm.format.safetensors import read_header
-from flashllm.format.trace import Trace
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.offload.jobs.requests import Defaults, parse_request
