@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verbs of `flashllm offload` to `parser`."""
     verbs = parser.add_subparsers(dest="offload_verb", metavar="VERB", required=True)
     plan = verbs.add_parser(
         "plan",

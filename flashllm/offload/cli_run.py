@@ -37,7 +37,6 @@ _INTERRUPTED = 130
 
 
 def add_arguments(verbs: Any) -> None:
-    """Adds `run` to the verbs of `flashllm offload`."""
     run = verbs.add_parser(
         "run",
         help="a file of prompts through a model larger than the accelerator, or than memory",
@@ -81,7 +80,6 @@ def add_arguments(verbs: Any) -> None:
 
 
 def _launch_options(args: argparse.Namespace) -> "LaunchOptions":
-    """How the arguments want the model run. UsageError, FormatError."""
     from flashllm.offload.launch import LaunchOptions
     from flashllm.offload.policy import Policy
 
@@ -354,7 +352,6 @@ class _Progress:
         self._drawn = False
 
     def show(self) -> None:
-        """Show how far the job is, if it is time."""
         job, now = self._job(), time.monotonic()
         if job is None or not job.blocks:
             return
@@ -373,7 +370,6 @@ class _Progress:
         sys.stderr.flush()
 
     def clear(self) -> None:
-        """Take the line away."""
         if self._drawn:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()

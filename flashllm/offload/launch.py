@@ -367,7 +367,6 @@ def _device_limit(options: LaunchOptions, accelerator: str | None) -> int | None
 
 
 def run_options(options: LaunchOptions, launch: Launch | None = None) -> RunOptions:
-    """How the runtime is told to execute a policy."""
     accelerator = None if launch is None else launch.accelerator
     return RunOptions(
         accelerator=accelerator,

@@ -46,7 +46,7 @@ def estimate(model, activity, *, max_gap=0, **changes):
     opened, plan = model
     costs = profile_of(one_cost(), **changes)
     choice = ReaderChoice(backend="threads", depth=32, max_gap=max_gap, source="default")
-    return estimate_token(opened, plan, costs=costs, choice=choice, activity=activity, resident_nbytes=1_000_000)
+    return estimate_token(opened, plan, costs=costs, choice=choice, activity=activity)
 
 
 def activity(active, misses, requests=0.0, rows_read=0.0, **prefetch):
@@ -64,7 +64,7 @@ def test_a_token_is_reads_bytes_and_overhead(model):
     token = estimate(model, activity(40.0, 0.0))
     assert (token.io_s, token.requests, token.bytes_read) == (0, 0, 0)
     heads = opened.kv_nbytes_per_token * min(plan.context, 256)
-    resident = 1_000_000 + plan.predictors + heads
+    resident = product_nbytes(opened) + plan.predictors + heads
     assert token.bytes_touched == pytest.approx(3 * 40 * row + resident)
     tensors = read_header(opened.path / PREDICTORS).tensors.values()  # their products read no header
     products = resident - plan.predictors + sum(info.nbytes for info in tensors)
@@ -77,7 +77,7 @@ def test_coded_weights_have_rates_of_their_own(tiny, tmp_path):
     convert(tiny("float16").source, tmp_path / "model", encoding="int4_32", resident_encoding="int8_32")
     opened = ModelDir.open(tmp_path / "model")
     plan = plan_memory(opened.manifest, opened.block, limit=None, available=10**12, process=10**8)
-    touched, resident = 3 * 40 * opened.manifest.rows.stride, 1_000_000
+    touched, resident = 3 * 40 * opened.manifest.rows.stride, product_nbytes(opened)
     cached = plan.predictors + opened.kv_nbytes_per_token * min(plan.context, 256)
 
     def compute_s(**rates):
@@ -123,7 +123,7 @@ def test_what_is_prefetched_is_not_waited_for(model):
     opened, plan = model
     prefetching = opened, dataclasses.replace(plan, prefetch_rows=30)
     some = activity(40.0, 10.0, 10.0, 10.0, prefetched=12.0, useful=9.0)
-    slow = {"gemv_bps": {"float16": 1e9}}  # products that take longer than the reads
+    slow = {"gemv_bps": {"float16": 1e8}}  # products that take longer than the reads
     plain, hidden = (estimate(one, some, **slow) for one in (model, prefetching))
     # In all layers but the first: 12 prefetched, 9 of them needed; one miss is left.
     row = opened.manifest.rows.stride
@@ -135,7 +135,7 @@ def test_what_is_prefetched_is_not_waited_for(model):
     choice = ReaderChoice(backend="threads", depth=32, max_gap=0, source="default")
     for lost, reads, pays in ((5e-6, some, True), (1e-3, some, False), (1e-3, activity(40.0, 0.0), True)):
         costs = profile_of(one_cost(lost=lost), **slow)
-        options = {"costs": costs, "choice": choice, "activity": reads, "resident_nbytes": 1_000_000}
+        options = {"costs": costs, "choice": choice, "activity": reads}
         assert prefetch_pays(*prefetching, **options) is pays
 
 
@@ -168,13 +168,13 @@ def test_a_dense_token_takes_the_longer_of_reads_and_products(model):
 
     def token(kept, **changes):
         costs = profile_of(layer_overhead_s=0.0, **changes)
-        return dense_token(opened, with_rows(plan, [kept, 0, 0]), costs=costs, resident_nbytes=1_000_000)
+        return dense_token(opened, with_rows(plan, [kept, 0, 0]), costs=costs)
 
     slow = token(100, sequential_bps=1e6)
     assert slow.bytes_read == slow.ffn_nbytes - 100 * rows.stride
     assert slow.total_s == slow.read_s == slow.bytes_read / 1e6 > slow.products_s
     fast = token(100, sequential_bps=1e15)
-    assert fast.total_s == fast.products_s == pytest.approx((1_000_000 + fast.ffn_nbytes) / 20e9)
+    assert fast.total_s == fast.products_s == pytest.approx((product_nbytes(opened) + fast.ffn_nbytes) / 20e9)
     assert token(100, direct=False).total_s is None  # the page cache tells nothing about the drive
 
 

@@ -23,8 +23,6 @@ Watch = Callable[[NDArray[np.float32], int], None]  # (x [tokens, width], first 
 
 
 class HostOps:
-    """Operations of one model on the CPU."""
-
     def __init__(self, block: BlockSpec, dtype: str, pool: _core.ThreadPool, *, simd: str = "auto") -> None:
         self.storage = WEIGHT_DTYPES[dtype].storage
         self._block = block

@@ -74,7 +74,6 @@ class OpenModel(Closing):
         )
 
     def fits(self, sizes: Sizes) -> bool:
-        """True where a block of sequences keeps to the limits."""
         return max(self.shortage(sizes)) <= 0
 
     def check(self, sizes: Sizes | None) -> None:

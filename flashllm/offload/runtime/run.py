@@ -133,7 +133,6 @@ class Runner(OneProcess, Closing):
         return self._opened.need(sizes)
 
     def fits(self, sizes: Sizes) -> bool:
-        """True where that keeps to the limits."""
         return self._opened.fits(sizes)
 
     def stop(self, error: FlashError | None = None) -> None:

@@ -22,7 +22,6 @@ def in_units(columns: int) -> int:
 
 
 def codes_nbytes(columns: int, bits: int) -> int:
-    """Bytes of a row's codes."""
     return in_units(columns) // UNIT * 2 * bits
 
 
