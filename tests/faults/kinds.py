@@ -8,17 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import tools_path  # noqa: F401
-
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import gguf_files
-import numpy as np
 import predictor_files
-from activity_trace import Trace
 from arch_models import Variant, make_checkpoint
 from profiles import profile_of, reader
 from tiny_models import make_tiny_opt
-from traces import write_trace
 
 from flashllm.api.requests import CHAT_ALONE
 from flashllm.convert.checkpoint.opened import open_checkpoint
@@ -123,14 +118,7 @@ def make_kinds(root: Path) -> dict[str, Kind]:
     mutant = root / "mutant.gguf"
 
     kinds["GGUF"] = Kind(source.read_bytes(), at_file(mutant, plan), str(mutant), False, mutant)
-    # 5. Traces, profiles, policies.
-    trace = write_trace(root / "trace", np.random.default_rng(0).random((4, 2, 256)) < 0.2)
-
-    def read_trace(path: Path) -> None:
-        with Trace(path) as opened:
-            opened.check_model(manifest.architecture)
-
-    kinds["trace"] = Kind(trace.read_bytes(), at_file(root / "t.trace", read_trace), "t.trace", False)
+    # 5. Profiles, policies.
     store, key = root / "profiles.json", device_of(root)
     save_profile(store, key, profile_of(reader()))
     kinds["profile"] = Kind(
