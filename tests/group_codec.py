@@ -30,12 +30,9 @@ def pack_codes(codes, bits):
     """uint8 [rows, columns in whole units]: the bytes of each row."""
     units = codes.reshape(len(codes), -1, UNIT).astype(np.uint64)
     places = np.arange(UNIT, dtype=np.uint64)
-    if bits == 3:
-        words = [((units & 3) << 2 * places, "<u4"), ((units >> 2) << places, "<u2")]
-    else:
-        half = UNIT if bits < 8 else UNIT // 2  # a word has at most 64 bits
-        pieces = units.reshape(*units.shape[:2], -1, half) << bits * places[:half]
-        words = [(pieces[:, :, i], f"<u{half * bits // 8}") for i in range(UNIT // half)]
+    half = UNIT if bits < 8 else UNIT // 2  # a word has at most 64 bits
+    pieces = units.reshape(*units.shape[:2], -1, half) << bits * places[:half]
+    words = [(pieces[:, :, i], f"<u{half * bits // 8}") for i in range(UNIT // half)]
     parts = [np.ascontiguousarray(word.sum(-1, keepdims=True).astype(kind)).view(np.uint8) for word, kind in words]
     return np.concatenate(parts, axis=-1).reshape(len(codes), -1)
 

@@ -1,8 +1,8 @@
 """Traces for tests."""
 
 import numpy as np
-
-from flashllm.format.trace import Stream, TraceInfo, TraceWriter, pack_bits, unpack_bits
+import tools_path  # noqa: F401
+from activity_trace import Stream, TraceInfo, TraceWriter, pack_bits, unpack_bits
 
 
 def write_trace(path, active):

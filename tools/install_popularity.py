@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from activity_trace import Stream, Trace, unpack_bits
 from numpy.typing import NDArray
 
 from flashllm.errors import FlashError
@@ -17,7 +18,6 @@ from flashllm.format.install import install_files
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_files import POPULARITY
 from flashllm.format.popularity import encode_popularity
-from flashllm.format.trace import Stream, Trace, unpack_bits
 
 
 def measure_popularity(trace: Trace) -> NDArray[np.float32]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from activity_trace import TRACE, Stream, TraceInfo, TraceWriter, pack_bits
 from make_synthetic_model import add_model_arguments, convert_dummy
 from numpy.typing import NDArray
 
@@ -28,8 +29,6 @@ from flashllm.arch.spec import Architecture
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.files import iterate_chunks
 from flashllm.format.install import install_files
-from flashllm.format.model_files import TRACE
-from flashllm.format.trace import Stream, TraceInfo, TraceWriter, pack_bits
 
 SHAPES: dict[str, dict[str, Any]] = {
     "olmoe": {  # OLMoE-1B-7B

@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import Any, Unpack
 
 import numpy as np
+from activity_trace import TRACE, Trace
 from install_popularity import install_popularity
 from numpy.typing import NDArray
 from opt_shapes import CONTEXT, SHAPES, VOCAB, opt_config
@@ -36,11 +37,10 @@ from flashllm.convert.choices import Choices
 from flashllm.convert.run import convert_checkpoint
 from flashllm.format.install import install_files, install_predictors
 from flashllm.format.manifest import Manifest
-from flashllm.format.model_files import FFN, PREDICTOR_METADATA, TRACE
+from flashllm.format.model_files import FFN, PREDICTOR_METADATA
 from flashllm.format.predictors import FACTOR_CODE, PREFETCH, predictor_entries
 from flashllm.format.rows import CODED_ENCODINGS
 from flashllm.format.safetensors import ITEMSIZES, TensorInfo, encode_header
-from flashllm.format.trace import Trace
 
 POOL_SIZE = 16_777_213  # values; a prime, so that no two rows of a matrix repeat the same stretch of the pool
 NAME = "synthetic weights (seed {seed})"

@@ -2,7 +2,7 @@
 
 One dense pass a sequence; the predictors are asked about each layer's real FFN input, by the engine's own kernels. The
 prefetch set of a layer is its predictor's answer to the input of the layer before. The trace's format is
-flashllm/format/trace.py; replay it with bench/cache/cache_replay.py.
+tools/activity_trace.py; replay it with bench/cache/cache_replay.py.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import core_testing  # noqa: F401 - the core's test build, whose layers say what they name
+from activity_trace import Stream, TraceInfo, TraceWriter, pack_bits
 from relufication.text import texts_of
 
 from flashllm.base.dtypes import WEIGHT_DTYPES
@@ -29,7 +30,6 @@ from flashllm.convert.locate import resolve_model
 from flashllm.convert.named import is_demo
 from flashllm.engine.model import Model
 from flashllm.errors import FlashError, UsageError
-from flashllm.format.trace import Stream, TraceInfo, TraceWriter, pack_bits
 from flashllm.generate.tokenizer import Tokenizer
 
 MAX_SEQUENCE = 512  # tokens

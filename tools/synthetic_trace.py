@@ -16,9 +16,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from activity_trace import Bits, Stream, TraceInfo, TraceWriter, pack_bits
 from numpy.typing import NDArray
-
-from flashllm.format.trace import Bits, Stream, TraceInfo, TraceWriter, pack_bits
 
 PARTS = {"learn": 1, "judge": 2}
 GROUP_SIZE = 16

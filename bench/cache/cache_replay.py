@@ -15,10 +15,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+from activity_trace import Stream, Trace, unpack_bits
 from replay import ALL_POLICIES, Activity, misses_of
 
 from flashllm.base.units import parse_size
-from flashllm.format.trace import Stream, Trace, unpack_bits
 from flashllm.plan.shares import levels_by_popularity
 
 PLOTTED = ("window", "LRU", "S3-FIFO", "LFU", "hot set", "frequency", "MIN")

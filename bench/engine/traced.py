@@ -16,18 +16,22 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import core_testing  # noqa: F401
+from activity_trace import TRACE, Trace
+from trace_replay import from_trace
 
 from flashllm import cli
+from flashllm.commands import plan as plan_command
 from flashllm.config import RunConfig
 from flashllm.engine import model as engine
 from flashllm.engine.model import Entry, Logits, Model
 from flashllm.format.model_dir import ModelDir
-from flashllm.format.model_files import TRACE
-from flashllm.format.trace import Trace
+from flashllm.plan.activity import ExpectedActivity
 from flashllm.plan.resolve import Plan
 
+_of_shares = plan_command.expected_activity
 _APART = 997  # tokens of the trace, between those of sequences that share a pass
 
 
@@ -71,8 +75,18 @@ class TracedModel(Model):
             self._trace.close()
 
 
+def expected_activity(model: ModelDir, plan: Plan) -> ExpectedActivity:
+    """What `flashllm plan` expects of a token: by the trace, where the model has one."""
+    if not (model.path / TRACE).exists():
+        return _of_shares(model, plan)
+    with Trace(model.path / TRACE) as trace:
+        trace.check_model(model.architecture)
+        return from_trace(trace, plan.memory, plan.popularity, plan.reader.max_gap)
+
+
 def main(argv: list[str] | None = None) -> int:
     engine.Model = TracedModel  # type: ignore[misc]  # commands import it when they run
+    plan_command.expected_activity = expected_activity
     return cli.main(argv)
 
 

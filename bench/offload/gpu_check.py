@@ -77,7 +77,7 @@ class Check:
         """One run, here: on the device, or (`native`) by the native core."""
         settings = {
             "model": str(model), "policy": policy.to_json(), "sequences": policy.block_size, "prompt": 24, "new": 8,
-            "weight_bits": None, "cache_bits": None, "layout": "kivi", "scratch": str(self.out),
+            "weight_bits": None, "cache_bits": None, "scratch": str(self.out),
             "accelerator": None if native else self.device, **other,
         }  # fmt: skip
         return run(settings)

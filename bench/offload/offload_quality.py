@@ -44,7 +44,6 @@ class Row:
     name: str
     weight_bits: int | None = None
     cache_bits: int | None = None
-    layout: Literal["hidden", "kivi"] = "kivi"
     copy: Literal["the paper's", "feedback"] | None = None  # of the model, whose weights run as they are
     share: float = 1.0
 
@@ -60,25 +59,16 @@ class Row:
 
     @property
     def options(self) -> RunOptions:
-        return RunOptions(
-            weight_bits=self.weight_bits or 4,
-            cache_bits=self.cache_bits or 4,
-            cache_layout=self.layout,
-        )
+        return RunOptions(weight_bits=self.weight_bits or 4, cache_bits=self.cache_bits or 4)
 
 
 ROWS = (
     Row(name="16 bit"),
     Row(name="4 bit", weight_bits=4, cache_bits=4),
     Row(name="4 bit, 10 % sparse", weight_bits=4, cache_bits=4, share=0.1),
-    Row(name="4 bit, the paper's", weight_bits=4, cache_bits=4, layout="hidden", copy="the paper's"),
     Row(name="10 % sparse", share=0.1),
     Row(name="cache 8 bit", cache_bits=8),
-    Row(name="cache 8 bit, the paper's", cache_bits=8, layout="hidden"),
     Row(name="cache 4 bit", cache_bits=4),
-    Row(name="cache 4 bit, the paper's", cache_bits=4, layout="hidden"),
-    Row(name="cache 3 bit", cache_bits=3),
-    Row(name="cache 2 bit", cache_bits=2),
     Row(name="weights 8 bit", weight_bits=8),
     Row(name="weights 4 bit", weight_bits=4),
     Row(name="weights 4 bit, the paper's", weight_bits=4, copy="the paper's"),

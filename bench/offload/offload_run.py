@@ -73,7 +73,6 @@ def settings_of(args: argparse.Namespace, run: dict[str, Any]) -> dict[str, Any]
         "new": args.new,
         "weight_bits": run.get("weight_bits"),
         "cache_bits": run.get("cache_bits"),
-        "layout": "kivi",
         "policy": policy,
         "scratch": str(args.scratch),
     }

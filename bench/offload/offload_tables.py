@@ -55,7 +55,6 @@ def run(args: argparse.Namespace, policy: Policy, **changes: Any) -> dict[str, A
         "new": args.new,
         "weight_bits": None,
         "cache_bits": None,
-        "layout": "kivi",
         "policy": policy.to_json(),
         "scratch": str(args.scratch),
     }

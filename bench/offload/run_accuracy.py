@@ -80,7 +80,6 @@ def measured(model: Path, scratch: Path, name: str) -> dict[str, Any]:
         "new": new,
         "weight_bits": None,
         "cache_bits": None,
-        "layout": "kivi",
         "policy": fields,
         "scratch": str(scratch),
     }

@@ -108,7 +108,6 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
     options = RunOptions(
         weight_bits=settings["weight_bits"] or 4,
         cache_bits=settings["cache_bits"] or 4,
-        cache_layout=settings["layout"],
         accelerator=settings.get("accelerator"),
         accelerator_memory=settings.get("accelerator_memory"),
     )

@@ -72,16 +72,6 @@ def _bloom_keys(config: Config) -> Mapping[str, Any]:
 
 BLOOM = decoder(
     "bloom",
-    defaults={
-        "vocab_size": 250880,
-        "hidden_size": 64,
-        "n_layer": 2,
-        "n_head": 8,
-        "seq_length": 2048,
-        "layer_norm_epsilon": 1e-5,
-        "apply_residual_connection_post_layernorm": False,
-        "tie_word_embeddings": True,
-    },
     derived=_bloom_keys,
     block=_bloom,
     matrices={"up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"},
@@ -164,18 +154,6 @@ def _mpt_part(part: int) -> Any:
 
 MPT = decoder(
     "mpt",
-    defaults={
-        "vocab_size": 50368,
-        "d_model": 2048,
-        "n_heads": 16,
-        "n_layers": 24,
-        "max_seq_len": 2048,
-        "expansion_ratio": 4,
-        "layer_norm_epsilon": 1e-5,
-        "logit_scale": None,
-        "no_bias": True,
-        "tie_word_embeddings": True,
-    },
     derived=_mpt_keys,
     block=_mpt,
     matrices={"up": "ffn.up_proj", "down": "ffn.down_proj"},

@@ -3,9 +3,11 @@
 A file says where its model_type differs. Plain values; knows no model_type.
 """
 
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import partial
+from functools import cache, partial
+from importlib import resources
 from typing import Any, Literal
 
 from flashllm.arch.mixers import Attention, Rotary, check_size
@@ -50,6 +52,18 @@ def says(key: str) -> When:
 def is_untied(config: Config) -> bool:
     """Models with a head of their own."""
     return not config["tie_word_embeddings"]
+
+
+@cache
+def _all_defaults() -> dict[str, dict[str, Any]]:
+    text = resources.files("flashllm.arch").joinpath("defaults.json").read_text(encoding="utf-8")
+    found: dict[str, dict[str, Any]] = json.loads(text)
+    return found
+
+
+def defaults_of(model_type: str) -> Mapping[str, Any]:
+    """Values of the keys that a config.json of this type may leave out: those of transformers' config class."""
+    return _all_defaults()[model_type]
 
 
 # Tensors
@@ -121,7 +135,7 @@ def decoder(
     model_type: str,
     *,
     block: Callable[[Config], BlockSpec],
-    defaults: Mapping[str, Any],
+    defaults: Mapping[str, Any] | None = None,
     matrices: Mapping[str, str],
     attention: tuple[ResidentTensor, ...],
     norms: Mapping[str, tuple[str, When]],
@@ -138,6 +152,7 @@ def decoder(
     """A table with these tensors, and Llama's names where `names` (base, embedding, embedding_norm, positions, layer,
     final_norm) says nothing else. `norms`: canonical name -> state_dict name within a layer, and the models that have
     it there, in those layers that have it; a name with a dot behind it is the same norm under another name.
+    `defaults`: instead of those of `defaults.json`.
     `final_norm`: the models whose last norm has a weight.
     `ffn_tensors`: more of the FFN that is resident, by its name within a layer."""
     named = {"base": "model.", "embedding": "embed_tokens", "layer": "layers.{i}.", "final_norm": "norm"}
@@ -176,7 +191,7 @@ def decoder(
             ResidentTensor(name="head.weight", source="lm_head.weight", when=is_untied),
             ResidentTensor(name="head.bias", source="lm_head.bias", when=head_bias),
         ),
-        defaults=defaults,
+        defaults=defaults_of(model_type) if defaults is None else defaults,
         block=block,
         **others,
     )

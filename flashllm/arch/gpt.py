@@ -51,19 +51,6 @@ def _gpt_neox(config: Config) -> BlockSpec:
 
 GPT_NEOX = decoder(
     "gpt_neox",
-    defaults={
-        "vocab_size": 50432,
-        "hidden_size": 6144,
-        "intermediate_size": 24576,
-        "num_hidden_layers": 44,
-        "num_attention_heads": 64,
-        "max_position_embeddings": 2048,
-        "hidden_act": "gelu",
-        "layer_norm_eps": 1e-5,
-        "use_parallel_residual": True,
-        "attention_bias": True,
-        "tie_word_embeddings": False,
-    },
     block=_gpt_neox,
     matrices=_4H,
     attention=_interleaved("attention.query_key_value", "attention.dense", says("attention_bias")),
@@ -82,18 +69,6 @@ GPT_NEOX = decoder(
 # Persimmon (Elsen et al., 2023): the square of ReLU, layer norms of queries and keys.
 PERSIMMON = decoder(
     "persimmon",
-    defaults={
-        "vocab_size": 262144,
-        "hidden_size": 4096,
-        "intermediate_size": 16384,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 64,
-        "max_position_embeddings": 16384,
-        "hidden_act": "relu2",
-        "layer_norm_eps": 1e-5,
-        "qk_layernorm": True,
-        "tie_word_embeddings": False,
-    },
     block=lambda config: decoder_block(
         config,
         epsilon="layer_norm_eps",
@@ -115,19 +90,6 @@ PERSIMMON = decoder(
 # Phi-1, 1.5 and 2 (Gunasekar et al., 2023; Javaheripi et al., 2023): attention and FFN read one norm.
 PHI = decoder(
     "phi",
-    defaults={
-        "vocab_size": 51200,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 32,
-        "num_key_value_heads": None,
-        "max_position_embeddings": 2048,
-        "hidden_act": "gelu_new",
-        "layer_norm_eps": 1e-5,
-        "qk_layernorm": False,
-        "tie_word_embeddings": False,
-    },
     block=lambda config: decoder_block(
         config,
         epsilon="layer_norm_eps",
@@ -213,24 +175,6 @@ def _falcon(config: Config) -> BlockSpec:
 
 FALCON = decoder(
     "falcon",
-    defaults={
-        "vocab_size": 65024,
-        "hidden_size": 4544,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 71,
-        "num_kv_heads": None,
-        "num_ln_in_parallel_attn": None,
-        "layer_norm_epsilon": 1e-5,
-        "alibi": False,
-        "new_decoder_architecture": False,
-        "multi_query": True,
-        "parallel_attn": True,
-        "bias": False,
-        "max_position_embeddings": 2048,
-        "ffn_hidden_size": None,
-        "activation": "gelu",
-        "tie_word_embeddings": True,
-    },
     derived=lambda config: {
         "intermediate_size": config["ffn_hidden_size"]
         if config["ffn_hidden_size"] is not None
@@ -300,20 +244,6 @@ def _gpt2(config: Config) -> BlockSpec:
 
 
 _FC = {"up": "mlp.c_fc", "down": "mlp.c_proj"}
-_GPT2: dict[str, Any] = {
-    "vocab_size": 50257,
-    "n_positions": 1024,
-    "n_embd": 768,
-    "n_layer": 12,
-    "n_head": 12,
-    "n_inner": None,
-    "activation_function": "gelu_new",
-    "layer_norm_epsilon": 1e-5,
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False,
-    "tie_word_embeddings": True,
-}
 _GPT2_NAMES: dict[str, Any] = {
     "norms": {"attention_norm": ("ln_1", always), "ffn_norm": ("ln_2", always)},
     "norm_bias": always,
@@ -329,7 +259,6 @@ _GPT2_NAMES: dict[str, Any] = {
 }
 GPT2 = decoder(
     "gpt2",
-    defaults=_GPT2,
     derived=_gpt2_keys,
     block=_gpt2,
     matrices=_FC,
@@ -353,7 +282,6 @@ def _bigcode_part(part: int) -> Any:
 
 GPT_BIGCODE = decoder(
     "gpt_bigcode",
-    defaults={**_GPT2, "activation_function": "gelu_pytorch_tanh", "multi_query": True},
     derived=lambda config: {**_gpt2_keys(config), "num_key_value_heads": 1 if config["multi_query"] else None},
     block=_gpt2,
     matrices=_FC,
@@ -384,19 +312,6 @@ def _gpt_neo(config: Config) -> BlockSpec:
 
 GPT_NEO = decoder(
     "gpt_neo",
-    defaults={
-        "vocab_size": 50257,
-        "max_position_embeddings": 2048,
-        "hidden_size": 2048,
-        "num_layers": 24,
-        "num_heads": 16,
-        "attention_types": [[["global", "local"], 12]],
-        "window_size": 256,
-        "intermediate_size": None,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": True,
-    },
     derived=lambda config: {
         "num_attention_heads": config["num_heads"],
         "num_hidden_layers": config["num_layers"],
@@ -440,18 +355,6 @@ def _gptj(config: Config) -> BlockSpec:
 def _like_gptj(model_type: str, attention: tuple[ResidentTensor, ...]) -> ArchitectureSpec:
     return decoder(
         model_type,
-        defaults={
-            "vocab_size": 50400,
-            "n_positions": 2048,
-            "n_embd": 4096,
-            "n_layer": 28,
-            "n_head": 16,
-            "n_inner": None,
-            "rotary_dim": 64,
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": 1e-5,
-            "tie_word_embeddings": False,
-        },
         derived=_gpt2_keys,
         block=_gptj,
         matrices={"up": "mlp.fc_in", "down": "mlp.fc_out"},

@@ -3,7 +3,7 @@
 Learned positions from row 2 on, layer norms, one key-value head a head, a plain FFN: ReLU, or Galactica's GELU.
 """
 
-from flashllm.arch.family import bias_tensors, is_untied, linear_tensors, norm_tensors, says
+from flashllm.arch.family import bias_tensors, defaults_of, is_untied, linear_tensors, norm_tensors, says
 from flashllm.arch.mixers import Attention, check_size
 from flashllm.arch.spec import MAX_CONTEXT, MAX_LAYERS, BlockSpec, Config, LayerSpec, known_activation
 from flashllm.arch.tensors import ArchitectureSpec, ResidentTensor
@@ -83,21 +83,7 @@ OPT = ArchitectureSpec(
         ResidentTensor(name="project_out.weight", source=_BASE + "project_out.weight", when=_is_projected),
         ResidentTensor(name="head.weight", source="lm_head.weight", when=is_untied),
     ),
-    defaults={  # of transformers' OPTConfig
-        "vocab_size": 50272,
-        "num_hidden_layers": 12,
-        "hidden_size": 768,
-        "ffn_dim": 3072,
-        "num_attention_heads": 12,
-        "max_position_embeddings": 2048,
-        "activation_function": "relu",
-        "enable_bias": True,
-        "layer_norm_elementwise_affine": True,
-        "do_layer_norm_before": True,
-        "_remove_final_layer_norm": False,
-        "word_embed_proj_dim": None,
-        "tie_word_embeddings": True,
-    },
+    defaults=defaults_of("opt"),
     block=_block,
     ignored=("model.decoder.version",),
 )

@@ -33,7 +33,6 @@ class Bf12:
         return max(4, length // 128)
 
     def vector_nbytes(self, length: int) -> int:
-        """Bytes of a vector of `length` weights."""
         padded = -(-length // _UNIT) * _UNIT
         nbytes = _TABLE + padded + padded // 2 + 3 * self.escapes(length)
         return nbytes + nbytes % 2

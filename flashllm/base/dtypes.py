@@ -21,7 +21,6 @@ class WeightDtype:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
         return int(self.storage.itemsize)
 
 

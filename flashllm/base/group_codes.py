@@ -68,7 +68,6 @@ class GroupCode:
         return -(-length // self.group)
 
     def vector_nbytes(self, length: int) -> int:
-        """Bytes of a vector of `length` weights."""
         return self.groups(length) * ((4 if self.has_minimum else 2) + self.group * self.bits // 8)
 
     def encode(self, values: Floats) -> Bytes:

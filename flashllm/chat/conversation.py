@@ -59,7 +59,6 @@ class Chat:
     transcript: list[tuple[str, str]] = field(default_factory=list)  # (speaker, text)
 
     def greeting(self) -> list[str]:
-        """Lines to show once, at the start."""
         lines = [f"context: {self.session.context_limit} tokens"]
         if not self.session.has_chat_template:
             lines.append("no chat template: the model continues your text")

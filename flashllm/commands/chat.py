@@ -36,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Chat until the input ends."""
     path = find_model(args)
     at_terminal = is_terminal(sys.stdin) and is_terminal(sys.stdout)
     with contextlib.ExitStack() as stack:
@@ -101,7 +100,6 @@ def sampling_defaults(path: Path) -> dict[str, Any]:
 
 
 def model_context(path: Path) -> int:
-    """The model's own context limit, in tokens."""
     from flashllm.arch.registry import block_spec
     from flashllm.format.model_dir import Companions
     from flashllm.format.model_files import CONFIG

@@ -74,11 +74,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="the text that --sparsify uses, in UTF-8: up to 8,192 tokens of it (default: a short sample)",
     )
-    parser.add_argument(
-        "--no-predictors",
-        action="store_true",
-        help="make no untrained predictors: the model then needs trained ones, or --mode dense",
-    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -141,7 +136,7 @@ def _convert(args: argparse.Namespace, source: Path, name: str | None, bars: Exi
         assert manifest.sparsity is not None
         say(sparsity_line(dataclasses.asdict(manifest.sparsity)))
         return manifest
-    choices["predictors"] = not args.no_predictors
+    choices["predictors"] = True
     if args.calibrate is None:
         choices["keep"] = args.bits is None and args.resident_bits is None
         choices["in_place"] = args.in_place

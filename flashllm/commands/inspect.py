@@ -13,7 +13,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the facts."""
     from flashllm.format.report.inspect import format_inspection, inspect
 
     facts = inspect(find_converted(args))

@@ -61,7 +61,6 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
-    """How the model is run."""
     group = parser.add_argument_group("engine")
     group.add_argument(
         "--mode",

@@ -228,28 +228,24 @@ def _gates(model: "ModelDir", plan: "Plan") -> list[str]:
 def estimate(model: "ModelDir", plan: "Plan") -> "Estimate | None":
     """The expected token; None where the drive has no profile, in mode oracle, and of a mixture's experts that
     are computed whole."""
-    from flashllm.format.model_files import TRACE
-    from flashllm.format.trace import Trace
-    from flashllm.plan.activity import from_shares, from_trace
-    from flashllm.plan.latency import dense_token, estimate_token, product_nbytes
+    from flashllm.plan.latency import dense_token, estimate_token
 
-    gap, resident = plan.reader.max_gap, product_nbytes(model)
-    if not (model.path / TRACE).exists():
-        activity = from_shares(model.manifest, plan.memory, plan.popularity, gap)
-    else:
-        with Trace(model.path / TRACE) as opened:
-            opened.check_model(model.architecture)
-            activity = from_trace(opened, plan.memory, plan.popularity, gap)
     if plan.profile is None:
         return None
     if plan.mode == "dense" and not model.architecture.experts:
-        every = dense_token(model, plan.memory, costs=plan.profile, resident_nbytes=resident)
+        every = dense_token(model, plan.memory, costs=plan.profile)
         return _of_every_neuron(every)
     if plan.mode != "sparse":
         return None
-    costs, choice = plan.profile, plan.reader
-    token = estimate_token(model, plan.memory, costs=costs, choice=choice, activity=activity, resident_nbytes=resident)
+    costs, choice, activity = plan.profile, plan.reader, expected_activity(model, plan)
+    token = estimate_token(model, plan.memory, costs=costs, choice=choice, activity=activity)
     return _of_active_neurons(token, activity)
+
+
+def expected_activity(model: "ModelDir", plan: "Plan") -> "ExpectedActivity":
+    from flashllm.plan.activity import from_shares
+
+    return from_shares(model.manifest, plan.memory, plan.popularity, plan.reader.max_gap)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -294,13 +290,13 @@ def _of_active_neurons(token: "TokenEstimate", activity: "ExpectedActivity") -> 
 def _beside_dense(token: Estimate, model: "ModelDir", dense: "RunConfig", room: dict[str, int]) -> Estimate:
     """With the time of a token that reads all neurons in sequence, and a line where it is clearly shorter."""
     from flashllm.errors import BudgetError
-    from flashllm.plan.latency import dense_token, product_nbytes
+    from flashllm.plan.latency import dense_token
     from flashllm.plan.resolve import resolve
 
     every = None
     with contextlib.suppress(BudgetError):  # it reads further ahead, which may not fit
         plan = resolve(dense, model, **room)
-        every = dense_token(model, plan.memory, costs=plan.profile, resident_nbytes=product_nbytes(model)).total_s
+        every = dense_token(model, plan.memory, costs=plan.profile).total_s
     lines = token.lines
     if every is not None and every < _CLEARLY_LESS * token.document["total_s"]:
         time = f"{every * 1e3:.1f} ms"

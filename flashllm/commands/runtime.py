@@ -83,6 +83,6 @@ def profile_drive(args: argparse.Namespace, path: Path, config: RunConfig) -> No
         plan = resolve(config, model, available=available, process=process)
     except (FlashError, OSError):
         return
-    if dense_token(model, plan.memory, costs=None, resident_nbytes=0).bytes_read:
+    if dense_token(model, plan.memory, costs=None).bytes_read:
         room = min(plan.memory.limit_nbytes - process, available)
         take_quick_profile(file, room=room, say=say, encodings=sorted(map(measured_as, encodings)), store=config.store)

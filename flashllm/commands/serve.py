@@ -82,7 +82,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Serve until ctrl-C."""
     # The server and its libraries come before the model, so that the memory plan counts them.
     from flashllm.serve.server import Server, listen, url
 

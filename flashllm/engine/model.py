@@ -71,7 +71,6 @@ class Model(OneProcess, Closing):
 
     @property
     def manifest(self) -> Manifest:
-        """The directory's manifest."""
         return self.directory.manifest
 
     def is_prompt(self, tokens: int) -> bool:

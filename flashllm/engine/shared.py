@@ -45,7 +45,6 @@ class ShareMeter:
             self._sums[name] = self._sums.get(name, 0) + count * (part + 1) // of - count * part // of
 
     def restart(self) -> None:
-        """As `Meter.restart`."""
         self.take()
 
     def take(self) -> StepTimes:

@@ -68,7 +68,6 @@ class StateMemory(OneProcess):
 
     @property
     def passes(self) -> int:
-        """Passes under way."""
         return len(self._held)
 
     def hold(self, holder: object, nbytes: int) -> None:

@@ -18,7 +18,6 @@ TABLE = "token_rows.safetensors"  # per-layer embeddings, of models that have th
 PREDICTORS = "predictors.safetensors"
 PLACED = "placed.safetensors"  # of earlier versions: the neurons again, in another order; not read any more
 POPULARITY = "popularity.safetensors"  # how often each neuron is active; see flashllm/format/popularity.py
-TRACE = "trace.safetensors"  # in models of dummy weights: activity that takes the place of the predictor's answer
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 MODEL_CARD = "README.md"  # for people: may be edited, so it is not hashed

@@ -178,7 +178,6 @@ class RowLayout:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a stored item."""
         return int(self.storage.itemsize)
 
     def vector_nbytes(self, matrix: str) -> int:
@@ -206,7 +205,6 @@ class RowLayout:
 
     @property
     def layer_nbytes(self) -> int:
-        """Bytes of a layer's rows."""
         return self.num_rows * self.stride
 
     @property

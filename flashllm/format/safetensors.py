@@ -61,7 +61,6 @@ class TensorInfo:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
         return ITEMSIZES[self.dtype]
 
     def position(self, start: int, nbytes: int) -> int:

@@ -39,7 +39,6 @@ class DraftModel:
         return 0, max(0, min(most, self._model.context - len(tokens)))
 
     def draft(self, tokens: "array[int]", count: int) -> list[int]:
-        """`count` tokens after `tokens`."""
         # 1. What the last draft has in common with the tokens stays; the rest, wrong guesses, is cut off.
         longest = min(len(self._held), len(tokens) - 1)
         shared = next((at for at in range(longest) if self._held[at] != tokens[at]), longest)

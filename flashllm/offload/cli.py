@@ -1,4 +1,4 @@
-"""The command line of engine B: `flashllm offload plan`, and the verbs of `cli_run` and `cli_bench`.
+"""The command line of engine B: `flashllm offload plan`, and the verb of `cli_run`.
 
 Reads arguments and prints; planning and running are elsewhere.
 Setting the parser up imports neither numpy, scipy nor torch: the planner is imported when a plan is wanted.
@@ -13,17 +13,15 @@ from typing import TYPE_CHECKING, Any
 from flashllm.base.command_line import size
 from flashllm.base.units import format_size
 from flashllm.errors import UsageError
-from flashllm.offload import cli_bench, cli_run
+from flashllm.offload import cli_run
 
 if TYPE_CHECKING:
     from flashllm.offload.machine.hardware import Hardware
     from flashllm.offload.planner.predict import Prediction
-    from flashllm.offload.policy import Policy, Workload
-    from flashllm.offload.shape import ModelShape
+    from flashllm.offload.policy import Policy
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verbs of `flashllm offload` to `parser`."""
     verbs = parser.add_subparsers(dest="offload_verb", metavar="VERB", required=True)
     plan = verbs.add_parser(
         "plan",
@@ -45,7 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_argument("--json", action="store_true", help="one JSON document on stdout")
     plan.set_defaults(offload_main=_plan)
     cli_run.add_arguments(verbs)
-    cli_bench.add_arguments(verbs)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -81,7 +78,6 @@ def _plan(args: argparse.Namespace) -> int:
         }
     document["policy"] = policy.to_json()
     document["predicted"] = _predicted(prediction)
-    document["latency_engine"] = _other_engine(args, shape, hardware, workload, policy)
     for resource, excess in prediction.over.items():
         print(f"this policy does not fit: {resource} memory is short by {format_size(excess)}", file=sys.stderr)
     if args.json:
@@ -114,30 +110,6 @@ def _hardware(args: argparse.Namespace, dtype: str | None) -> "Hardware":
         raise UsageError(f"--hardware {args.hardware}: neither a file nor one of: {', '.join(MACHINES)}")
     # The memory of a machine without a GPU is its device tier.
     return hardware.limited(**{"device_memory" if hardware.device == "cpu" else "cpu_memory": args.memory})
-
-
-def _other_engine(
-    args: argparse.Namespace, shape: "ModelShape", hardware: "Hardware", workload: "Workload", policy: "Policy"
-) -> dict[str, Any] | None:
-    """The latency engine's times for the same model on this machine; None where they cannot be known."""
-    if hardware.device != "cpu" or not Path(args.model).is_dir():
-        return None
-    from flashllm.offload.other_engine import better_below, latency_engine
-    from flashllm.offload.planner.local import of_size
-    from flashllm.offload.planner.predict import predict
-
-    other = latency_engine(Path(args.model), hardware, workload, memory=args.memory)
-    if other is None:
-        return None
-
-    def block_s(prompts: int) -> float:
-        return predict(shape, hardware, workload, of_size(policy, prompts)).latency_s
-
-    return {
-        "prompt_s": other.prompt_s,
-        "token_s": other.token_s,
-        "better_below_prompts": better_below(other, block_s, policy.block_size),
-    }
 
 
 def _predicted(prediction: "Prediction") -> dict[str, Any]:
@@ -193,9 +165,4 @@ def _text(document: dict[str, Any], policy: "Policy", prediction: "Prediction", 
         lines.append(f"  peak {name:8s}{format_size(peak)} of {format_size(has)}")
     rate = f"{prediction.throughput:.3g} tokens/s ({prediction.decode_throughput:.3g} decoding)"
     lines.append(f"predicted   {rate}, {prediction.latency_s:.4g} s a block")
-    if other := document["latency_engine"]:
-        few = other["better_below_prompts"]
-        rate = f"{1 / other['token_s']:.3g} tokens/s, one prompt at a time"
-        verdict = f"better for fewer than {few} prompts" if few > 1 else "never better for this job"
-        lines.append(f"`flashllm generate` {rate}: {verdict}")
     return "\n".join(lines)

@@ -27,7 +27,6 @@ _INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options that only matter for a pipeline."""
     group = parser.add_argument_group(
         "pipeline",
         "Started by torchrun, the processes share the layers; the last one reads IN and writes OUT. --memory and "

@@ -37,7 +37,6 @@ _INTERRUPTED = 130
 
 
 def add_arguments(verbs: Any) -> None:
-    """Adds `run` to the verbs of `flashllm offload`."""
     run = verbs.add_parser(
         "run",
         help="a file of prompts through a model larger than the accelerator, or than memory",
@@ -63,14 +62,7 @@ def add_arguments(verbs: Any) -> None:
         "--temperature", type=number(0, None), default=0.0, metavar="X", help="default 0: always the likeliest token"
     )
     lines.add_argument("--seed", type=whole(0, 2**63 - 1), default=0, metavar="S", help="of the job (default: 0)")
-    add_engine_arguments(run)
-    cli_pipeline.add_arguments(run)
-    run.set_defaults(offload_main=main)
-
-
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """How the model is run: shared by the verbs that run one."""
-    group = parser.add_argument_group("engine")
+    group = run.add_argument_group("engine")
     group.add_argument("--memory", type=size, metavar="SIZE", help="limit of everything the process holds, like 7GB")
     group.add_argument(
         "--device",
@@ -83,10 +75,11 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--scratch", type=Path, metavar="DIR", help="scratch files (default: the user's cache)")
     group.add_argument("--threads", type=whole(1, 1024), metavar="T", help="compute threads (default: cores)")
     group.add_argument("--no-profile", action="store_true", help="do not measure the drive before a job that reads it")
+    cli_pipeline.add_arguments(run)
+    run.set_defaults(offload_main=main)
 
 
-def launch_options(args: argparse.Namespace) -> "LaunchOptions":
-    """The options that `add_engine_arguments` describes. UsageError, FormatError."""
+def _launch_options(args: argparse.Namespace) -> "LaunchOptions":
     from flashllm.offload.launch import LaunchOptions
     from flashllm.offload.policy import Policy
 
@@ -106,7 +99,7 @@ def launch_options(args: argparse.Namespace) -> "LaunchOptions":
 def main(args: argparse.Namespace) -> int:
     """Run the job, or be a stage of a pipeline that does. Lines that fail are counted and do not fail it."""
     place = cli_pipeline.find_place()
-    options = cli_pipeline.of_place(launch_options(args), place)
+    options = cli_pipeline.of_place(_launch_options(args), place)
     if place is None:
         return _answer_file(args, options, None)
     return cli_pipeline.run(args, place, options, lambda ring: _answer_file(args, options, ring))
@@ -359,7 +352,6 @@ class _Progress:
         self._drawn = False
 
     def show(self) -> None:
-        """Show how far the job is, if it is time."""
         job, now = self._job(), time.monotonic()
         if job is None or not job.blocks:
             return
@@ -378,7 +370,6 @@ class _Progress:
         sys.stderr.flush()
 
     def clear(self) -> None:
-        """Take the line away."""
         if self._drawn:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()

@@ -25,11 +25,11 @@ from flashllm.offload.jobs.lines import rank
 from flashllm.offload.jobs.requests import own_seed
 from flashllm.offload.jobs.sequences import FinishReason
 from flashllm.offload.jobs.sequences import Sequence as TokenSequence
-from flashllm.offload.launch import CACHE_BITS, CACHE_LAYOUTS, LaunchOptions, open_runner, prepare
+from flashllm.offload.launch import CACHE_BITS, LaunchOptions, open_runner, prepare
 from flashllm.offload.model_text import ModelText
 from flashllm.offload.planner.packing import PACKED_BITS
 from flashllm.offload.policy import Policy
-from flashllm.offload.runtime.run import CacheLayout, Runner, sizes_of
+from flashllm.offload.runtime.run import Runner, sizes_of
 
 _WINDOW = 1024  # prompts that `run` looks at together, at least: among them it finds those of like length
 _WINDOW_BLOCKS = 4
@@ -68,7 +68,6 @@ class OffloadEngine(Closing):
         policy: Policy | Mapping[str, Any] | str | Path | None = None,
         compress: Iterable[str] | None = None,
         sparse_attention: float | None = None,
-        cache_layout: CacheLayout = CACHE_LAYOUTS[0],
         cache_bits: int = CACHE_BITS[0],
         weight_bits: int = PACKED_BITS[0],
         overlap: bool | None = None,
@@ -93,7 +92,6 @@ class OffloadEngine(Closing):
             policy=_policy(policy),
             compress=None if compress is None else frozenset(compress),
             sparse_attention=sparse_attention,
-            cache_layout=cache_layout,
             cache_bits=cache_bits,
             weight_bits=weight_bits,
             overlap=overlap,

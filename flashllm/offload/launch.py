@@ -18,15 +18,14 @@ from flashllm.offload.planner.local import LocalPlan, Methods, check_fits, load_
 from flashllm.offload.planner.packing import PACKED_BITS, PACKING
 from flashllm.offload.policy import Policy, Workload
 from flashllm.offload.runtime.opened import OpenModel
-from flashllm.offload.runtime.options import CacheLayout, RunOptions
+from flashllm.offload.runtime.options import RunOptions
 from flashllm.offload.runtime.run import Runner
 from flashllm.offload.shape import ModelShape
 from flashllm.profile.quick import WORTH_NBYTES, take_quick_profile
 from flashllm.profile.store import device_of
 
 COMPRESSIBLE = ("weights", "cache")
-CACHE_LAYOUTS: tuple[CacheLayout, ...] = ("kivi", "hidden")  # the first is the default
-CACHE_BITS = (4, 8, 3, 2)  # of a compressed number; the first is the default
+CACHE_BITS = (4, 8)  # of a compressed number; the first is the default
 _MEMORY_SHARE = 0.8  # of what is free, where no limit is given
 _MARGIN_NBYTES = 48 * 2**20  # for the interpreter's own growth: prompts, texts, answers of a block
 
@@ -47,7 +46,6 @@ class LaunchOptions:
     policy: Policy | None = None  # None: planned
     compress: frozenset[str] | None = None  # of COMPRESSIBLE
     sparse_attention: float | None = None  # share of the value cache that is read
-    cache_layout: CacheLayout = CACHE_LAYOUTS[0]
     cache_bits: int = CACHE_BITS[0]
     weight_bits: int = PACKED_BITS[0]
     overlap: bool | None = None
@@ -67,8 +65,6 @@ class LaunchOptions:
             raise UsageError(f"--compress must be of {', '.join(COMPRESSIBLE)}, not {unknown[0]!r}")
         if self.sparse_attention is not None and not 0 < self.sparse_attention <= 1:
             raise UsageError(f"sparse_attention must be above 0 and at most 1, not {self.sparse_attention!r}")
-        if self.cache_layout not in CACHE_LAYOUTS:
-            raise UsageError(f"cache_layout must be one of {', '.join(CACHE_LAYOUTS)}, not {self.cache_layout!r}")
         for name, widths in (("cache_bits", CACHE_BITS), ("weight_bits", PACKED_BITS)):
             if getattr(self, name) not in widths:
                 among = ", ".join(map(str, sorted(widths)))
@@ -100,7 +96,7 @@ class LaunchOptions:
         """The settings that change answers: memory, tiers, batches and threads do not."""
         return {
             "weights": [self.weight_bits, PACKING] if self.compress_weights else None,
-            "cache": [self.cache_layout, self.cache_bits] if self.compress_cache else None,
+            "cache": ["kivi", self.cache_bits] if self.compress_cache else None,
             "sparse_attention": self.attention_sparsity,
         }
 
@@ -371,7 +367,6 @@ def _device_limit(options: LaunchOptions, accelerator: str | None) -> int | None
 
 
 def run_options(options: LaunchOptions, launch: Launch | None = None) -> RunOptions:
-    """How the runtime is told to execute a policy."""
     accelerator = None if launch is None else launch.accelerator
     return RunOptions(
         accelerator=accelerator,
@@ -379,7 +374,6 @@ def run_options(options: LaunchOptions, launch: Launch | None = None) -> RunOpti
         threads=options.threads or max(1, num_cores() // options.processes),
         weight_bits=options.weight_bits,
         cache_bits=options.cache_bits,
-        cache_layout=options.cache_layout,
     )
 
 

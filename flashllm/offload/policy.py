@@ -92,7 +92,6 @@ class Policy(Method):
 
     @property
     def placement(self) -> tuple[float, ...]:
-        """The nine fractions in the order of PLACEMENT."""
         return tuple(float(getattr(self, field)) for field in self.PLACEMENT)
 
     @property

@@ -81,7 +81,6 @@ class ModelShape:
 
     @property
     def matrix_params(self) -> tuple[int, ...]:
-        """Parameters of a layer's matrices."""
         return tuple(rows * columns for rows, columns in self.matrices.values())
 
     @property
@@ -108,7 +107,6 @@ class ModelShape:
 
     @property
     def ffn_params(self) -> int:
-        """Parameters of a layer's FFN."""
         return self.hidden * self.ffn * (3 if self.gated else 2)
 
     @property

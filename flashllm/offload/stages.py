@@ -33,7 +33,6 @@ class Stage:
 
 
 def whole(layers: int) -> Stage:
-    """All layers in one process."""
     return Stage(first=0, end=layers, layers=layers)
 
 

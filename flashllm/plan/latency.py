@@ -64,8 +64,8 @@ class DenseEstimate:
         return None if self.products_s is None else max(self.read_s, self.products_s)
 
 
-def dense_token(model: ModelDir, plan: MemoryPlan, *, costs: Profile | None, resident_nbytes: int) -> DenseEstimate:
-    """The expected token of a dense run at the start of a conversation. `resident_nbytes`: `product_nbytes`."""
+def dense_token(model: ModelDir, plan: MemoryPlan, *, costs: Profile | None) -> DenseEstimate:
+    """The expected token of a dense run at the start of a conversation."""
     rows, layers = model.manifest.rows, model.architecture.num_layers
     ffn_nbytes = sum(layout.layer_nbytes for layout in model.manifest.layouts)
     passes = [2 if model.block.sub_norms or layer.twice else 1 for layer in model.block.layers]  # of a layer's rows
@@ -73,7 +73,7 @@ def dense_token(model: ModelDir, plan: MemoryPlan, *, costs: Profile | None, res
     bytes_read = sum((layout.layer_nbytes - cached * rows.stride) * times for layout, cached, times in each)
     if costs is None or not costs.direct:
         return DenseEstimate(ffn_nbytes=ffn_nbytes, bytes_read=bytes_read, read_bps=0.0, products_s=None)
-    products_s = resident_nbytes * _resident_s_a_byte(model, costs)
+    products_s = _resident_s(model, costs)
     products_s += ffn_nbytes * _row_s_a_byte(rows, lambda encoding: costs.resident_bps(encoding, model.manifest.dtype))
     products_s += layers * costs.layer_overhead_s
     return DenseEstimate(
@@ -136,16 +136,15 @@ def _product_parts(model: ModelDir) -> dict[str, int]:
     return {name: tensors[name].nbytes for name in (*names, head)}
 
 
-def _resident_s_a_byte(model: ModelDir, costs: Profile) -> float:
-    """Seconds of a token's products for each byte of the resident weights they read."""
-    manifest, parts = model.manifest, _product_parts(model)
-    seconds = 0.0
-    for name, nbytes in parts.items():
+def _resident_s(model: ModelDir, costs: Profile) -> float:
+    """Seconds of a token's products with the resident weights."""
+    manifest, seconds = model.manifest, 0.0
+    for name, nbytes in _product_parts(model).items():
         encoding = resident_encoding(
             name, manifest.dtype, manifest.resident_encoding, manifest.rows.encoding, manifest.other_encodings
         )
         seconds += nbytes / costs.resident_bps(measured_as(encoding.name), manifest.dtype)
-    return seconds / sum(parts.values())
+    return seconds
 
 
 def _predictors_s(model: ModelDir, plan: MemoryPlan, costs: Profile) -> float:
@@ -168,37 +167,22 @@ def _row_s_a_byte(rows: RowLayout, rate: Callable[[str], float]) -> float:
 
 
 def estimate_token(
-    model: ModelDir,
-    plan: MemoryPlan,
-    *,
-    costs: Profile,
-    choice: ReaderChoice,
-    activity: ExpectedActivity,
-    resident_nbytes: int,
+    model: ModelDir, plan: MemoryPlan, *, costs: Profile, choice: ReaderChoice, activity: ExpectedActivity
 ) -> TokenEstimate:
-    """The expected token at the start of a conversation. `resident_nbytes`: `product_nbytes` of the model.
-
-    The next layer's rows are prefetched where the plan has memory for them.
-    """
-    rates = _Rates(model, plan, costs=costs, choice=choice, resident_nbytes=resident_nbytes)
-    return rates.token(activity, prefetch=plan.prefetch_rows > 0)
+    """The expected token at the start of a conversation; the next layer's rows are prefetched where the plan has memory
+    for them."""
+    return _Rates(model, plan, costs=costs, choice=choice).token(activity, prefetch=plan.prefetch_rows > 0)
 
 
 def prefetch_pays(
-    model: ModelDir,
-    plan: MemoryPlan,
-    *,
-    costs: Profile,
-    choice: ReaderChoice,
-    activity: ExpectedActivity,
-    resident_nbytes: int,
+    model: ModelDir, plan: MemoryPlan, *, costs: Profile, choice: ReaderChoice, activity: ExpectedActivity
 ) -> bool:
     """True where prefetching pays under `plan`, which has memory for it; arguments as `estimate_token`.
 
     Prefetched rows take time from the products they hide behind, and some are read in vain. That pays where demand
     reads would take longer than what hides them. False where a token is expected to be clearly faster without.
     """
-    rates = _Rates(model, plan, costs=costs, choice=choice, resident_nbytes=resident_nbytes)
+    rates = _Rates(model, plan, costs=costs, choice=choice)
     with_s, without_s = (rates.token(activity, prefetch=prefetch).total_s for prefetch in (True, False))
     return with_s < _CLEARLY_FASTER * without_s
 
@@ -206,15 +190,7 @@ def prefetch_pays(
 class _Rates:
     """Costs of a model's rows and resident weights on a device; sums up a token layer by layer."""
 
-    def __init__(
-        self,
-        model: ModelDir,
-        plan: MemoryPlan,
-        *,
-        costs: Profile,
-        choice: ReaderChoice,
-        resident_nbytes: int,
-    ) -> None:
+    def __init__(self, model: ModelDir, plan: MemoryPlan, *, costs: Profile, choice: ReaderChoice) -> None:
         manifest = model.manifest
         self._plan, self._costs = plan, costs
         self._reader = costs.of(choice.backend, choice.depth)
@@ -224,9 +200,12 @@ class _Rates:
         )
         self._num_layers = manifest.architecture.num_layers
         kv_nbytes = min(TYPICAL_POSITION, plan.context) * model.kv_nbytes_per_token
-        self._resident_nbytes = resident_nbytes + plan.predictors + kv_nbytes
-        resident_s = resident_nbytes * _resident_s_a_byte(model, costs)
-        resident_s += _predictors_s(model, plan, costs) + kv_nbytes / costs.resident_bps(manifest.dtype, manifest.dtype)
+        self._resident_nbytes = product_nbytes(model) + plan.predictors + kv_nbytes
+        resident_s = (
+            _resident_s(model, costs)
+            + _predictors_s(model, plan, costs)
+            + kv_nbytes / costs.resident_bps(manifest.dtype, manifest.dtype)
+        )
         self._resident_s = resident_s / self._num_layers
 
     def token(self, activity: ExpectedActivity, *, prefetch: bool) -> TokenEstimate:

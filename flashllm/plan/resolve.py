@@ -14,7 +14,7 @@ from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import PREDICTORS
 from flashllm.format.popularity import Popularity, read_popularity
 from flashllm.plan.activity import from_shares
-from flashllm.plan.latency import dense_token, prefetch_pays, product_nbytes
+from flashllm.plan.latency import dense_token, prefetch_pays
 from flashllm.plan.memory import MAX_VERIFIED, plan_memory
 from flashllm.plan.memory_plan import MemoryPlan
 from flashllm.profile.choice import choose_reader
@@ -102,8 +102,7 @@ def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int)
     prefetch = memory.prefetch_rows > 0
     if prefetch and profile is not None and profile.direct and config.direct:
         activity = from_shares(model.manifest, memory, popularity, reader.max_gap)
-        resident = product_nbytes(model)
-        if not prefetch_pays(model, memory, costs=profile, choice=reader, activity=activity, resident_nbytes=resident):
+        if not prefetch_pays(model, memory, costs=profile, choice=reader, activity=activity):
             prefetch, memory = False, memory_plan(prefetch=False)
     if mode == "dense" and not model.architecture.experts:
         notices += _streaming(model, memory, profile)
@@ -139,7 +138,7 @@ def _sparse_prompts(mode: Mode, model: ModelDir) -> list[str]:
 
 def _streaming(model: ModelDir, memory: MemoryPlan, profile: Profile | None) -> list[str]:
     """A notice on every token of a dense run whose neurons do not fit; none where they all fit."""
-    token = dense_token(model, memory, costs=profile, resident_nbytes=product_nbytes(model))
+    token = dense_token(model, memory, costs=profile)
     if not token.bytes_read:
         return []
     read, all_nbytes = format_size(token.bytes_read), format_size(token.ffn_nbytes)

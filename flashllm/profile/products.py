@@ -41,15 +41,12 @@ class ResidentProducts:
         self._turn = itertools.cycle(self._linears)
 
     def __len__(self) -> int:
-        """Bytes of all slices."""
         return len(self._linears)
 
     def slice(self) -> None:
-        """The next slice's product."""
         next(self._turn).forward(self._x, self._out)
 
     def all(self) -> None:
-        """Every slice's product."""
         for _ in self._linears:
             self.slice()
 

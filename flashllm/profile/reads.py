@@ -43,8 +43,6 @@ _DISK_MARGIN = 1 << 30  # bytes that stay free
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
-    """Which reads are timed."""
-
     sizes: tuple[int, ...] = tuple(4096 << i for i in range(9))  # bytes of a request: 4 KiB to 1 MiB
     requests: tuple[int, ...] = (8, 64, 256)  # of a batch
     beside: int = 512  # requests of a batch during products
@@ -265,12 +263,10 @@ class ReadTimer:
         return BatchSample(requests=len(offsets), nbytes=size, wall_s=time.perf_counter() - start)
 
     def costs(self) -> tuple[ReaderCosts, ...]:
-        """The fitted costs of each backend."""
         return tuple(
             fit_reader(one.batches, one.beside, one.gaps, backend=one.backend, depth=one.depth)
             for one in self._measured
         )
 
     def scatter(self) -> float:
-        """The largest scatter of a backend."""
         return max(scatter_of(one.batches) for one in self._measured)

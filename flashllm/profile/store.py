@@ -5,8 +5,7 @@ directory shared between machines, never borrows numbers that are not its own. T
 
  1. a JSON object with `format_version` 4 and `devices`, a list of entries;
  2. an entry has exactly the keys of `DeviceKey` and `costs`, the object of a `Profile`;
- 3. at most one entry a key; the file is replaced atomically;
- 4. files of version 3 are read: their entries lack what was not measured then, and are not fresh.
+ 3. at most one entry a key; the file is replaced atomically.
 """
 
 import dataclasses
@@ -27,7 +26,7 @@ from flashllm.base.user_dirs import user_cache_dir
 from flashllm.errors import FlashError, FormatError
 from flashllm.profile.machine import Profile
 
-_VERSION, _READ = 4, (3, 4)
+_VERSION = 4
 _WAIT_S = 10.0  # for another process that measures, or writes
 
 
@@ -108,7 +107,7 @@ def _load(store: Path) -> dict[DeviceKey, Profile]:
         return {}
     try:
         document = check_keys(read_json_object(store), ("format_version", "devices"), "the store")
-        if document["format_version"] not in _READ:
+        if document["format_version"] != _VERSION:
             raise ValueError(f"format_version must be {_VERSION}, not {str(document['format_version'])[:80]!r}")
         return dict(_entry(value) for value in check_list(document["devices"], "devices"))
     except ValueError as error:
@@ -124,7 +123,5 @@ def _entry(value: Any) -> tuple[DeviceKey, Profile]:
 
 
 def store_path() -> Path:
-    """The file of profiles, unless a run names another one: `profiles.json`, or the `devices.json` of before."""
-    folder = user_cache_dir()
-    before = folder / "devices.json"
-    return before if before.exists() else folder / "profiles.json"
+    """The file of profiles, unless a run names another one."""
+    return user_cache_dir() / "profiles.json"

@@ -190,7 +190,7 @@ def test_dense_streaming_reads_rows_twice(made):
     class Plan:
         cache_rows = (0,) * model.architecture.num_layers
 
-    token = dense_token(model, Plan, costs=None, resident_nbytes=0)
+    token = dense_token(model, Plan, costs=None)
     assert token.bytes_read == 2 * token.ffn_nbytes
 
 

@@ -10,12 +10,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import gguf_files
-import numpy as np
 import predictor_files
 from arch_models import Variant, make_checkpoint
 from profiles import profile_of, reader
 from tiny_models import make_tiny_opt
-from traces import write_trace
 
 from flashllm.api.requests import CHAT_ALONE
 from flashllm.convert.checkpoint.opened import open_checkpoint
@@ -25,7 +23,6 @@ from flashllm.format.manifest import Manifest
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.predictors import check_predictors_header
 from flashllm.format.safetensors import read_header
-from flashllm.format.trace import Trace
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.offload.jobs.requests import Defaults, parse_request
@@ -121,14 +118,7 @@ def make_kinds(root: Path) -> dict[str, Kind]:
     mutant = root / "mutant.gguf"
 
     kinds["GGUF"] = Kind(source.read_bytes(), at_file(mutant, plan), str(mutant), False, mutant)
-    # 5. Traces, profiles, policies.
-    trace = write_trace(root / "trace", np.random.default_rng(0).random((4, 2, 256)) < 0.2)
-
-    def read_trace(path: Path) -> None:
-        with Trace(path) as opened:
-            opened.check_model(manifest.architecture)
-
-    kinds["trace"] = Kind(trace.read_bytes(), at_file(root / "t.trace", read_trace), "t.trace", False)
+    # 5. Profiles, policies.
     store, key = root / "profiles.json", device_of(root)
     save_profile(store, key, profile_of(reader()))
     kinds["profile"] = Kind(

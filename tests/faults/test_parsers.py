@@ -19,7 +19,7 @@ NAMES = (
     "model directory: predictors.safetensors", "model directory with planes: resident.safetensors", "popularity",
     "checkpoint: config.json", "checkpoint: tokenizer.json", "checkpoint: model.safetensors",
     "checkpoint: model.safetensors.index.json", "checkpoint: pytorch_model.bin",
-    "checkpoint: pytorch_model.bin.index.json", "GGUF", "GGUF of codes", "trace", "profile", "hardware file",
+    "checkpoint: pytorch_model.bin.index.json", "GGUF", "GGUF of codes", "profile", "hardware file",
     "policy", "shape of a model", "batch line", "answers of a batch job", "chat request", "completion request",
     "Ollama request", "saved conversation", "journal of a conversion",
 )  # fmt: skip

@@ -10,6 +10,7 @@ import gguf_files
 import numpy as np
 import tools_path  # noqa: F401
 import torch
+from activity_trace import Trace
 from arch_models import Variant, make_checkpoint
 from install_popularity import install_popularity
 from kinds import Kind, at_file, make_kinds, rehash
@@ -30,7 +31,6 @@ from flashllm.format.model_dir import ModelDir, read_plane
 from flashllm.format.model_files import POPULARITY, RESIDENT
 from flashllm.format.partial import open_partial
 from flashllm.format.popularity import read_popularity
-from flashllm.format.trace import Trace
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.session import Session
 from flashllm.generate.tokenizer import Tokenizer

@@ -5,6 +5,7 @@ import shutil
 import numpy as np
 import pytest
 import tools_path  # noqa: F401
+from activity_trace import Trace
 from arch_models import make_model
 from install_popularity import install_popularity, measure_popularity
 from traces import write_trace
@@ -16,7 +17,6 @@ from flashllm.format.model_files import POPULARITY, PREDICTORS
 from flashllm.format.popularity import describe_popularity, encode_popularity, read_popularity
 from flashllm.format.report.verify import verify
 from flashllm.format.safetensors import encode_header
-from flashllm.format.trace import Trace
 
 LAYERS, NEURONS = 3, 512
 

@@ -90,17 +90,17 @@ def test_weights_take_what_the_store_plans(request, kind, where, compress, overl
 
 
 @pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("packing", [None, ("kivi", 4), ("hidden", 8)])
+@pytest.mark.parametrize("bits", [0, 4, 8])
 @pytest.mark.parametrize("lengths", [(200, 32), (64, 1), (63, 2), (10, 60)])
-def test_the_cache_takes_what_the_runtime_allocates(model, where, packing, lengths):
+def test_the_cache_takes_what_the_runtime_allocates(model, where, bits, lengths):
     _, shape = model
-    (layout, bits), (prompt_len, gen_len) = packing or ("plain", 4), lengths
-    policy = policy_of(where, compress_cache=packing is not None)
+    prompt_len, gen_len = lengths
+    policy = policy_of(where, compress_cache=bits > 0)
     work = Workload(prompt_len=prompt_len, gen_len=gen_len)
     costs = dataclasses.replace(host(shape, policy, work), cache_bits=bits)
     attention = _core.BatchAttention(
         heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, dtype="bfloat16", scale=1.0,
-        layout=layout, bits=bits, pool=_core.ThreadPool(1),
+        bits=bits, pool=_core.ThreadPool(1),
     )  # fmt: skip
     assert attention.block_nbytes == costs.block_bytes
     assert attention.sealed_nbytes == costs.sealed_bytes

@@ -205,22 +205,19 @@ def test_a_sequence_has_its_bits_whatever_the_batch_and_the_threads(level, share
     assert np.array_equal(*results)
 
 
-PACKED = st.sampled_from([("hidden", 2), ("hidden", 3), ("hidden", 4), ("hidden", 8), ("kivi", 2), ("kivi", 4)])
-
-
-def sealed_bytes(keys, values, layout, bits):
+def sealed_bytes(keys, values, bits):
     """One block [64, kv_heads, head_dim] packed by numpy: its bytes, and the keys and values they stand for."""
     parts, back = [], (np.empty_like(keys), np.empty_like(values))
     for h in range(keys.shape[1]):
         for which, rows in enumerate((keys, values)):
-            pack = group_codec.pack_columns if layout == "kivi" and which == 0 else group_codec.pack_rows
+            pack = group_codec.pack_rows if which else group_codec.pack_columns
             packed, back[which][:, h] = pack(np.ascontiguousarray(rows[:, h]), bits)
             parts.append(packed)
     joined = np.concatenate(parts)
     return np.pad(joined, (0, -len(joined) % 4096)), back
 
 
-def unpacked(batch, layout, bits):
+def unpacked(batch, bits):
     """The batch as plain fp32 blocks of what its packed ones stand for, after comparing their bytes."""
     keys, values = ([rows.copy() for rows in each] for each in (batch.keys, batch.values))
     for i, length in enumerate(batch.lengths):
@@ -228,7 +225,7 @@ def unpacked(batch, layout, bits):
             place = slice(block * BLOCK, (block + 1) * BLOCK)
             arena, slot = batch.table[batch.offsets[i] + block]
             assert arena == 1
-            expected, back = sealed_bytes(keys[i][place], values[i][place], layout, bits)
+            expected, back = sealed_bytes(keys[i][place], values[i][place], bits)
             assert np.array_equal(batch.arenas[1][slot], expected)
             keys[i][place], values[i][place] = back
     return keys, values
@@ -236,13 +233,13 @@ def unpacked(batch, layout, bits):
 
 @pytest.mark.parametrize(("dtype", "level"), CASES)
 @settings(max_examples=12, deadline=None)
-@given(shape=SHAPES, lengths=LENGTHS, packed=st.tuples(PACKED, st.sampled_from([1.0, 0.1, 0.6])))
+@given(shape=SHAPES, lengths=LENGTHS, packed=st.tuples(st.sampled_from([4, 8]), st.sampled_from([1.0, 0.1, 0.6])))
 def test_packed_blocks_give_the_bits_of_plain_ones_of_their_values(dtype, level, shape, lengths, packed):
     heads, kv_heads, head_dim = shape
-    (layout, bits), share = packed
-    native = native_attention(shape, dtype, level, layout=layout, bits=bits)
+    bits, share = packed
+    native = native_attention(shape, dtype, level, bits=bits)
     batch = cached(native, shape, dtype, lengths, seed=7)
-    keys, values = unpacked(batch, layout, bits)
+    keys, values = unpacked(batch, bits)
     plain = native_attention(shape, "float32", level)
     offsets, rows = batch.offsets, [np.concatenate(each).reshape(-1, kv_heads * head_dim) for each in (keys, values)]
     arena = np.full((offsets[-1], plain.block_nbytes), 0xFF, np.uint8)
@@ -257,23 +254,15 @@ def test_packed_blocks_give_the_bits_of_plain_ones_of_their_values(dtype, level,
 
 
 def test_sizes_of_blocks():
-    """A group of 64 has a scale and a minimum of 16 bits: half a bit a value, in either layout."""
+    """A group of 64 has a scale and a minimum of 16 bits: half a bit a value."""
     shape, plain = (16, 16, 128), 16 * 2 * 64 * 128 * 2
-    sizes = {
-        (layout, bits): native_attention(shape, "bfloat16", "auto", layout=layout, bits=bits).sealed_nbytes
-        for layout in ("plain", "hidden", "kivi")
-        for bits in (2, 3, 4, 8)
-    }
-    assert {size for (layout, _), size in sizes.items() if layout == "plain"} == {plain}
-    for layout in ("hidden", "kivi"):
-        for bits in (2, 3, 4, 8):
-            assert sizes[layout, bits] == plain * (bits + 0.5) / 16
-    assert native_attention((3, 1, 20), "float16", "auto", layout="kivi").sealed_nbytes % 4096 == 0
+    sizes = {bits: native_attention(shape, "bfloat16", "auto", bits=bits).sealed_nbytes for bits in (0, 4, 8)}
+    assert sizes == {0: plain, 4: plain * 4.5 / 16, 8: plain * 8.5 / 16}
+    assert native_attention((3, 1, 20), "float16", "auto", bits=4).sealed_nbytes % 4096 == 0
 
 
-@pytest.mark.parametrize("layout", ["hidden", "kivi"])
-def test_blocks_that_are_not_finite_are_not_packed(layout):
-    native = native_attention((1, 1, 20), "float32", "auto", layout=layout)
+def test_blocks_that_are_not_finite_are_not_packed():
+    native = native_attention((1, 1, 20), "float32", "auto", bits=4)
     for index in (0, 64 * 20 - 1, 64 * 20, 2 * 64 * 20 - 1):
         arena = np.zeros((1, native.block_nbytes), np.uint8)
         arena.view(np.float32)[0, index] = np.nan
@@ -326,7 +315,7 @@ def test_what_does_not_fit_is_refused():
     refused("one value a query", offsets=offsets[:1])
     refused("do not hold 129 positions", lengths=lengths + 64)
     refused("do not hold 0 positions", lengths=lengths - 65)
-    packed = native_attention((4, 2, 8), "float16", "auto", layout="kivi")
+    packed = native_attention((4, 2, 8), "float16", "auto", bits=4)
     arenas = [arena, np.zeros((3, packed.sealed_nbytes), np.uint8)]
     for wrong in ([[0, 0], [0, 1]], [[1, 0], [1, 1]]):  # none sealed, and the last one too
         with pytest.raises(ValueError, match="sequence 0: all of its blocks but the last must be sealed"):
@@ -337,7 +326,5 @@ def test_what_does_not_fit_is_refused():
         native_attention((3, 2, 8), "float16", "auto")
     with pytest.raises(ValueError, match="at least one head"):
         native_attention((3, 0, 8), "float16", "auto")
-    with pytest.raises(ValueError, match="2, 3, 4 or 8"):
-        native_attention((3, 3, 8), "float16", "auto", layout="kivi", bits=5)
-    with pytest.raises(ValueError, match="a layout of KV blocks must be one of"):
-        native_attention((3, 3, 8), "float16", "auto", layout="dense")
+    with pytest.raises(ValueError, match="4 or 8"):
+        native_attention((3, 3, 8), "float16", "auto", bits=3)

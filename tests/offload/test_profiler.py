@@ -118,9 +118,9 @@ def test_native_samples_count_their_work():
         assert sample.units == 4 * 3 * 64 * 128
     assert probe.prompt_attention(8, heads=2, head_dim=16).units == 4 * 2 * 8 * 8 * 16
     plain = 2 * 2 * 64 * 16 * 2  # keys and values, heads, positions, head_dim, bytes
-    for packed in ({}, {"layout": "kivi", "bits": 4}, {"layout": "hidden", "bits": 8}):
-        sample = probe.decode_attention(4 * plain, context=128, heads=2, head_dim=16, **packed)
+    for bits in (0, 4, 8):
+        sample = probe.decode_attention(4 * plain, context=128, heads=2, head_dim=16, bits=bits)
         assert sample.units == 4 * plain
-    assert probe.seal(3 * plain, heads=2, head_dim=16, layout="kivi", bits=4).units == 3 * plain
+    assert probe.seal(3 * plain, heads=2, head_dim=16, bits=4).units == 3 * plain
     assert probe.elementwise(64 * KIB, width=64).units == 5 * 64 * KIB
     assert probe.square_s() > 0

@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import tools_path  # noqa: F401
+from activity_trace import Trace
 from install_popularity import install_popularity
 from traces import write_trace
 
@@ -15,7 +16,6 @@ from flashllm.config import Ablation, RunConfig
 from flashllm.errors import BudgetError, UsageError
 from flashllm.format.manifest_values import Calibration
 from flashllm.format.model_dir import ModelDir
-from flashllm.format.trace import Trace
 from flashllm.plan.resolve import resolve
 from flashllm.profile.costs import ReaderCosts
 from flashllm.profile.machine import Profile

@@ -1,6 +1,5 @@
 """The file of calibrations: entries of several drives live together, and damage is told, never guessed over."""
 
-import dataclasses
 import json
 import threading
 import time
@@ -9,8 +8,6 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from profiles import profile_of, reader
 
-from flashllm.base.checks import to_json
-from flashllm.base.machine import system_name
 from flashllm.errors import FlashIOError, FormatError
 from flashllm.profile.choice import choose_reader
 from flashllm.profile.store import (
@@ -19,7 +16,6 @@ from flashllm.profile.store import (
     find_profile,
     load_profile,
     save_profile,
-    store_path,
     update_profile,
 )
 
@@ -87,20 +83,6 @@ def test_what_was_asked_for_wins_then_the_calibration_then_the_default():
         assert (asked.backend, asked.depth, asked.max_gap) == expected
         assert asked.source == "argument"
     assert choose_reader(None, 4096, io_threads=7, direct=True).source == "argument"
-
-
-def test_a_store_of_before_is_read_and_its_profiles_are_not_fresh(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert store_path().name == "profiles.json"
-    before = store_path().with_name("devices.json")
-    new, old = to_json(profile_of()), dataclasses.asdict(ONE)
-    for name in ("system", "file_nbytes", "writes", "batches", "gpu"):
-        del new[name]
-    before.parent.mkdir(parents=True)
-    before.write_text(json.dumps({"format_version": 3, "devices": [{**old, "costs": new}]}))
-    assert store_path() == before
-    assert load_profile(store_path(), ONE) == profile_of()
-    assert not profile_of(made=datetime.now(UTC).isoformat()).is_fresh(system_name(), 0)
 
 
 NOW = datetime.now(UTC)

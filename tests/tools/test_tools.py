@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tools_path  # noqa: F401
 import torch
+from activity_trace import Stream, Trace
 from install_popularity import measure_popularity
 from predictor_files import MARGIN
 from scripts import REPOSITORY, run_script
@@ -22,7 +23,6 @@ from flashllm.config import RunConfig
 from flashllm.engine.model import Model
 from flashllm.format.manifest import Manifest
 from flashllm.format.popularity import read_popularity
-from flashllm.format.trace import Stream, Trace
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from flashllm.arch.family import (
     turning,
 )
 from flashllm.arch.llama.names import AROUND, BARE, BIASED, projections
-from flashllm.arch.llama.windowed import EXAONE_DEFAULTS, exaone_block, slides, with_types
+from flashllm.arch.llama.windowed import exaone_block, slides, with_types
 from flashllm.arch.mixers import check_size
 from flashllm.arch.mixture import RouterSpec
 from flashllm.arch.rotary import rotary_by_type
@@ -59,25 +59,6 @@ def _ernie(config: Config) -> BlockSpec:
 
 ERNIE = row(
     "ernie4_5_moe",
-    defaults={
-        "vocab_size": 103424,
-        "hidden_size": 2560,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 20,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-        "use_bias": False,
-        "moe_intermediate_size": 1536,
-        "moe_k": 6,
-        "moe_num_shared_experts": 2,
-        "moe_layer_start_index": 1,
-        "moe_layer_end_index": -1,
-        "moe_layer_interval": 1,
-        "moe_norm_min": 1e-12,
-    },
     experts=64,
     is_wide=True,
     choice="mlp.moe_statics.e_score_correction_bias",
@@ -102,24 +83,8 @@ def _glm4(config: Config) -> BlockSpec:
     )
 
 
-_GROUPED: dict[str, Any] = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True}
 GLM4 = row(
     "glm4_moe",
-    defaults={
-        **_GROUPED,
-        "vocab_size": 151552,
-        "hidden_size": 4096,
-        "intermediate_size": 10944,
-        "num_hidden_layers": 46,
-        "num_attention_heads": 96,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "moe_intermediate_size": 1408,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "use_qk_norm": False,
-    },
     experts=128,
     is_wide=True,
     choice=_BIAS,
@@ -148,25 +113,6 @@ def _dots1(config: Config) -> BlockSpec:
 
 DOTS1 = row(
     "dots1",
-    defaults={
-        **_GROUPED,
-        "vocab_size": 152064,
-        "hidden_size": 4608,
-        "intermediate_size": 10944,
-        "num_hidden_layers": 62,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-        "moe_intermediate_size": 1408,
-        "num_experts_per_tok": None,
-        "n_shared_experts": None,
-        "first_k_dense_replace": 0,
-        "norm_topk_prob": False,
-        "sliding_window": 4096,
-        "max_window_layers": 62,
-        "layer_types": None,
-    },
     experts=None,
     is_wide=True,
     choice=_BIAS,
@@ -192,17 +138,6 @@ def _minimax(config: Config) -> BlockSpec:
 
 MINIMAX = row(
     "minimax_m2",
-    defaults={
-        "vocab_size": 200064,
-        "hidden_size": 3072,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 62,
-        "num_attention_heads": 48,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 196608,
-        "rms_norm_eps": 1e-6,
-    },
     experts=256,
     router="block_sparse_moe.gate",
     choice="block_sparse_moe.e_score_correction_bias",
@@ -223,19 +158,6 @@ def _solar(config: Config) -> BlockSpec:
 
 SOLAR = row(
     "solar_open",
-    defaults={
-        **_GROUPED,
-        "vocab_size": 196608,
-        "hidden_size": 4096,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "moe_intermediate_size": 1280,
-        "n_shared_experts": 1,
-    },
     experts=128,
     is_wide=True,
     choice=_BIAS,
@@ -256,15 +178,6 @@ def _exaone(config: Config) -> BlockSpec:
 
 EXAONE = row(
     "exaone_moe",
-    defaults={
-        **EXAONE_DEFAULTS,
-        **_GROUPED,
-        "moe_intermediate_size": 1024,
-        "num_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "mlp_layer_types": None,
-        "routed_scaling_factor": 2.5,
-    },
     experts=64,
     is_wide=True,
     choice="mlp.e_score_correction_bias",
@@ -298,24 +211,6 @@ def _afmoe(config: Config) -> BlockSpec:
 
 AFMOE = row(
     "afmoe",
-    defaults={
-        "vocab_size": 200192,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 32,
-        "head_dim": 128,
-        "max_position_embeddings": 16384,
-        "rms_norm_eps": 1e-5,
-        "moe_intermediate_size": 1408,
-        "num_experts_per_tok": 6,
-        "num_shared_experts": 2,
-        "num_dense_layers": 1,
-        "route_scale": 1.0,
-        "global_attn_every_n_layers": 4,
-        "sliding_window": 1024,
-        "layer_types": None,
-        "mup_enabled": False,
-    },
     experts=64,
     router="mlp.router.gate",
     renamed={},
@@ -370,32 +265,6 @@ def _laguna(config: Config) -> BlockSpec:
 
 LAGUNA = row(
     "laguna",
-    defaults={
-        "vocab_size": 100352,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 48,
-        "num_key_value_heads": 8,
-        "num_attention_heads_per_layer": None,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {
-            "full_attention": {"rope_theta": 500_000.0, "partial_rotary_factor": 0.5},
-            "sliding_attention": {"rope_theta": 10_000.0},
-        },
-        "sliding_window": 512,
-        "layer_types": None,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "mlp_layer_types": None,
-        "first_k_dense_replace": 1,
-        "gating": True,
-        "moe_routed_scaling_factor": 1.0,
-        "moe_apply_router_weight_on_input": False,
-        "moe_router_logit_softcapping": 0.0,
-    },
     experts=256,
     choice="mlp.experts.e_score_correction_bias",
     newer_choice=_BIAS,
@@ -423,22 +292,6 @@ def _hunyuan3(config: Config) -> BlockSpec:
 
 HUNYUAN3 = row(
     "hy_v3",
-    defaults={
-        "vocab_size": 120832,
-        "hidden_size": 4096,
-        "intermediate_size": 13312,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "moe_intermediate_size": 1536,
-        "num_shared_experts": 1,
-        "router_scaling_factor": 2.826,
-        "mlp_layer_types": None,
-        "first_k_dense_replace": 1,
-    },
     experts=192,
     router="mlp.router.gate",
     is_wide=True,
@@ -474,28 +327,6 @@ def _ling(config: Config) -> BlockSpec:
 
 LING = row(
     "bailing_moe",
-    defaults={
-        **_GROUPED,
-        "vocab_size": 157184,
-        "hidden_size": 2048,
-        "intermediate_size": 5120,
-        "num_hidden_layers": 20,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "rotary_dim": None,
-        "use_bias": False,
-        "use_qkv_bias": False,
-        "use_qk_norm": None,
-        "moe_intermediate_size": 512,
-        "num_shared_experts": 1,
-        "first_k_dense_replace": 0,
-        "score_function": None,
-        "moe_router_enable_expert_bias": None,
-        "n_group": 8,
-        "topk_group": 4,
-    },
     experts=256,
     is_wide=True,
     choice="mlp.gate.expert_bias",
@@ -543,25 +374,6 @@ def _mimo(config: Config) -> BlockSpec:
 
 MIMO = row(
     "mimo_v2_flash",
-    defaults={
-        **_GROUPED,
-        "vocab_size": 152576,
-        "hidden_size": 4096,
-        "intermediate_size": 16384,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 4,
-        "head_dim": 192,
-        "v_head_dim": 128,
-        "attention_value_scale": 0.707,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "sliding_window": 129,
-        "sliding_window_size": None,
-        "layer_types": None,
-        "moe_intermediate_size": 2048,
-        "mlp_layer_types": None,
-    },
     experts=256,
     is_wide=True,
     choice=_BIAS,

@@ -1,12 +1,12 @@
 """Granite's mixtures of experts (IBM, 2024 to 2026), a row each: multipliers, a softmax over the chosen."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from flashllm.arch.experts.row import experts_of, in_layer, matrices, row
-from flashllm.arch.llama.dense import MULTIPLIERS, granite_block
-from flashllm.arch.llama.names import BIASED, LLAMA_DEFAULTS
-from flashllm.arch.llama.windowed import GRANITE_SWA_DEFAULTS, SINKS, granite_swa_block
+from flashllm.arch.llama.dense import granite_block
+from flashllm.arch.llama.names import BIASED
+from flashllm.arch.llama.windowed import SINKS, granite_swa_block
 from flashllm.arch.mixers import check_size
 from flashllm.arch.mixture import ExpertsSpec, RouterSpec
 from flashllm.arch.spec import BlockSpec, Config
@@ -24,23 +24,11 @@ def _experts(config: Config) -> ExpertsSpec | None:
     return experts_of(config, "intermediate_size", RouterSpec(score="softmax_of_chosen"), shared=shared)
 
 
-def granite(
-    model_type: str, defaults: Mapping[str, Any], block: Callable[..., BlockSpec], **others: Any
-) -> ArchitectureSpec:
+def granite(model_type: str, block: Callable[..., BlockSpec], **others: Any) -> ArchitectureSpec:
     """A row: without experts, their shared neurons are all there are."""
     one = in_layer(_MATRICES)
     return row(
         model_type,
-        defaults={
-            "hidden_size": 4096,
-            "intermediate_size": 11008,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "max_position_embeddings": 2048,
-            "num_experts_per_tok": 2,
-            "shared_intermediate_size": 0,
-            **defaults,
-        },
         experts=8,
         router="block_sparse_moe.router.layer",
         block=lambda config: block(config, experts=_experts(config)),
@@ -63,7 +51,7 @@ def granite(
 
 
 GRANITE = (
-    granite("granitemoe", {**LLAMA_DEFAULTS, **MULTIPLIERS}, granite_block, attention=BIASED),
-    granite("granitemoeshared", {**LLAMA_DEFAULTS, **MULTIPLIERS}, granite_block, attention=BIASED),
-    granite("granitemoe_swa", GRANITE_SWA_DEFAULTS, granite_swa_block, attention=(*BIASED, SINKS)),
+    granite("granitemoe", granite_block, attention=BIASED),
+    granite("granitemoeshared", granite_block, attention=BIASED),
+    granite("granitemoe_swa", granite_swa_block, attention=(*BIASED, SINKS)),
 )

@@ -8,7 +8,7 @@ from typing import Any
 from flashllm.arch.experts.plain import W
 from flashllm.arch.experts.row import dense_first, experts_of, grouped_router, in_layer, matrices, row, shared_neurons
 from flashllm.arch.family import turning
-from flashllm.arch.llama.latent import LATENT, LATENT_DEFAULTS, LATENT_NORMS, latent_block
+from flashllm.arch.llama.latent import LATENT, LATENT_NORMS, latent_block
 from flashllm.arch.mixers import DeltaRule, check_size
 from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, LayerSpec
 from flashllm.arch.tensors import ResidentTensor, attentions, delta_rules
@@ -84,33 +84,6 @@ def _delta(names: dict[str, str]) -> tuple[ResidentTensor, ...]:
 
 _ROW = row(
     "kimi_linear",
-    defaults={
-        **LATENT_DEFAULTS,
-        "q_lora_rank": None,
-        "vocab_size": 163840,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 27,
-        "num_attention_heads": 32,
-        "model_max_length": 1048576,
-        "rms_norm_eps": 1e-5,
-        "moe_intermediate_size": 1024,
-        "num_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "mlp_layer_types": None,
-        "num_expert_group": 1,
-        "topk_group": 1,
-        "num_experts_per_token": 8,
-        "moe_renormalize": True,
-        "routed_scaling_factor": 2.446,
-        "layer_types": None,
-        "sliding_window": None,
-        "linear_attn_config": None,
-        "linear_num_heads": 32,
-        "linear_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-        **_ALONE,
-    },
     experts=256,
     router="block_sparse_moe.gate",
     is_wide=True,

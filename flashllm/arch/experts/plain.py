@@ -1,7 +1,6 @@
 """Mixtures of experts (Shazeer et al., 2017) whose routers take a softmax of their products, a row each."""
 
 from dataclasses import replace
-from typing import Any
 
 from flashllm.arch.experts.row import (
     GATED_SHARED,
@@ -14,7 +13,7 @@ from flashllm.arch.experts.row import (
     shared_neurons,
 )
 from flashllm.arch.family import alternating, always, decoder_block, head_size, never, says, turning
-from flashllm.arch.llama.dense import COHERE_DEFAULTS, HUNYUAN_DEFAULTS, HUNYUAN_NORMS, cohere_block
+from flashllm.arch.llama.dense import HUNYUAN_NORMS, cohere_block
 from flashllm.arch.llama.names import BEHIND, BIASED, projections
 from flashllm.arch.llama.windowed import slides
 from flashllm.arch.mixers import check_size
@@ -42,14 +41,6 @@ def _olmoe(config: Config) -> BlockSpec:
 
 OLMOE = row(
     "olmoe",
-    defaults={
-        "vocab_size": 50304,
-        "hidden_size": 2048,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 16,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-    },
     experts=64,
     block=_olmoe,
     attention=projections(says("attention_bias"), says("attention_bias")),
@@ -66,16 +57,6 @@ def _flex_olmo(config: Config) -> BlockSpec:
 
 FLEX_OLMO = row(
     "flex_olmo",
-    defaults={
-        "vocab_size": 100352,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-6,
-        "num_experts_per_tok": 5,
-    },
     experts=7,
     block=_flex_olmo,
     attention=BIASED,
@@ -121,29 +102,8 @@ def _qwen3_moe(config: Config) -> BlockSpec:
     )
 
 
-_QWEN: dict[str, Any] = {
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "num_hidden_layers": 24,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": None,
-}
 QWEN2_MOE = row(
     "qwen2_moe",
-    defaults={
-        **_QWEN,
-        "num_key_value_heads": 16,
-        "intermediate_size": 5632,
-        "moe_intermediate_size": 1408,
-        "shared_expert_intermediate_size": 5632,
-        "num_experts_per_tok": 4,
-        "max_window_layers": 28,
-        "qkv_bias": True,
-    },
     experts=60,
     block=_qwen2_moe,
     attention=projections(says("qkv_bias"), never),
@@ -151,13 +111,6 @@ QWEN2_MOE = row(
 )
 QWEN3_MOE = row(
     "qwen3_moe",
-    defaults={
-        **_QWEN,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-    },
     experts=128,
     block=_qwen3_moe,
     attention=projections(says("attention_bias"), says("attention_bias")),
@@ -180,22 +133,6 @@ def _mellum(config: Config) -> BlockSpec:
 
 MELLUM = row(
     "mellum",
-    defaults={
-        "vocab_size": 98304,
-        "hidden_size": 2304,
-        "intermediate_size": 7168,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-6,
-        "sliding_window": 1024,
-        "layer_types": None,
-        "mlp_layer_types": None,
-        "moe_intermediate_size": 896,
-        "norm_topk_prob": True,
-    },
     experts=64,
     block=_mellum,
     attention=BIASED,
@@ -205,18 +142,6 @@ MELLUM = row(
 W = {matrix: f"block_sparse_moe.experts.{{e}}.w{i}" for matrix, i in (("up", 3), ("gate", 1), ("down", 2))}
 MIXTRAL = row(
     "mixtral",
-    defaults={
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "sliding_window": None,
-        "num_experts_per_tok": 2,
-    },
     experts=8,
     router="block_sparse_moe.gate",
     block=lambda config: decoder_block(
@@ -242,20 +167,6 @@ def _phimoe(config: Config) -> BlockSpec:
 
 PHIMOE = row(
     "phimoe",
-    defaults={
-        "vocab_size": 32064,
-        "hidden_size": 4096,
-        "intermediate_size": 6400,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "sliding_window": None,
-        "num_experts_per_tok": 2,
-        "router_jitter_noise": 0.01,
-        "lm_head_bias": False,
-    },
     experts=16,
     router="block_sparse_moe.gate",
     renamed={"model.layers.{i}.mlp.router.weight": "model.layers.{i}.block_sparse_moe.gate.weight"},
@@ -286,15 +197,6 @@ def _hunyuan_moe(config: Config) -> BlockSpec:
 
 HUNYUAN_MOE = row(
     "hunyuan_v1_moe",
-    defaults={
-        **HUNYUAN_DEFAULTS,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 2048,
-        "moe_topk": 1,
-    },
     experts=1,
     router="mlp.gate.wg",
     is_wide=True,
@@ -325,30 +227,6 @@ def _gpt_oss(config: Config) -> BlockSpec:
 
 GPT_OSS = row(
     "gpt_oss",
-    defaults={
-        "vocab_size": 201088,
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "sliding_window": 128,
-        "attention_bias": True,
-        "num_experts_per_tok": 4,
-        "swiglu_alpha": 1.702,
-        "swiglu_limit": 7.0,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 4096,
-        },
-    },
     experts=128,
     router="mlp.router",
     renamed={},
@@ -398,22 +276,6 @@ def _cohere2(config: Config) -> BlockSpec:
 
 COHERE2 = row(
     "cohere2_moe",
-    defaults={
-        **COHERE_DEFAULTS,
-        "head_dim": 128,
-        "num_experts_per_tok": 2,
-        "num_shared_experts": 0,
-        "shared_expert_combination_strategy": "average",
-        "expert_selection_fn": "softmax",
-        "norm_topk_prob": True,
-        "prefix_dense_intermediate_size": None,
-        "prefix_dense_sliding_window_pattern": 1,
-        "sliding_window_pattern": 4,
-        "sliding_window": 4096,
-        "layer_types": None,
-        "mlp_layer_types": None,
-        "rms_norm_eps": None,
-    },
     experts=8,
     block=_cohere2,
     attention=BIASED,

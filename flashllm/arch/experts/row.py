@@ -41,7 +41,7 @@ def in_layer(names: Mapping[str, str]) -> dict[str, str]:
 def row(
     model_type: str,
     *,
-    defaults: Mapping[str, Any],
+    defaults: Mapping[str, Any] | None = None,
     experts: int | None,
     router: str = "mlp.gate",
     is_wide: bool = False,
@@ -78,7 +78,7 @@ def row(
     named += [] if choice is None else [ResidentTensor(name="layers.{i}.choice.bias", source=choice)]
     return decoder(
         model_type,
-        defaults={**_DEFAULTS, **defaults},
+        defaults=None if defaults is None else {**_DEFAULTS, **defaults},
         derived=counted,
         ffn_tensors=tuple(replace(tensor, layers=mixtures) for tensor in (*named, *values.pop("ffn_tensors", ()))),
         **{

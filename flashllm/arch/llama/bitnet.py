@@ -6,7 +6,6 @@ without one, weights and inputs are as they are.
 """
 
 from enum import Enum
-from typing import Any
 
 from flashllm.arch.family import always, decoder_block
 from flashllm.arch.llama.names import BEFORE, BIASED, row
@@ -61,21 +60,8 @@ def _block(config: Config) -> BlockSpec:
     return decoder_block(config, theta=500_000.0, sub_norms=True, rounded_inputs=form_of(config) is not Form.WHOLE)
 
 
-_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 128256,
-    "hidden_size": 2560,
-    "intermediate_size": 6912,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 20,
-    "num_key_value_heads": 5,
-    "hidden_act": "relu2",
-    "rms_norm_eps": 1e-5,
-    "attention_bias": False,
-    "quantization_config": None,
-}
 BITNET = row(
     MODEL_TYPE,
-    defaults=_DEFAULTS,
     block=_block,
     attention=BIASED,
     norms={

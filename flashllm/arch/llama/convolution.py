@@ -86,18 +86,6 @@ def _neurons(config: Config) -> int:
     return multiple * (int(check_number("block_ffn_dim_multiplier", factor) * width + multiple - 1) // multiple)
 
 
-_USUAL: dict[str, Any] = {
-    "vocab_size": 65536,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 128000,
-    "norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-    "conv_bias": False,
-    "conv_L_cache": 3,
-    "full_attn_idxs": None,
-    "sliding_window": None,
-    "layer_types": None,
-}
 _NAMED: dict[str, Any] = {
     "attention": _tensors(),
     "norms": {"attention_norm": ("operator_norm", always), "ffn_norm": ("ffn_norm", always)},
@@ -114,14 +102,6 @@ def _of(place: str) -> dict[str, str]:
 
 LFM2 = row(
     "lfm2",
-    defaults={
-        **_USUAL,
-        "hidden_size": 2560,
-        "intermediate_size": 12288,
-        "block_auto_adjust_ff_dim": True,
-        "block_ffn_dim_multiplier": 1.0,
-        "block_multiple_of": 256,
-    },
     block=lambda config: _block({**config, "intermediate_size": _neurons(config)}),
     matrices=_of("feed_forward"),
     **_NAMED,
@@ -143,19 +123,6 @@ def _mixture(config: Config) -> BlockSpec:
 
 LFM2_MOE = mixture(
     "lfm2_moe",
-    defaults={
-        **_USUAL,
-        "hidden_size": 2048,
-        "intermediate_size": 7168,
-        "moe_intermediate_size": 1792,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_experts_per_tok": 4,
-        "num_dense_layers": 2,
-        "use_expert_bias": True,
-        "routed_scaling_factor": 1.0,
-        "norm_topk_prob": True,
-    },
     experts=32,
     router="feed_forward.gate",
     ffn_tensors=(

@@ -147,38 +147,6 @@ def _qwen3_next(config: Config) -> BlockSpec:
     return _block(config, experts=experts, dense_layers=dense_layers(config))
 
 
-_DEFAULTS: dict[str, Any] = {
-    "hidden_act": "silu",
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "head_dim": 256,
-    "num_attention_heads": 16,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "sliding_window": None,
-    "layer_types": None,
-    "full_attention_interval": 4,
-}
-_NEXT: dict[str, Any] = {
-    **_DEFAULTS,
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 2,
-    "decoder_sparse_step": 1,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-    "num_experts_per_tok": 10,
-    "norm_topk_prob": True,
-    "mlp_only_layers": None,
-}
-
 _FLAT = {**_together("in_proj_qkv", ("query", "key", "value"), _flat), "out_gate": ("in_proj_z", _whole)}
 
 
@@ -189,7 +157,6 @@ def _is_flat(config: Config) -> bool:
 
 QWEN3_NEXT = row(
     "qwen3_next",
-    defaults=_NEXT,
     experts=512,
     block=_qwen3_next,
     attention=(
@@ -212,14 +179,6 @@ _APART = (
 )
 QWEN3_5 = decoder(
     "qwen3_5_text",
-    defaults={
-        **_DEFAULTS,
-        "vocab_size": 248320,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 4,
-    },
     block=_block,
     attention=_APART,
     matrices=GATED,
@@ -228,16 +187,6 @@ QWEN3_5 = decoder(
 )
 QWEN3_5_MOE = row(
     "qwen3_5_moe_text",
-    defaults={
-        **_DEFAULTS,
-        "vocab_size": 248320,
-        "hidden_size": 2048,
-        "num_hidden_layers": 40,
-        "num_key_value_heads": 2,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "intermediate_size": 512,  # of no layer
-    },
     experts=256,
     block=lambda config: _block(config, experts=_experts(config, normalized=True)),
     attention=_APART,
@@ -284,22 +233,6 @@ def _olmo(config: Config) -> BlockSpec:
 
 OLMO_HYBRID = decoder(
     "olmo_hybrid",
-    defaults={
-        **_DEFAULTS,
-        "vocab_size": 100352,
-        "hidden_size": 3840,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 30,
-        "num_key_value_heads": None,
-        "head_dim": None,
-        "max_position_embeddings": 65536,
-        "linear_num_key_heads": None,
-        "linear_num_value_heads": None,
-        "linear_key_head_dim": None,
-        "linear_value_head_dim": None,
-        "linear_allow_neg_eigval": True,
-    },
     block=_olmo,
     attention=(
         *(replace(tensor, layers=attentions) for tensor in BIASED),

@@ -22,8 +22,6 @@ from flashllm.arch.llama.names import (
     BIASED,
     FUSED_GATE,
     GATE_PARTS,
-    LLAMA_DEFAULTS,
-    MISTRAL_DEFAULTS,
     projections,
     row,
 )
@@ -31,8 +29,8 @@ from flashllm.arch.mixers import check_size
 from flashllm.arch.spec import BlockSpec, Config, check_number
 from flashllm.errors import UnsupportedModelError
 
-LLAMA = row("llama", defaults=LLAMA_DEFAULTS, attention=BIASED, ffn_bias=says("mlp_bias"))
-MISTRAL = row("mistral", defaults=MISTRAL_DEFAULTS)
+LLAMA = row("llama", attention=BIASED, ffn_bias=says("mlp_bias"))
+MISTRAL = row("mistral")
 
 
 # Qwen 2, 2.5 and 3 (Yang et al., 2024, 2025): windows only where the config asks for them, from a layer on.
@@ -47,20 +45,9 @@ def _qwen(config: Config, **traits: Any) -> BlockSpec:
     return decoder_block({**config, "sliding_window": window, "layer_types": types}, **traits)
 
 
-_QWEN: dict[str, Any] = {
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
-QWEN2 = row("qwen2", defaults=_QWEN, block=_qwen, attention=projections(always, never))
+QWEN2 = row("qwen2", block=_qwen, attention=projections(always, never))
 QWEN3 = row(
     "qwen3",
-    defaults={**_QWEN, "head_dim": 128, "attention_bias": False},
     block=lambda config: _qwen(config, query_key_norm="head"),
     attention=BIASED,
 )
@@ -68,15 +55,6 @@ QWEN3 = row(
 # Phi-3 (Abdin et al., 2024): query, key, value in one tensor; gate and up in one tensor.
 PHI3 = row(
     "phi3",
-    defaults={
-        "vocab_size": 32064,
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "original_max_position_embeddings": 4096,
-        "sliding_window": None,
-    },
     matrices=FUSED_GATE,
     matrix_parts=GATE_PARTS,
     attention=(
@@ -114,17 +92,14 @@ def granite_block(config: Config, **traits: Any) -> BlockSpec:
 
 GRANITE = row(
     "granite",
-    defaults={**LLAMA_DEFAULTS, **MULTIPLIERS},
     block=granite_block,
     attention=BIASED,
     ffn_bias=says("mlp_bias"),
 )
 
 # OLMo 2 (OLMo Team, 2024): norms behind attention and FFN, and one over all queries, one over all keys.
-_OLMO2: dict[str, Any] = {"vocab_size": 50304, "rms_norm_eps": 1e-5, "attention_bias": False}
 OLMO2 = row(
     "olmo2",
-    defaults=_OLMO2,
     block=lambda config: decoder_block(config, norms="output", query_key_norm="projection"),
     attention=BIASED,
     norms=BEHIND,
@@ -146,18 +121,6 @@ def _smollm3(config: Config) -> BlockSpec:
 
 SMOLLM3 = row(
     "smollm3",
-    defaults={
-        **LLAMA_DEFAULTS,
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32768,
-        "tie_word_embeddings": True,
-        "use_sliding_window": False,
-        "sliding_window": None,
-    },
     block=_smollm3,
     attention=BIASED,
     ffn_bias=says("mlp_bias"),
@@ -180,17 +143,6 @@ def _stablelm(config: Config) -> BlockSpec:
 
 STABLELM = row(
     "stablelm",
-    defaults={
-        "vocab_size": 50304,
-        "hidden_size": 2560,
-        "intermediate_size": 6912,
-        "num_key_value_heads": 32,
-        "max_position_embeddings": 4096,
-        "layer_norm_eps": 1e-5,
-        "use_qkv_bias": False,
-        "qk_layernorm": False,
-        "use_parallel_residual": False,
-    },
     block=_stablelm,
     attention=projections(says("use_qkv_bias"), never),
     norm_bias=always,
@@ -198,20 +150,6 @@ STABLELM = row(
 # StarCoder 2 (Lozhkov et al., 2024): layer norms, no gate, windows.
 STARCODER2 = row(
     "starcoder2",
-    defaults={
-        "vocab_size": 49152,
-        "hidden_size": 3072,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 24,
-        "num_key_value_heads": 2,
-        "hidden_act": "gelu_pytorch_tanh",
-        "max_position_embeddings": 4096,
-        "norm_epsilon": 1e-5,
-        "use_bias": True,
-        "sliding_window": None,
-        "tie_word_embeddings": True,
-    },
     block=lambda config: decoder_block(config, epsilon="norm_epsilon", norm="layer", gated=False),
     matrices={"up": "mlp.c_fc", "down": "mlp.c_proj"},
     norm_bias=always,
@@ -255,26 +193,14 @@ COHERE_DEFAULTS: dict[str, Any] = {
 }
 COHERE = row(
     "cohere",
-    defaults=COHERE_DEFAULTS,
     block=cohere_block,
     attention=BIASED,
     norms={"attention_norm": ("input_layernorm", always)},
 )
 
 # GLM-4 9B (GLM Team, 2024): half of each head turned, neighbours together; gate and up in one tensor.
-_GLM: dict[str, Any] = {
-    "vocab_size": 151552,
-    "intermediate_size": 13696,
-    "num_hidden_layers": 40,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1.5625e-07,
-    "attention_bias": True,
-}
 GLM = row(
     "glm",
-    defaults=_GLM,
     block=lambda config: decoder_block(config, rotary_share=0.5, rotary_style="interleaved"),
     matrices=FUSED_GATE,
     matrix_parts=GATE_PARTS,
@@ -284,7 +210,6 @@ GLM = row(
 # GLM-4 0414 (Z.ai, 2025): the same, with norms behind attention and FFN, too.
 GLM4_0414 = row(
     "glm4",
-    defaults=_GLM,
     block=lambda config: decoder_block(config, rotary_share=0.5, rotary_style="interleaved", norms="both"),
     matrices=FUSED_GATE,
     matrix_parts=GATE_PARTS,
@@ -299,19 +224,6 @@ GLM4_0414 = row(
 # ERNIE 4.5 0.3B (Baidu, 2025): Llama, neighbours turned together.
 ERNIE_DENSE = row(
     "ernie4_5",
-    defaults={
-        "vocab_size": 103424,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 18,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-        "use_bias": False,
-    },
     block=lambda config: decoder_block(config, theta=500_000.0, rotary_style="interleaved"),
     attention=projections(says("use_bias"), says("use_bias")),
     ffn_bias=says("use_bias"),
@@ -320,19 +232,6 @@ ERNIE_DENSE = row(
 # Seed-OSS (ByteDance Seed, 2025): biases of queries, keys and values.
 SEED_OSS = row(
     "seed_oss",
-    defaults={
-        "vocab_size": 155136,
-        "intermediate_size": 27648,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 80,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 524288,
-        "rms_norm_eps": 1e-6,
-        "attention_bias": True,
-        "attention_out_bias": False,
-        "mlp_bias": False,
-    },
     attention=projections(says("attention_bias"), says("attention_out_bias")),
     ffn_bias=says("mlp_bias"),
 )
@@ -349,7 +248,6 @@ def _olmo(config: Config) -> BlockSpec:
 
 OLMO = row(
     "olmo",
-    defaults={"vocab_size": 50304, "attention_bias": False, "clip_qkv": None},
     block=_olmo,
     attention=BIASED,
     norms={},
@@ -359,19 +257,6 @@ OLMO = row(
 # Helium (Kyutai, 2025): neighbours turned together.
 HELIUM = row(
     "helium",
-    defaults={
-        "vocab_size": 48000,
-        "hidden_size": 2560,
-        "intermediate_size": 7040,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 20,
-        "num_key_value_heads": 20,
-        "head_dim": 128,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-8,
-        "attention_bias": False,
-        "mlp_bias": False,
-    },
     block=lambda config: decoder_block(config, theta=100_000.0, rotary_style="interleaved"),
     attention=projections(says("attention_bias"), never),
     ffn_bias=says("mlp_bias"),
@@ -392,7 +277,6 @@ def _hyperclovax(config: Config) -> BlockSpec:
 
 HYPERCLOVAX = row(
     "hyperclovax",
-    defaults={**LLAMA_DEFAULTS, **MULTIPLIERS, "attention_multiplier": None, "use_post_norm": True},
     block=_hyperclovax,
     attention=BIASED,
     ffn_bias=says("mlp_bias"),
@@ -404,16 +288,9 @@ HYPERCLOVAX = row(
 )
 
 # Hunyuan (Tencent, 2025): norms of each head behind the rotation.
-HUNYUAN_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 290943,
-    "rms_norm_eps": 1e-5,
-    "head_dim": None,
-    "attention_bias": False,
-}
 HUNYUAN_NORMS = {"query_norm": "self_attn.query_layernorm", "key_norm": "self_attn.key_layernorm"}
 HUNYUAN = row(
     "hunyuan_v1_dense",
-    defaults=HUNYUAN_DEFAULTS,
     block=lambda config: decoder_block(config, query_key_norm="turned_head"),
     attention=BIASED,
     head_norms=HUNYUAN_NORMS,

@@ -77,41 +77,19 @@ _GEMMA: dict[str, Any] = {
     "attention_bias": False,
     "tie_word_embeddings": True,
 }
-_GEMMA2: dict[str, Any] = {
-    **_GEMMA,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-}
 GEMMA = row(
     "gemma",
-    defaults={
-        **_GEMMA,
-        "hidden_size": 3072,
-        "intermediate_size": 24576,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "hidden_act": "gelu_pytorch_tanh",
-    },
     block=_gemma,
     attention=BIASED,
 )
 GEMMA2 = row(
     "gemma2",
-    defaults={**_GEMMA2, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
     block=gemma2_block,
     attention=BIASED,
     norms=AROUND,
 )
 GEMMA3 = row(
     "gemma3_text",
-    defaults={**_GEMMA2, "vocab_size": 262208, "max_position_embeddings": 131072},
     block=_gemma3,
     attention=BIASED,
     norms=AROUND,
@@ -227,24 +205,6 @@ _GEMMA4_ROPE = {
 }
 GEMMA4 = row(
     "gemma4_text",
-    defaults={
-        **_GEMMA2,
-        "vocab_size": 262144,
-        "num_hidden_layers": 30,
-        "max_position_embeddings": 131072,
-        "sliding_window": 512,
-        "layer_types": None,
-        "rope_parameters": None,
-        "attention_k_eq_v": False,
-        "num_kv_shared_layers": 0,
-        "use_double_wide_mlp": False,
-        "enable_moe_block": False,
-        "num_experts": None,
-        "top_k_experts": None,
-        "moe_intermediate_size": None,
-        "hidden_size_per_layer_input": 256,
-        "vocab_size_per_layer_input": 262144,
-    },
     block=_gemma4,
     attention=(*map(_own, BIASED), ResidentTensor(name="layers.{i}.scale", source="layer_scalar")),
     # Where there are experts, the norms around the dense part are others than those around both.
@@ -339,27 +299,6 @@ _OF_GEMMA3N = {
 }
 GEMMA3N = row(
     "gemma3n_text",
-    defaults={
-        **_GEMMA2,
-        "vocab_size": 262400,
-        "hidden_size": 2048,
-        "intermediate_size": 16384,
-        "num_hidden_layers": 35,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32768,
-        "sliding_window": 512,
-        "layer_types": None,
-        "rope_parameters": None,
-        "final_logit_softcapping": 30.0,
-        "num_kv_shared_layers": 15,
-        "hidden_size_per_layer_input": 256,
-        "vocab_size_per_layer_input": 262144,
-        "altup_active_idx": 0,
-        "altup_correct_scale": True,
-        "altup_num_inputs": 4,
-        "laurel_rank": 64,
-        "activation_sparsity_pattern": None,
-    },
     block=_gemma3n,
     attention=(
         *map(_own, BIASED),

@@ -122,23 +122,13 @@ LATENT_DEFAULTS: dict[str, Any] = {
 }
 
 
-def _row(model_type: str, *, defaults: Mapping[str, Any], **others: Any) -> ArchitectureSpec:
+def _row(model_type: str, **others: Any) -> ArchitectureSpec:
     values: dict[str, Any] = {"block": latent_block, "attention": LATENT, "head_norms": LATENT_NORMS, **others}
-    return row(model_type, defaults={**LATENT_DEFAULTS, **defaults}, **values)
+    return row(model_type, **values)
 
 
 # Youtu (Tencent, 2026).
-YOUTU = _row(
-    "youtu",
-    defaults={
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_attention_heads": 16,
-        "max_position_embeddings": 131072,
-        "tie_word_embeddings": True,
-    },
-)
+YOUTU = _row("youtu")
 
 
 # MiniCPM 3 (OpenBMB, 2024): embedding, residuals and logits are scaled.
@@ -166,25 +156,6 @@ def _of_width(config: Config) -> Mapping[str, Any]:
 
 MINICPM3 = _row(
     "minicpm3",
-    defaults={
-        "vocab_size": 73448,
-        "hidden_size": 2560,
-        "intermediate_size": 6400,
-        "num_hidden_layers": 62,
-        "num_attention_heads": 40,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-        "mlp_bias": False,
-        "q_lora_rank": 768,
-        "kv_lora_rank": 256,
-        "qk_rope_head_dim": 32,
-        "qk_nope_head_dim": 64,
-        "v_head_dim": None,
-        "scale_emb": 12,
-        "scale_depth": 1.4,
-        "dim_model_base": 256,
-    },
     block=_minicpm3,
     derived=_of_width,
     ffn_bias=says("mlp_bias"),

@@ -54,8 +54,9 @@ BIASED = projections(says("attention_bias"), says("attention_bias"))
 BARE = projections(never, never)
 
 
-def row(model_type: str, *, defaults: Mapping[str, Any], **others: Any) -> ArchitectureSpec:
-    """A model_type under Llama's names, RMS norms and a gated FFN, where `others` say nothing else."""
+def row(model_type: str, *, defaults: Mapping[str, Any] | None = None, **others: Any) -> ArchitectureSpec:
+    """A model_type under Llama's names, RMS norms and a gated FFN, where `others` say nothing else. `defaults`: where
+    `defaults.json` has none of it, those that differ from `DEFAULTS`."""
     values: dict[str, Any] = {
         "block": decoder_block,
         "matrices": GATED,
@@ -64,7 +65,7 @@ def row(model_type: str, *, defaults: Mapping[str, Any], **others: Any) -> Archi
         "ignored": ("model.layers.*.self_attn.rotary_emb.inv_freq",),
         **others,
     }
-    return decoder(model_type, defaults={**DEFAULTS, **defaults}, **values)
+    return decoder(model_type, defaults=None if defaults is None else {**DEFAULTS, **defaults}, **values)
 
 
 LLAMA_DEFAULTS: dict[str, Any] = {

@@ -3,14 +3,13 @@
 from dataclasses import replace
 
 from flashllm.arch.family import always, decoder_block, says
-from flashllm.arch.llama.names import BIASED, LLAMA_DEFAULTS, MISTRAL_DEFAULTS, UNGATED, row
+from flashllm.arch.llama.names import BIASED, UNGATED, row
 from flashllm.arch.spec import BlockSpec, Config
 from flashllm.errors import UnsupportedModelError
 
 # ProSparse (Song et al., 2024): FATReLU, its threshold in the config. The name is of the checkpoints' own code.
 SPARSE_LLAMA = row(
     "sparsellama",
-    defaults={**LLAMA_DEFAULTS, "hidden_act": "fatrelu", "hidden_act_param": 0.01},
     attention=BIASED,
     ffn_bias=says("mlp_bias"),
 )
@@ -24,19 +23,11 @@ def _bamboo(config: Config) -> BlockSpec:
 
 
 # Bamboo (Song et al., 2024: TurboSparse): Mistral's shape, and ReLU on the gate and on the up projection.
-BAMBOO = row("bamboo", defaults={**MISTRAL_DEFAULTS, "hidden_act": "relu"}, block=_bamboo)
+BAMBOO = row("bamboo", block=_bamboo)
 
 # Models without a gate and with the square of ReLU. Arcee (2025): Llama otherwise.
 ARCEE = row(
     "arcee",
-    defaults={
-        **LLAMA_DEFAULTS,
-        "hidden_size": 2560,
-        "intermediate_size": 18432,
-        "max_position_embeddings": 4096,
-        "hidden_act": "relu2",
-        "rms_norm_eps": 1e-5,
-    },
     block=lambda config: decoder_block(config, gated=False),
     matrices=UNGATED,
     attention=BIASED,
@@ -45,18 +36,6 @@ ARCEE = row(
 # Nemotron and Minitron (Parmar et al., 2024): layer norms that keep weight - 1, half of each head turned.
 NEMOTRON = row(
     "nemotron",
-    defaults={
-        "vocab_size": 256000,
-        "hidden_size": 6144,
-        "intermediate_size": 24576,
-        "num_attention_heads": 48,
-        "max_position_embeddings": 4096,
-        "hidden_act": "relu2",
-        "norm_eps": 1e-5,
-        "head_dim": None,
-        "attention_bias": False,
-        "mlp_bias": False,
-    },
     block=lambda config: decoder_block(
         config, epsilon="norm_eps", rotary_share=0.5, norm="layer", norm_shift=1.0, gated=False
     ),
@@ -68,18 +47,6 @@ NEMOTRON = row(
 # Jais 2 (Inception, 2025): layer norms, biases everywhere.
 JAIS2 = row(
     "jais2",
-    defaults={
-        "vocab_size": 150272,
-        "hidden_size": 3328,
-        "intermediate_size": 26624,
-        "num_attention_heads": 26,
-        "max_position_embeddings": 8192,
-        "hidden_act": "relu2",
-        "layer_norm_eps": 1e-5,
-        "head_dim": None,
-        "attention_bias": True,
-        "mlp_bias": True,
-    },
     block=lambda config: decoder_block(config, epsilon="layer_norm_eps", norm="layer", gated=False),
     matrices=UNGATED,
     norm_bias=always,

@@ -9,8 +9,8 @@ from flashllm.arch.experts.granite import granite
 from flashllm.arch.experts.row import experts_of, grouped_router
 from flashllm.arch.experts.row import row as mixture
 from flashllm.arch.family import always, decoder_block, head_size, linear_tensors, never, says
-from flashllm.arch.llama.dense import MULTIPLIERS, granite_block
-from flashllm.arch.llama.names import BIASED, LLAMA_DEFAULTS, projections, row
+from flashllm.arch.llama.dense import granite_block
+from flashllm.arch.llama.names import BIASED, projections, row
 from flashllm.arch.mixers import StateSpace, check_size
 from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, check_number
 from flashllm.arch.tensors import Part, ResidentTensor, attentions, state_spaces
@@ -132,36 +132,12 @@ def _bamba(config: Config) -> BlockSpec:
     return _mixed(block, kinds, _space(config))
 
 
-_SIZES: dict[str, Any] = {
-    "mamba_n_heads": 128,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 256,
-    "mamba_d_head": "auto",
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-    "mamba_conv_bias": True,
-    "mamba_proj_bias": False,
-    "time_step_limit": None,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
-
-
 def _of_mamba(space: Space = _space, **others: Any) -> tuple[ResidentTensor, ...]:
     return _tensors("mamba", space, bias="mamba_proj_bias", convolution_bias="mamba_conv_bias", **others)
 
 
 BAMBA = row(
     "bamba",
-    defaults={
-        **_SIZES,
-        "vocab_size": 128000,
-        "intermediate_size": 14336,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 262144,
-        "rms_norm_eps": 1e-5,
-        "attn_layer_indices": None,
-    },
     block=_bamba,
     attention=(*_attending(BIASED), *_of_mamba()),
     matrices={matrix: f"feed_forward.{matrix}_proj" for matrix in ("up", "gate", "down")},
@@ -186,15 +162,6 @@ def _granite(config: Config, **traits: Any) -> BlockSpec:
 
 GRANITE = granite(
     "granitemoehybrid",
-    {
-        **LLAMA_DEFAULTS,
-        **MULTIPLIERS,
-        **_SIZES,
-        "shared_intermediate_size": 1024,
-        "position_embedding_type": None,
-        "sliding_window": None,
-        "layer_types": None,
-    },
     _granite,
     attention=(*_attending(BIASED), *_of_mamba()),
 )
@@ -265,37 +232,6 @@ def _of_nemotron(names: Mapping[str, str]) -> dict[str, str]:
 _UNGATED = {"up": "up_proj", "down": "down_proj"}
 NEMOTRON_H = mixture(
     "nemotron_h",
-    defaults={
-        "vocab_size": 131072,
-        "hidden_size": 4096,
-        "intermediate_size": 21504,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 4096,
-        "layer_norm_epsilon": 1e-5,
-        "mlp_hidden_act": "relu2",
-        "mlp_bias": False,
-        "use_bias": False,
-        "use_conv_bias": True,
-        "layers_block_type": None,
-        "hybrid_override_pattern": None,
-        "mamba_num_heads": 128,
-        "mamba_head_dim": 64,
-        "mamba_hidden_act": "silu",
-        "ssm_state_size": 128,
-        "n_groups": 8,
-        "conv_kernel": 4,
-        "time_step_limit": None,
-        "moe_intermediate_size": 7688,
-        "moe_shared_expert_intermediate_size": 7688,
-        "moe_latent_size": None,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "routed_scaling_factor": 1.0,
-        "norm_topk_prob": True,
-    },
     experts=8,
     is_wide=True,
     router="mixer.gate",
@@ -366,22 +302,6 @@ def _falcon(config: Config) -> BlockSpec:
 
 FALCON_H1 = row(
     "falcon_h1",
-    defaults={
-        **_SIZES,
-        "vocab_size": 128000,
-        "intermediate_size": 14336,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        "mamba_d_ssm": 1024,
-        "mamba_norm_before_gate": True,
-        "mamba_rms_norm": False,
-        "projectors_bias": False,
-        "ssm_multipliers": None,
-        "mlp_multipliers": None,
-        **dict.fromkeys((f"{name}_multiplier" for name in ("lm_head", "embedding", "key")), 1.0),
-        **dict.fromkeys((f"{of}_{way}_multiplier" for of in ("attention", "ssm") for way in ("in", "out")), 1.0),
-    },
     block=_falcon,
     attention=(*BIASED, *_of_mamba(_falcon_space, out_bias="projectors_bias", normed=says("mamba_rms_norm"))),
     matrices={matrix: f"feed_forward.{matrix}_proj" for matrix in ("up", "gate", "down")},

@@ -181,7 +181,6 @@ class CarriedCode:
     wide: bool = False  # scales are stored in fp32, which those of the form are exact in
 
     def vector_nbytes(self, length: int) -> int:
-        """Bytes of a vector of `length` weights."""
         units = -(-length // UNIT)
         return units * 4 * self.bits + sum(items * dtype.itemsize for items, dtype in self._items(length).values())
 
@@ -224,7 +223,6 @@ class PlaneCode:
     table: str = ""  # as a form's
 
     def vector_nbytes(self, length: int) -> int:
-        """Bytes of a column of `length` weights."""
         return -(-length // UNIT) * 4 * self.bits
 
 

@@ -122,7 +122,6 @@ def summary(times: "Sequence[StepTimes]") -> dict[str, Any]:
 
 
 def lines(facts: dict[str, Any]) -> list[str]:
-    """The facts for a person."""
     from flashllm.base.units import format_size
 
     direct = "direct reads" if facts["direct_io"] else "reads through the page cache"

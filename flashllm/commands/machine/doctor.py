@@ -15,7 +15,6 @@ State = Literal["good", "note", "bad"]
 
 _SMALL_MEMORY = 2 * 10**9
 _SMALL_DISK = 20 * 10**9
-_URING_MEMLOCK = 8 << 20  # what registered buffers of a run may need
 _NEEDED_FOR = {  # package of an extra -> what it is for
     "starlette": "flashllm serve",
     "torch": "FlashModel, pickled weights and tokenizers without tokenizer.json",
@@ -27,8 +26,6 @@ _MARKS: dict[State, str] = {"good": "ok  ", "note": "note", "bad": "BAD "}
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
-
     what: str
     state: State
     found: str
@@ -164,19 +161,12 @@ def _direct_reads(place: Path) -> Finding:
 
 
 def _io_uring() -> Finding:
-    import resource
-
     from flashllm._core import Reader
-    from flashllm.base.units import format_size
 
     reader = Reader(1, backend="auto", queue_depth=1)
     if reader.backend != "io_uring":
         found = f"not available ({reader.backend_reason}); reads go through threads"
         return Finding("io_uring", "note", found, "containers often forbid it; threads cost processor time")
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if limit not in (resource.RLIM_INFINITY, -1) and limit < _URING_MEMLOCK:
-        advice = f"raise it to {format_size(_URING_MEMLOCK)} (ulimit -l), or io_uring may be refused"
-        return Finding("io_uring", "note", f"available; locked memory is limited to {format_size(limit)}", advice)
     return Finding("io_uring", "good", "available")
 
 

@@ -11,7 +11,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print a line a model."""
     from flashllm.base.command_line import print_json, say
     from flashllm.base.text import one_line
     from flashllm.base.units import format_size

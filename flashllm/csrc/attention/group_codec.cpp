@@ -20,9 +20,8 @@ extern const GroupKernels kGroups;
 #endif
 
 void check_bits(int bits) {
-  if (bits != 2 && bits != 3 && bits != 4 && bits != 8)
-    throw CoreError(ErrorKind::usage,
-                    "bits of a packed value must be 2, 3, 4 or 8, got " + std::to_string(bits));
+  if (bits != 4 && bits != 8)
+    throw CoreError(ErrorKind::usage, "bits of a packed value must be 4 or 8, got " + std::to_string(bits));
 }
 
 const GroupKernels& group_kernels(SimdLevel level) {

@@ -1,4 +1,4 @@
-// Group-wise quantisation of keys and values (FlexGen, section 5): 2, 3, 4 or 8 bits a value, asymmetric
+// Group-wise quantisation of keys and values (FlexGen, section 5): 4 or 8 bits a value, asymmetric
 // min-max over groups of kGroup values that share a scale and a minimum in fp16. Every result has the same
 // bits at every SIMD level, those of this arithmetic in fp32, each step rounded apart:
 //
@@ -8,8 +8,7 @@
 //   value   = code * scale + minimum
 //
 // Codes lie in units of kUnit, 2 * bits bytes each, little-endian: code i of a unit is the bits from bits * i
-// on; with 3 bits, its lower two are those from 2 * i on of the first four bytes, its third is bit i of the
-// last two. Rows are as long as whole units; what pads the last one repeats the row's last value.
+// on. Rows are as long as whole units; what pads the last one repeats the row's last value.
 #pragma once
 
 #include <cstddef>

@@ -27,20 +27,8 @@ struct Vec {
       const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
       return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)),
               _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)))};
-    } else if constexpr (bits == 4) {
-      const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28), mask = _mm256_set1_epi32(15);
-      return {fields(p, shifts, mask), fields(p + 4, shifts, mask)};
-    } else if constexpr (bits == 2) {
-      const __m256i shifts = _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14), mask = _mm256_set1_epi32(3);
-      return {fields(p, shifts, mask), fields(p, _mm256_add_epi32(shifts, _mm256_set1_epi32(16)), mask)};
     } else {
-      std::uint16_t thirds;
-      __builtin_memcpy(&thirds, p + 4, 2);
-      const __m256i pairs = word(p), third = _mm256_set1_epi32(thirds);
-      return {triples(pairs, _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14), third,
-                      _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)),
-              triples(pairs, _mm256_setr_epi32(16, 18, 20, 22, 24, 26, 28, 30), third,
-                      _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15))};
+      return {halves(p), halves(p + 4)};
     }
   }
   void store(float* p) const {
@@ -55,18 +43,12 @@ struct Vec {
   }
 
  private:
-  static __m256i word(const std::uint8_t* p) {
-    std::int32_t value;
-    __builtin_memcpy(&value, p, 4);
-    return _mm256_set1_epi32(value);
-  }
-  static __m256 fields(const std::uint8_t* p, __m256i shifts, __m256i mask) {
-    return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srlv_epi32(word(p), shifts), mask));
-  }
-  static __m256 triples(__m256i pairs, __m256i pair_shifts, __m256i thirds, __m256i third_shifts) {
-    const __m256i pair = _mm256_and_si256(_mm256_srlv_epi32(pairs, pair_shifts), _mm256_set1_epi32(3));
-    const __m256i third = _mm256_and_si256(_mm256_srlv_epi32(thirds, third_shifts), _mm256_set1_epi32(1));
-    return _mm256_cvtepi32_ps(_mm256_or_si256(pair, _mm256_slli_epi32(third, 2)));
+  static __m256 halves(const std::uint8_t* p) {  // of four bytes
+    std::int32_t word;
+    __builtin_memcpy(&word, p, 4);
+    const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
+    const __m256i codes = _mm256_srlv_epi32(_mm256_set1_epi32(word), shifts);
+    return _mm256_cvtepi32_ps(_mm256_and_si256(codes, _mm256_set1_epi32(15)));
   }
 };
 

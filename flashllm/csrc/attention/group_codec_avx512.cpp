@@ -27,37 +27,21 @@ struct Vec {
   }
   template <int bits>
   static Vec load_codes(const std::uint8_t* p) {
-    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     if constexpr (bits == 8) {
       const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
       return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes))};
-    } else if constexpr (bits == 4) {
-      std::int32_t later;
+    } else {
+      std::int32_t earlier, later;
+      __builtin_memcpy(&earlier, p, 4);
       __builtin_memcpy(&later, p + 4, 4);
-      const __m512i words = _mm512_mask_set1_epi32(word(p), 0xFF00, later);
+      const __m512i words = _mm512_mask_set1_epi32(_mm512_set1_epi32(earlier), 0xFF00, later);
       const __m512i shifts = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
       return {_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srlv_epi32(words, shifts), _mm512_set1_epi32(15)))};
-    } else {
-      const __m512i pairs =
-          _mm512_and_si512(_mm512_srlv_epi32(word(p), _mm512_add_epi32(lanes, lanes)), _mm512_set1_epi32(3));
-      if constexpr (bits == 2) return {_mm512_cvtepi32_ps(pairs)};
-      std::uint16_t thirds;
-      __builtin_memcpy(&thirds, p + 4, 2);
-      const __m512i third =
-          _mm512_and_si512(_mm512_srlv_epi32(_mm512_set1_epi32(thirds), lanes), _mm512_set1_epi32(1));
-      return {_mm512_cvtepi32_ps(_mm512_or_si512(pairs, _mm512_slli_epi32(third, 2)))};
     }
   }
   void store(float* p) const { _mm512_storeu_ps(p, v); }
   void store_rounded(std::uint8_t* p) const {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
-  }
-
- private:
-  static __m512i word(const std::uint8_t* p) {
-    std::int32_t value;
-    __builtin_memcpy(&value, p, 4);
-    return _mm512_set1_epi32(value);
   }
 };
 

@@ -5,41 +5,25 @@
 // Vec: kUnit floats; load of fp32/fp16, set, + - * /, min, max, where_positive(a, b): a where b > 0, else 0;
 // store, store_rounded (as bytes, half to even), load_codes<bits> (a unit's).
 
-// Codes, a byte each, to their bits: each step pairs up neighbours.
-template <int bits>
-inline std::uint32_t squeeze(std::uint64_t codes) {  // eight codes of 1, 2 or 4 bits
-  constexpr std::uint64_t kPair = ((std::uint64_t{1} << (2 * bits)) - 1) * 0x0001000100010001U;
-  constexpr std::uint64_t kQuad = ((std::uint64_t{1} << (4 * bits)) - 1) * 0x0000000100000001U;
-  codes = (codes | codes >> (8 - bits)) & kPair;
-  codes = (codes | codes >> (16 - 2 * bits)) & kQuad;
-  return static_cast<std::uint32_t>(codes | codes >> (32 - 4 * bits)) &
-         static_cast<std::uint32_t>((std::uint64_t{1} << (8 * bits)) - 1);
+// Eight codes of 4 bits, a byte each, to four bytes: each step pairs up neighbours.
+inline std::uint64_t squeeze(std::uint64_t codes) {
+  codes = (codes | codes >> 4) & 0x00FF00FF00FF00FFU;
+  codes = (codes | codes >> 8) & 0x0000FFFF0000FFFFU;
+  return (codes | codes >> 16) & 0x00000000FFFFFFFFU;
 }
 
 template <int bits>
 inline void store_unit(const Vec& codes, std::uint8_t* to) {
-  alignas(16) std::uint8_t bytes[kUnit];
-  codes.store_rounded(bytes);
   if constexpr (bits == 8) {
-    __builtin_memcpy(to, bytes, kUnit);
-    return;
-  }
-  std::uint64_t low, high;
-  __builtin_memcpy(&low, bytes, 8);
-  __builtin_memcpy(&high, bytes + 8, 8);
-  if constexpr (bits == 4) {
-    const std::uint64_t unit = squeeze<4>(low) | static_cast<std::uint64_t>(squeeze<4>(high)) << 32;
-    __builtin_memcpy(to, &unit, 8);
+    codes.store_rounded(to);
   } else {
-    constexpr std::uint64_t kLowerTwo = 0x0303030303030303U;
-    const std::uint32_t pairs = squeeze<2>(low & kLowerTwo) | squeeze<2>(high & kLowerTwo) << 16;
-    __builtin_memcpy(to, &pairs, 4);
-    if constexpr (bits == 3) {
-      constexpr std::uint64_t kOne = 0x0101010101010101U;
-      const auto thirds =
-          static_cast<std::uint16_t>(squeeze<1>(low >> 2 & kOne) | squeeze<1>(high >> 2 & kOne) << 8);
-      __builtin_memcpy(to + 4, &thirds, 2);
-    }
+    alignas(16) std::uint8_t bytes[kUnit];
+    codes.store_rounded(bytes);
+    std::uint64_t low, high;
+    __builtin_memcpy(&low, bytes, 8);
+    __builtin_memcpy(&high, bytes + 8, 8);
+    const std::uint64_t unit = squeeze(low) | squeeze(high) << 32;
+    __builtin_memcpy(to, &unit, 8);
   }
 }
 
@@ -162,16 +146,7 @@ void unpack_rows(const ConstGroupedRows& from, std::size_t rows, std::size_t col
 // f(an integral constant): the width as a type.
 template <typename F>
 inline void with_bits(int bits, const F& f) {
-  switch (bits) {
-    case 2:
-      return f(std::integral_constant<int, 2>{});
-    case 3:
-      return f(std::integral_constant<int, 3>{});
-    case 4:
-      return f(std::integral_constant<int, 4>{});
-    default:
-      return f(std::integral_constant<int, 8>{});
-  }
+  bits == 4 ? f(std::integral_constant<int, 4>{}) : f(std::integral_constant<int, 8>{});
 }
 
 const GroupKernels kLoops = {

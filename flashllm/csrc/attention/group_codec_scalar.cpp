@@ -29,12 +29,7 @@ struct Vec {
   template <int bits>
   static Vec load_codes(const std::uint8_t* p) {
     if constexpr (bits == 8) return each([=](std::size_t i) { return static_cast<float>(p[i]); });
-    if constexpr (bits == 4)
-      return each([=](std::size_t i) { return static_cast<float>(p[i / 2] >> i % 2 * 4 & 15); });
-    const auto pair = [=](std::size_t i) { return p[i / 4] >> i % 4 * 2 & 3; };
-    if constexpr (bits == 2) return each([=](std::size_t i) { return static_cast<float>(pair(i)); });
-    return each(
-        [=](std::size_t i) { return static_cast<float>(pair(i) | (p[4 + i / 8] >> i % 8 & 1) << 2); });
+    return each([=](std::size_t i) { return static_cast<float>(p[i / 2] >> i % 2 * 4 & 15); });
   }
   void store(float* p) const {
     for (std::size_t i = 0; i < kUnit; ++i) p[i] = lane[i];

@@ -22,19 +22,18 @@ Rows grouped(Byte* data, std::size_t scales, std::size_t code_stride) {
 
 }  // namespace
 
-KvBlockFormat::KvBlockFormat(std::size_t kv_heads, std::size_t head_dim, Dtype dtype, KvLayout layout,
-                             int bits, bool keys_alone)
+KvBlockFormat::KvBlockFormat(std::size_t kv_heads, std::size_t head_dim, Dtype dtype, int bits,
+                             bool keys_alone)
     : kv_heads_(kv_heads),
       head_dim_(head_dim),
       dtype_(dtype),
       kernels_(&kernel_table(best_simd_level(), dtype)),
-      layout_(layout),
       bits_(bits),
       keys_alone_(keys_alone) {
   if (kv_heads == 0 || head_dim == 0)
     throw CoreError(ErrorKind::usage, "a KV block needs at least one head of at least one element");
   if (is_packed()) check_bits(bits);
-  keys_ = groups(layout == KvLayout::kivi);
+  keys_ = groups(true);
   values_ = keys_alone ? keys_ : groups(false);
   block_nbytes_ = round_up(plain_nbytes(), kPage);
   sealed_nbytes_ = is_packed() ? round_up(packed_nbytes(), kPage) : block_nbytes_;

@@ -8,8 +8,8 @@
 // for each KV head keys, then values, each as scales, minimums, codes. In an arena either is padded to whole
 // sectors.
 // Groups of values are kGroup elements of a position (FlexGen, section 5: along the hidden dimension), the
-// last what is left: scales [kKvBlock, groups]. Groups of keys are those likewise (hidden), or one element of
-// all positions (KIVI, Liu et al. 2024: keys by channel): scales [head_dim in whole units].
+// last what is left: scales [kKvBlock, groups]. Groups of keys are one element of all positions (KIVI, Liu et
+// al. 2024: keys by channel): scales [head_dim in whole units].
 #pragma once
 
 #include <cstddef>
@@ -22,30 +22,24 @@ namespace flashllm {
 
 static_assert(kKvBlock <= kGroup, "a group by channel holds a block");
 
-enum class KvLayout {
-  plain,   // sealed blocks are plain ones
-  hidden,  // keys and values by position
-  kivi,    // keys by channel
-};
-
 class KvBlockFormat {
  public:
   static constexpr std::size_t kPage = 4096;  // blocks are whole pages, for direct reads and writes
 
-  // `bits` is of packed layouts. Throws CoreError (usage) for sizes of zero and widths there are none of.
-  KvBlockFormat(std::size_t kv_heads, std::size_t head_dim, Dtype dtype, KvLayout layout, int bits,
-                bool keys_alone = false);
+  // `bits` of a packed value; 0: sealed blocks are plain ones. Throws CoreError (usage) for sizes of zero and
+  // widths there are none of.
+  KvBlockFormat(std::size_t kv_heads, std::size_t head_dim, Dtype dtype, int bits, bool keys_alone = false);
 
   std::size_t kv_heads() const { return kv_heads_; }
   std::size_t head_dim() const { return head_dim_; }
   Dtype dtype() const { return dtype_; }
-  bool is_packed() const { return layout_ != KvLayout::plain; }
+  bool is_packed() const { return bits_ != 0; }
   std::size_t row_nbytes() const { return head_dim_ * dtype_nbytes(dtype_); }
   std::size_t head_nbytes() const { return kKvBlock * row_nbytes(); }  // keys, or values, of a plain block
   std::size_t plain_nbytes() const { return (keys_alone_ ? 1 : 2) * kv_heads_ * head_nbytes(); }
   std::size_t packed_nbytes() const { return kv_heads_ * packed_head_nbytes(); }
   std::size_t block_nbytes() const { return block_nbytes_; }    // plain, in an arena
-  std::size_t sealed_nbytes() const { return sealed_nbytes_; }  // in this layout, in an arena
+  std::size_t sealed_nbytes() const { return sealed_nbytes_; }  // in an arena
 
   // Plain blocks as one sequence's cache, each `offset` bytes into its page.
   KvView view(const std::byte* const* pages, std::size_t offset = 0) const;
@@ -56,7 +50,7 @@ class KvBlockFormat {
 
   // Returns whether all keys and values are finite; `sealed` is undefined where those to be packed are not.
   bool seal(const std::byte* block, std::byte* sealed, SimdLevel level) const;
-  // The same of a page of a view, of a packed layout: packed_nbytes() are written.
+  // The same of a page of a view, where blocks are packed: packed_nbytes() are written.
   bool pack(const KvView& plain, std::size_t page, std::byte* packed, SimdLevel level) const;
 
   // Of a packed block: keys [first, first + n) of a head, unpacked; rows of `to` are unpacked_row() floats.
@@ -82,7 +76,6 @@ class KvBlockFormat {
   std::size_t kv_heads_, head_dim_;
   Dtype dtype_;
   const KernelTable* kernels_;  // of the dtype
-  KvLayout layout_;
   int bits_;
   bool keys_alone_;
   Groups keys_, values_;

@@ -1,9 +1,8 @@
-// Counters, cache replay, and the FFN layer of the token loop with what it is made of.
+// Counters, and the FFN layer of the token loop with what it is made of.
 #include <algorithm>
 
 #include "bind/bindings.h"
 #include "bind/py_ffn.h"
-#include "cache/cache_replay.h"
 #include "ffn/ffn_layer.h"
 #include "ffn/gathered_products.h"
 #include "ffn/read_predictor.h"
@@ -138,31 +137,6 @@ void init_ffn(nb::module_& m) {
           },
           nb::kw_only(), nb::arg("rows"), nb::arg("unit_nbytes"), nb::arg("num_units"), nb::arg("reader"),
           nb::arg("file"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>());
-
-  nb::class_<CacheReplay>(m, "CacheReplay")
-      .def(
-          "__init__",
-          [](CacheReplay* self, const std::string& policy, std::int32_t num_units, std::int32_t capacity,
-             std::int32_t bypass, std::int32_t window, std::optional<FloatArray> popularity) {
-            require(!popularity || popularity->shape(0) == static_cast<std::size_t>(num_units),
-                    "popularity has the wrong length");
-            new (self) CacheReplay(policy, num_units, capacity, bypass, window,
-                                   popularity ? popularity->data() : nullptr);
-          },
-          nb::kw_only(), nb::arg("cache_policy"), nb::arg("num_units"), nb::arg("capacity"),
-          nb::arg("bypass"), nb::arg("window"), nb::arg("popularity").none())
-      .def(
-          "token",
-          [](CacheReplay& self, const IdArray& active) {
-            return self.token(checked_ids(active, self.num_units()));
-          },
-          nb::arg("active"))
-      .def(
-          "missing",
-          [](const CacheReplay& self, const IdArray& units) {
-            return self.missing(checked_ids(units, self.num_units()));
-          },
-          nb::arg("units"));
 
   nb::class_<RowFormat>(m, "RowFormat")
       .def(

@@ -194,13 +194,9 @@ class PyBatchModel {
   BatchModel model_;
 };
 
-constexpr Named<KvLayout> kLayouts[] = {
-    {"plain", KvLayout::plain}, {"hidden", KvLayout::hidden}, {"kivi", KvLayout::kivi}};
-
 void make_attention(BatchAttention* self, std::size_t heads, std::size_t kv_heads, std::size_t head_dim,
-                    const std::string& dtype, float scale, ThreadPool& pool, const std::string& layout,
-                    int bits, float softcap, nb::handle alibi, std::size_t value_dim,
-                    const std::string& simd) {
+                    const std::string& dtype, float scale, ThreadPool& pool, int bits, float softcap,
+                    nb::handle alibi, std::size_t value_dim, const std::string& simd) {
   AttentionShape shape;
   shape.heads = heads;
   shape.kv_heads = kv_heads;
@@ -209,8 +205,7 @@ void make_attention(BatchAttention* self, std::size_t heads, std::size_t kv_head
   shape.dtype = parse_dtype(dtype);
   shape.scale = scale;
   shape.softcap = softcap;
-  const KvBlockFormat format(kv_heads, head_dim, shape.dtype,
-                             by_name("a layout of KV blocks", layout, kLayouts), bits, value_dim != 0);
+  const KvBlockFormat format(kv_heads, head_dim, shape.dtype, bits, value_dim != 0);
   new (self) BatchAttention(shape, read_alibi(alibi), format, pool, parse_simd(simd));
 }
 
@@ -302,10 +297,9 @@ void init_offload(nb::module_& m) {
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<BatchAttention>(m, "BatchAttention")
       .def("__init__", &make_attention, nb::kw_only(), nb::arg("heads"), nb::arg("kv_heads"),
-           nb::arg("head_dim"), nb::arg("dtype"), nb::arg("scale"), nb::arg("pool"),
-           nb::arg("layout") = "plain", nb::arg("bits") = 4, nb::arg("softcap") = 0.0F,
-           nb::arg("alibi").none() = nb::none(), nb::arg("value_dim") = 0, nb::arg("simd") = "auto",
-           nb::keep_alive<1, 7>())
+           nb::arg("head_dim"), nb::arg("dtype"), nb::arg("scale"), nb::arg("pool"), nb::arg("bits") = 0,
+           nb::arg("softcap") = 0.0F, nb::arg("alibi").none() = nb::none(), nb::arg("value_dim") = 0,
+           nb::arg("simd") = "auto", nb::keep_alive<1, 7>())
       .def_prop_ro("block_nbytes", [](const BatchAttention& self) { return self.format().block_nbytes(); })
       .def_prop_ro("sealed_nbytes", [](const BatchAttention& self) { return self.format().sealed_nbytes(); })
       .def("write", &write, nb::arg("keys"), nb::arg("values"), nb::arg("arena"), nb::arg("slots"),

@@ -61,10 +61,8 @@ StateShape::StateShape(const std::vector<LayerKv>& layers, std::size_t context, 
     const auto same =
         std::find_if(kinds_.begin(), kinds_.end(), [&](const Kind& kind) { return kind.layer == layer; });
     const auto kind = static_cast<std::size_t>(same - kinds_.begin());
-    const KvLayout layout = bits == 0 ? KvLayout::plain : KvLayout::kivi;
     if (same == kinds_.end())
-      kinds_.push_back(
-          {layer, KvBlockFormat(layer.kv_heads, layer.head_dim, dtype, layout, bits, layer.keys_alone)});
+      kinds_.push_back({layer, KvBlockFormat(layer.kv_heads, layer.head_dim, dtype, bits, layer.keys_alone)});
     layers_.back().kind = kind;
     layers_.back().index = kinds_[kind].layers++;
   }

@@ -58,7 +58,6 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """True where nothing was wrong."""
         return not self.problems
 
 

@@ -68,7 +68,6 @@ class Job:
 
     @property
     def done_tokens(self) -> int:
-        """New tokens so far."""
         return self.totals.new_tokens + self._block_tokens
 
     @property

@@ -25,7 +25,6 @@ class Totals(BlockMeasure):
     requests: int = 0
 
     def add(self, measure: BlockMeasure, requests: int) -> None:
-        """Count a block."""
         self.blocks += 1
         self.requests += requests
         for name in ("prefill_s", "decode_s", "prompt_tokens", "new_tokens", "bytes_read", "bytes_written"):

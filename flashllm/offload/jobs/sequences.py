@@ -66,7 +66,6 @@ class Sequence:
 
     @property
     def finished(self) -> bool:
-        """True where no further token will be chosen."""
         return self.finish_reason is not None
 
     @property

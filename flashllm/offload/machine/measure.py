@@ -22,7 +22,6 @@ from flashllm.profile.rates import Probe, Sample, curve_of, sample_rounds, secon
 KIB, MIB = 1 << 10, 1 << 20
 DTYPES = ("bfloat16", "float16")  # that `flashllm calibrate` measures
 _PACKED_BITS = 4  # the width that is measured; others take nearly the same time
-_PACKED_LAYOUT = "kivi"
 _BUFFER_NBYTES = 16 * MIB  # at least, as the runtime's are: what lies in small pages arrives later
 _COLUMNS = 1024  # of a matrix whose product with a vector reads memory
 
@@ -74,7 +73,7 @@ def measure_batches(
 
 def _batches(probe: NativeProbe, file: Path, sizes: BatchSizes, beside: tuple[float, float] | None) -> BatchRates:
     shape: dict[str, Any] = {"heads": sizes.heads, "head_dim": sizes.head_dim}
-    packed = shape | {"layout": _PACKED_LAYOUT, "bits": _PACKED_BITS}
+    packed = shape | {"bits": _PACKED_BITS}
     products = partial(probe.products, inner=sizes.gemm_inner, outer=sizes.gemm_outer)
     decode = partial(probe.decode_attention, context=sizes.context)
     # Products in turn: policies are compared by both, so a machine that drifts must drift for both.

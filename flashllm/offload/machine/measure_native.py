@@ -58,25 +58,21 @@ class NativeProbe:
 
     def prompt_attention(self, tokens: int, *, heads: int, head_dim: int) -> Sample:
         """Causal attention of one prompt; 4 · tokens² · heads · head_dim flop, as if nothing were masked."""
-        attention = self._attention(heads, head_dim, "plain", None)
+        attention = self._attention(heads, head_dim, 0)
         blocks = -(-tokens // KV_BLOCK)
         turn = self._rotating(("prompt", blocks, heads, head_dim), lambda: self._arena(blocks, attention.block_nbytes))
         q, out = self._states(tokens, heads * head_dim), np.empty((tokens, heads * head_dim), np.float32)
         seconds = self._seconds(lambda: attention.prompt(q, turn(), 0, 0, out))
         return Sample(size=tokens, units=4 * heads * tokens * tokens * head_dim, seconds=seconds)
 
-    def decode_attention(
-        self, nbytes: int, *, context: int, heads: int, head_dim: int, layout: str = "plain", bits: int | None = None
-    ) -> Sample:
+    def decode_attention(self, nbytes: int, *, context: int, heads: int, head_dim: int, bits: int = 0) -> Sample:
         """One token of each of several sequences; bytes of plain keys and values over bytes of a call."""
-        attention = self._attention(heads, head_dim, layout, bits)
+        attention = self._attention(heads, head_dim, bits)
         blocks = max(1, context // KV_BLOCK)
         each = blocks * attention.block_nbytes
         sequences = max(1, nbytes // each)
         slots = sequences * blocks
-        turn = self._rotating(
-            ("decode", slots, heads, head_dim, layout, bits), lambda: self._sealed(attention, slots, layout, bits)
-        )
+        turn = self._rotating(("decode", slots, heads, head_dim, bits), lambda: self._sealed(attention, slots, bits))
         q, out = self._states(sequences, heads * head_dim), np.empty((sequences, heads * head_dim), np.float32)
         table = np.stack([np.ones(slots, np.int32), np.arange(slots, dtype=np.int32)], axis=1)
         table[blocks - 1 :: blocks] = np.stack([np.zeros(sequences), np.arange(sequences)], axis=1)  # the open ones
@@ -86,9 +82,9 @@ class NativeProbe:
         seconds = self._seconds(lambda: attention.decode(q, [last, turn()], table, offsets, lengths, out))
         return Sample(size=nbytes, units=sequences * each, seconds=seconds)
 
-    def seal(self, nbytes: int, *, heads: int, head_dim: int, layout: str, bits: int) -> Sample:
+    def seal(self, nbytes: int, *, heads: int, head_dim: int, bits: int) -> Sample:
         """Packing full blocks; bytes of plain keys and values over bytes of a call."""
-        attention = self._attention(heads, head_dim, layout, bits)
+        attention = self._attention(heads, head_dim, bits)
         slots = max(1, nbytes // attention.block_nbytes)
         turn = self._rotating(("seal", slots, heads, head_dim), lambda: self._arena(slots, attention.block_nbytes))
         out = _core.allocate(slots * attention.sealed_nbytes).reshape(slots, attention.sealed_nbytes)
@@ -162,7 +158,7 @@ class NativeProbe:
         lost = 1 - computed / alone[0], 1 - reads[0] / alone[1]
         return min(max(lost[0], 0.0), 0.95), min(max(lost[1], 0.0), 0.95)
 
-    def _attention(self, heads: int, head_dim: int, layout: str, bits: int | None) -> _core.BatchAttention:
+    def _attention(self, heads: int, head_dim: int, bits: int) -> _core.BatchAttention:
         return _core.BatchAttention(
             heads=heads,
             kv_heads=heads,
@@ -170,8 +166,7 @@ class NativeProbe:
             dtype=self.dtype,
             scale=head_dim**-0.5,
             pool=self.pool,
-            layout=layout,
-            bits=bits or 4,
+            bits=bits,
         )
 
     def _states(self, rows: int, columns: int) -> NDArray[np.float32]:
@@ -200,9 +195,9 @@ class NativeProbe:
         assert arena.nbytes % (KV_BLOCK * itemsize) == 0
         return arena.reshape(slots, nbytes)
 
-    def _sealed(self, attention: _core.BatchAttention, slots: int, layout: str, bits: int | None) -> Array:
+    def _sealed(self, attention: _core.BatchAttention, slots: int, bits: int) -> Array:
         plain = self._arena(slots, attention.block_nbytes)
-        if bits is None:
+        if not bits:
             return plain
         out = _core.allocate(slots * attention.sealed_nbytes).reshape(slots, attention.sealed_nbytes)
         number = np.arange(slots, dtype=np.int32)

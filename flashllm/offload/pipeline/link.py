@@ -141,7 +141,6 @@ class Sender:
             self._changed.notify_all()
 
     def drop(self) -> None:
-        """Forget what is queued and not being sent."""
         with self._changed:
             self._queue.clear()
 
@@ -191,7 +190,6 @@ class Receiver:
         self._thread.start()
 
     def join(self, patience_s: float) -> None:
-        """Wait for the end, at most so long."""
         self._thread.join(patience_s)
 
     @property

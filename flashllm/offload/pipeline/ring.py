@@ -95,7 +95,6 @@ class Ring:
     # Words ---------------------------------------------------------------------------------------------------------
 
     def say(self, word: Word) -> None:
-        """To the next process."""
         self._sender.send(Message(Kind.WORD, data=np.frombuffer(json.dumps(word).encode(), np.uint8).copy()))
 
     def hear(self) -> Word | None:

@@ -19,13 +19,8 @@ from flashllm.offload.policy import Policy
 from flashllm.offload.runtime.run import Runner, RunOptions
 from flashllm.offload.stages import Stage
 
-_SHARED = (
-    "weight_bits",
-    "cache_bits",
-    "cache_layout",
-    "simd",
-)  # of RunOptions: answers depend on them, so all use the driver's
-_VERSION = 1
+_SHARED = ("weight_bits", "cache_bits", "simd")  # of RunOptions: answers depend on them, so all use the driver's
+_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

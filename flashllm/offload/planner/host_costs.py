@@ -46,7 +46,6 @@ class HostCostModel(CostModel):
         return self._layer_bytes(self.shape, late=True) - self._layer_bytes(self.shape, late=False)
 
     def _layer_bytes(self, shape: ModelShape, *, late: bool) -> float:
-        """A layer as it is kept."""
         if not self.method.compress_weights:
             return shape.layer_bytes
         packing = WeightPacking(bits=self.weight_bits, layers=shape.layers, shares_keys=shape.kv_heads < shape.heads)
@@ -65,7 +64,6 @@ class HostCostModel(CostModel):
 
     @property
     def sealed_bytes(self) -> int:
-        """A full block as it is kept."""
         if not self.method.compress_cache:
             return self.block_bytes
         shape = self.shape

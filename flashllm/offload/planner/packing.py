@@ -30,7 +30,6 @@ class Packing:
         return (columns, rows) if self.by_inputs else (rows, columns)
 
     def nbytes(self, rows: int, columns: int) -> int:
-        """Bytes of such a matrix."""
         count, length = self.vectors(rows, columns)
         return count * GROUP_CODES[self.encoding].vector_nbytes(length)
 

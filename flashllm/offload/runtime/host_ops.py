@@ -7,7 +7,7 @@ on the number of threads, so a sequence gets the same answer in every batch. bfl
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,6 @@ Watch = Callable[[NDArray[np.float32], int], None]  # (x [tokens, width], first 
 
 
 class HostOps:
-    """Operations of one model on the CPU."""
-
     def __init__(self, block: BlockSpec, dtype: str, pool: _core.ThreadPool, *, simd: str = "auto") -> None:
         self.storage = WEIGHT_DTYPES[dtype].storage
         self._block = block
@@ -107,11 +105,10 @@ def batch_attention(
     dtype: str,
     pool: _core.ThreadPool,
     *,
-    layout: Literal["plain", "hidden", "kivi"] = "plain",
-    bits: int = 4,
+    bits: int = 0,
     simd: str = "auto",
 ) -> _core.BatchAttention:
-    """Attention of a layer over a cache of that layout."""
+    """Attention of a layer over a cache of so many bits a number; 0: of the model's dtype."""
     return _core.BatchAttention(
         heads=mixer.heads,
         kv_heads=mixer.kv_heads,
@@ -121,7 +118,6 @@ def batch_attention(
         softcap=mixer.softcap or 0.0,
         alibi=mixer.alibi,
         value_dim=mixer.latent.rank if mixer.latent is not None else 0,
-        layout=layout,
         bits=bits,
         pool=pool,
         simd=simd,

@@ -2,7 +2,7 @@
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from flashllm import _core
 from flashllm.base.files import Closing
@@ -12,7 +12,7 @@ from flashllm.errors import BudgetError
 from flashllm.offload.policy import Policy
 from flashllm.offload.runtime.device_tier import HostTier, Need, Sizes
 from flashllm.offload.runtime.host_ops import batch_attention
-from flashllm.offload.runtime.options import CacheLayout, RunOptions
+from flashllm.offload.runtime.options import RunOptions
 from flashllm.offload.runtime.tiers.source import open_weights
 from flashllm.offload.runtime.tiers.weight_plan import plan_weights
 from flashllm.offload.stages import Stage
@@ -40,15 +40,14 @@ class OpenModel(Closing):
             self.source = parts.enter_context(open_weights(model, stage))
             self.block = self.source.block
             dtype = self.source.dtype.name
-            layout: Literal["plain"] | CacheLayout = options.cache_layout if policy.compress_cache else "plain"
-            self.tier = self._open_tier(dtype, layout)
+            cache_bits = options.cache_bits if policy.compress_cache else 0
+            self.tier = self._open_tier(dtype, cache_bits)
             self.attention = [
                 batch_attention(
                     self.block.layers[self.source.stage.first + layer].attention,
                     dtype,
                     self.pool,
-                    layout=layout,
-                    bits=options.cache_bits,
+                    bits=cache_bits,
                     simd=options.simd,
                 )
                 for layer in range(self.source.num_layers)
@@ -75,7 +74,6 @@ class OpenModel(Closing):
         )
 
     def fits(self, sizes: Sizes) -> bool:
-        """True where a block of sequences keeps to the limits."""
         return max(self.shortage(sizes)) <= 0
 
     def check(self, sizes: Sizes | None) -> None:
@@ -93,15 +91,15 @@ class OpenModel(Closing):
     def close(self) -> None:
         self._parts.close()
 
-    def _open_tier(self, dtype: str, layout: Literal["plain"] | CacheLayout) -> "HostTier | AcceleratorTier":
+    def _open_tier(self, dtype: str, cache_bits: int) -> "HostTier | AcceleratorTier":
         options, shape = self.options, self.source.model_shape
         if options.accelerator is None:
             return HostTier(self.block, shape, dtype, self.pool, simd=options.simd)
         from flashllm.offload.runtime.accelerator.tier import AcceleratorTier, check_policy
 
         check_policy(self.policy)
-        limit, bits = options.accelerator_memory, options.cache_bits
-        return AcceleratorTier(options.accelerator, self.block, shape, dtype, limit=limit, layout=layout, bits=bits)
+        limit = options.accelerator_memory
+        return AcceleratorTier(options.accelerator, self.block, shape, dtype, limit=limit, cache_bits=cache_bits)
 
 
 def _block(sizes: Sizes) -> str:

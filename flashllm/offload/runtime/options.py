@@ -2,11 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from flashllm.offload.runtime.tasks import Task
-
-CacheLayout = Literal["hidden", "kivi"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +13,6 @@ class RunOptions:
     threads: int | None = None  # of the products; None: one a core
     weight_bits: int = 4  # where the policy compresses weights
     cache_bits: int = 4  # where it compresses the cache
-    cache_layout: CacheLayout = "kivi"
     simd: str = "auto"
     accelerator: str | None = None  # torch's name of the device; None: the CPU, by the native core
     accelerator_memory: int | None = None  # bytes of it; None: what is free

@@ -35,7 +35,7 @@ from flashllm.offload.runtime.executor import Executor, Stopped
 from flashllm.offload.runtime.opened import OpenModel
 from flashllm.offload.runtime.ops import Array as DeviceArray
 from flashllm.offload.runtime.ops import Projected
-from flashllm.offload.runtime.options import CacheLayout, RunOptions
+from flashllm.offload.runtime.options import RunOptions
 from flashllm.offload.runtime.tasks import Task, tasks
 from flashllm.offload.runtime.tiers.activations import Activations
 from flashllm.offload.runtime.tiers.arrangement import Arrangement, arrange
@@ -133,7 +133,6 @@ class Runner(OneProcess, Closing):
         return self._opened.need(sizes)
 
     def fits(self, sizes: Sizes) -> bool:
-        """True where that keeps to the limits."""
         return self._opened.fits(sizes)
 
     def stop(self, error: FlashError | None = None) -> None:
@@ -369,4 +368,4 @@ class _Run:
         self._progress(self._new_tokens)
 
 
-__all__ = ["CacheLayout", "RunOptions", "Runner", "Stopped"]
+__all__ = ["RunOptions", "Runner", "Stopped"]

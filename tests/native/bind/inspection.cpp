@@ -3,6 +3,7 @@
 #include "bind/bindings.h"
 #include "bind/py_ffn.h"
 #include "bind_testing.h"
+#include "cache_replay.h"
 #include "io/row_stream.h"
 #include "trace_predictor.h"
 
@@ -17,7 +18,7 @@ T* at_address(std::uintptr_t address) {
 }
 
 using Activity = Array<const std::uint8_t, nb::ndim<4>>;
-constexpr std::size_t kTraceStreams = 3;  // the order of flashllm/format/trace.py
+constexpr std::size_t kTraceStreams = 3;  // the order of tools/activity_trace.py
 
 // activity: [tokens, layers, streams, bytes of a bit set] of whole words, reread at every pass.
 void set_trace(PyFfnLayer& self, const Activity& activity, std::size_t layer) {
@@ -84,6 +85,31 @@ nb::dict take(RowStream& self) {
 }  // namespace
 
 void init_inspection(nb::module_& m) {
+  nb::class_<CacheReplay>(m, "CacheReplay")
+      .def(
+          "__init__",
+          [](CacheReplay* self, const std::string& policy, std::int32_t num_units, std::int32_t capacity,
+             std::int32_t bypass, std::int32_t window, std::optional<FloatArray> popularity) {
+            require(!popularity || popularity->shape(0) == static_cast<std::size_t>(num_units),
+                    "popularity has the wrong length");
+            new (self) CacheReplay(policy, num_units, capacity, bypass, window,
+                                   popularity ? popularity->data() : nullptr);
+          },
+          nb::kw_only(), nb::arg("cache_policy"), nb::arg("num_units"), nb::arg("capacity"),
+          nb::arg("bypass"), nb::arg("window"), nb::arg("popularity").none())
+      .def(
+          "token",
+          [](CacheReplay& self, const IdArray& active) {
+            return self.token(checked_ids(active, self.num_units()));
+          },
+          nb::arg("active"))
+      .def(
+          "missing",
+          [](const CacheReplay& self, const IdArray& units) {
+            return self.missing(checked_ids(units, self.num_units()));
+          },
+          nb::arg("units"));
+
   m.def("simd_levels", [] {
     std::vector<std::string> names;
     for (const SimdLevel level : simd_levels()) names.emplace_back(name_of(level, kSimdLevels));

@@ -140,8 +140,6 @@ def test_the_end_of_the_context_ends_an_answer(tiny, tmp_path):
 def test_limits_and_arguments(tiny, tmp_path):
     with engine(tiny, tmp_path, policy=None, memory="1MB") as one, pytest.raises(BudgetError, match="nothing is left"):
         one.generate(["a"])
-    with pytest.raises(UsageError, match="one of kivi, hidden"):
-        engine(tiny, tmp_path, cache_layout="mine")
     with pytest.raises(UsageError, match="--compress"):
         engine(tiny, tmp_path, compress=["all"])
     with pytest.raises(UsageError, match="cache_bits"):

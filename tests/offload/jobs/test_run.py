@@ -99,20 +99,6 @@ def test_the_table(tiny, tmp_path, policy, capsys):  # noqa: F811
         assert word in out
 
 
-def test_the_bench(tiny, tmp_path, policy, capsys):  # noqa: F811
-    sizes = ["--prompt-len", "4,9", "--gen-len", "1,3", "--batch", "1,5"]
-    given = ["offload", "bench", str(tiny), "--policy", str(policy), "--scratch", str(tmp_path), *sizes]
-    assert main(given) == 0
-    head, *rows = capsys.readouterr().out.splitlines()
-    assert [name.strip() for name in head.split("|")[1:6]] == ["PP", "TG", "B", "N_KV", "T_PP s"]
-    assert len(rows) == 8
-    assert main([*given, "--json"]) == 0
-    last = json.loads(capsys.readouterr().out)["rows"][-1]
-    assert (last["PP"], last["TG"], last["B"], last["N_KV"]) == (9, 3, 5, 60)
-    assert last["S_PP t/s"] == pytest.approx(45 / last["T_PP s"])
-    assert main([*given, "--prompt-len", "100"]) == 2
-
-
 def test_malformed_lines_write_nothing(tiny, tmp_path, policy, capsys):  # noqa: F811
     source, out = batch_file(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
     source.write_text(

@@ -22,37 +22,20 @@ def in_units(columns: int) -> int:
 
 
 def codes_nbytes(columns: int, bits: int) -> int:
-    """Bytes of a row's codes."""
     return in_units(columns) // UNIT * 2 * bits
 
 
-def _fields(packed: Tensor, bits: int) -> Tensor:
-    """[..., n] bytes -> [..., n * 8 / bits] codes of `bits` bits (1, 2, 4 or 8), the lowest first."""
+def unpack_codes(packed: Tensor, bits: int) -> Tensor:
+    """[..., units * 2 * bits] uint8 -> [..., units * UNIT] uint8, the lowest bits first."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     return ((packed.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(-2)
 
 
-def _packed(codes: Tensor, bits: int) -> Tensor:
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """The other way round."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
     together: Tensor = codes.reshape(*codes.shape[:-1], -1, 8 // bits) << shifts
     return together.sum(-1, dtype=torch.uint8)
-
-
-def unpack_codes(packed: Tensor, bits: int) -> Tensor:
-    """[..., units * 2 * bits] uint8 -> [..., units * UNIT] uint8."""
-    if bits != 3:
-        return _fields(packed, bits)
-    units = packed.reshape(*packed.shape[:-1], -1, 6)  # 16 codes: their lower two bits, then their third
-    return (_fields(units[..., :4], 2) | (_fields(units[..., 4:], 1) << 2)).flatten(-2)
-
-
-def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """The other way round."""
-    if bits != 3:
-        return _packed(codes, bits)
-    units = codes.reshape(*codes.shape[:-1], -1, UNIT)
-    return torch.cat([_packed(units & 3, 2), _packed(units >> 2, 1)], -1).flatten(-2)
 
 
 def quantise(x: Tensor, smallest: Tensor, largest: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -52,7 +52,6 @@ class TorchDevice:
             self.limit = limit
 
     def describe(self) -> str:
-        """The device's name, for people."""
         return str(torch.cuda.get_device_name(self.device)) if self.is_cuda else str(self.device)
 
     @property
@@ -111,7 +110,6 @@ class TorchDevice:
         return x
 
     def bytes(self, nbytes: int) -> Tensor:
-        """Room for `nbytes` of tensors."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     # Pinned memory -------------------------------------------------------------------------------------------------

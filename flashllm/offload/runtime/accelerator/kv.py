@@ -8,7 +8,6 @@ time. The attention of a prompt is always the device's.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -31,27 +30,23 @@ from flashllm.offload.runtime.tasks import Task
 from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK, Arrangement, Place
 from flashllm.offload.runtime.tiers.kv import KvCache
 
-Layout = Literal["plain", "hidden", "kivi"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFormat:
     """How the device holds keys and values."""
 
     mixer: Attention  # of every layer
-    layout: Layout
-    bits: int
+    bits: int  # of a packed number; 0: plain
     itemsize: int  # of the model's dtype
 
     def nbytes(self, sequences: int, positions: int) -> int:
         """Bytes of a layer's cache of `sequences` of at most `positions`."""
         rows, width = sequences * self.mixer.kv_heads, self.mixer.head_dim
-        if self.layout == "plain":
+        if not self.bits:
             return 2 * rows * positions * width * self.itemsize
         blocks, groups = positions // KV_BLOCK, -(-width // GROUP)
         by_position = 4 * KV_BLOCK * groups
-        keys = 4 * width if self.layout == "kivi" else by_position
-        sealed = blocks * (keys + by_position + 2 * KV_BLOCK * codes_nbytes(width, self.bits))
+        sealed = blocks * (4 * width + by_position + 2 * KV_BLOCK * codes_nbytes(width, self.bits))
         return rows * (sealed + 2 * KV_BLOCK * width * self.itemsize)
 
 
@@ -261,14 +256,14 @@ class SplitKv:
     def _reserve(self, places: Sequence[Place], layers: int) -> _DeviceBatch:
         made, device = self._made, self._device
         count, capacity = _size(places)
-        if made.layout == "plain" or not count:
+        if not made.bits or not count:
             halves: list[list[_Half]] = [
                 [_Plain(made, device, count, capacity) for _ in range(layers)] for _ in range(2)
             ]
         else:
             halves = [
                 [_Packed(made, device, count, capacity, by_channel=by_channel) for _ in range(layers)]
-                for by_channel in (made.layout == "kivi", False)
+                for by_channel in (True, False)
             ]
         return _DeviceBatch(count, capacity, *halves)
 
@@ -310,7 +305,7 @@ class SplitKv:
     def _valid(self, lengths: Tensor, longest: int, columns: int) -> Tensor:
         """[sequences, columns]: which columns of `all` are positions of a sequence."""
         column = torch.arange(columns, device=lengths.device)
-        if self._made.layout == "plain":
+        if not self._made.bits:
             return column < lengths[:, None]
         last = lengths[:, None] - 1
         sealed = (longest - 1) // KV_BLOCK * KV_BLOCK  # columns of full blocks; the open block follows

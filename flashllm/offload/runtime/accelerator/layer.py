@@ -19,8 +19,6 @@ Linear = Callable[[str, Tensor], Tensor]  # a matrix's name, its inputs
 
 
 class TorchLayers(TorchOps):
-    """A model's layers on a torch device."""
-
     def embed(self, ends: Tensors, rows: Tensor, positions: Positions) -> Tensor:
         block, x = self._block, rows
         if block.embedding_scale != 1.0:

@@ -8,7 +8,7 @@ from flashllm.errors import UsageError
 from flashllm.offload.planner.host_peaks import SPARE
 from flashllm.offload.policy import Policy
 from flashllm.offload.runtime.accelerator.device import TorchDevice
-from flashllm.offload.runtime.accelerator.kv import DeviceFormat, Layout, SplitKv
+from flashllm.offload.runtime.accelerator.kv import DeviceFormat, SplitKv
 from flashllm.offload.runtime.accelerator.layer import TorchLayers
 from flashllm.offload.runtime.accelerator.torch_ops import working_nbytes
 from flashllm.offload.runtime.accelerator.weights import DeviceWeights
@@ -34,14 +34,13 @@ class AcceleratorTier:
         dtype: str,
         *,
         limit: int | None,
-        layout: Layout,
-        bits: int,
+        cache_bits: int,
     ) -> None:
-        """`limit` is of its memory; `layout` and `bits` are the cache's. UsageError and BudgetError as `TorchDevice`,
+        """`limit` is of its memory; a cache of 0 bits is plain. UsageError and BudgetError as `TorchDevice`,
         UnsupportedModelError as `TorchOps`."""
         self._device = TorchDevice(name, dtype, limit=limit)
         self._shape, mixer = shape, block.layers[0].attention
-        self._format = DeviceFormat(mixer=mixer, layout=layout, bits=bits, itemsize=shape.dtype_bytes)
+        self._format = DeviceFormat(mixer=mixer, bits=cache_bits, itemsize=shape.dtype_bytes)
         self.ops: Ops = TorchLayers(block, self._device)
 
     @property

@@ -38,7 +38,6 @@ class Place:
 
     @property
     def sealed_blocks(self) -> int:
-        """Blocks that get full."""
         return self.positions // KV_BLOCK
 
 

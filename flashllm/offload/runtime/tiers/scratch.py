@@ -116,7 +116,6 @@ class Scratch(Closing):
         return file
 
     def close(self) -> None:
-        """Close every file and remove the directory."""
         for file in self._files:
             file.close()
         self._files.clear()

@@ -93,7 +93,6 @@ class WeightSource(ABC, Closing):
 
     @property
     def model_shape(self) -> ModelShape:
-        """The stage's sizes."""
         layers, assembled = range(self.stage.first, self.stage.end), is_assembled(self.path)
         arch, dtype = self.architecture, self.dtype.name
         return shape_of(arch, self.block, layers, name=self.path.name, dtype=dtype, assembled=assembled)
@@ -147,12 +146,10 @@ class WeightSource(ABC, Closing):
         return wide + np.float32(shift) if shift else wide
 
     def close(self) -> None:
-        """Close the model's files."""
         self._files.close()
 
 
 def matrix_name(layer: int, matrix: str) -> str:
-    """Canonical name of a layer's matrix."""
     return f"layers.{layer}.{matrix}.weight"
 
 

@@ -165,7 +165,6 @@ def plan_weights(
 
 
 def weight_packing(source: WeightSource, bits: int) -> WeightPacking:
-    """How the model's matrices are packed."""
     shared = any(layer.attention.kv_heads < layer.attention.heads for layer in source.block.layers)
     return WeightPacking(bits=bits, layers=source.stage.layers, shares_keys=shared)
 

@@ -140,7 +140,6 @@ class WeightStore(Closing):
         return cast(NDArray[Any], rows[inverse])
 
     def close(self) -> None:
-        """Give memory and files back."""
         self._lent.clear()
         if self._scratch is not None:
             self._scratch.close()
@@ -309,7 +308,6 @@ class WeightStore(Closing):
 
 
 def bias_name(layer: int, matrix: str) -> str:
-    """Canonical name of a matrix's bias."""
     return f"layers.{layer}.{matrix}.bias" if matrix in ATTENTION else f"layers.{layer}.ffn.{matrix}_bias"
 
 

@@ -22,6 +22,7 @@ from flashllm.base.files import Closing, HashingWriter, open_for_reading, pread_
 from flashllm.errors import FormatError, UsageError
 from flashllm.format.safetensors import SafetensorsHeader, encode_header, read_header
 
+TRACE = "trace.safetensors"  # in models of dummy weights: activity that takes the place of the predictor's answer
 TRACE_FORMAT = "flashllm-trace"
 TRACE_VERSION = "1"
 _TENSOR = "activity"

@@ -1,4 +1,4 @@
-#include "cache/cache_replay.h"
+#include "cache_replay.h"
 
 #include <algorithm>
 #include <iterator>

@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
+import tools_path  # noqa: F401
+from activity_trace import Stream, Trace, TraceInfo, TraceWriter, bits_nbytes, pack_bits, unpack_bits
 from traces import masks_of
 
 from flashllm.errors import FormatError
 from flashllm.format.safetensors import encode_header
-from flashllm.format.trace import Stream, Trace, TraceInfo, TraceWriter, bits_nbytes, pack_bits, unpack_bits
 
 NEURONS = 77  # no whole byte, no whole word
 
