@@ -6,7 +6,7 @@ build alone. Of a mixture's prompt the caches hear what the dummy routers choose
 
     python bench/engine/traced.py generate MODEL [OPTION ...]
 
-runs a command of flashllm on such a model.
+runs a command of flashllm on such a model; `bench --report` too, whose engines are processes of their own.
 """
 
 import sys
@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 import core_testing  # noqa: F401
 
 from flashllm import cli
+from flashllm.commands.machine import protocol, report
 from flashllm.config import RunConfig
 from flashllm.engine import model as engine
 from flashllm.engine.model import Entry, Logits, Model
@@ -28,6 +29,7 @@ from flashllm.format.model_files import TRACE
 from flashllm.format.trace import Trace
 from flashllm.plan.resolve import Plan
 
+_PROTOCOL = "protocol"
 _APART = 997  # tokens of the trace, between those of sequences that share a pass
 
 
@@ -73,7 +75,9 @@ class TracedModel(Model):
 
 def main(argv: list[str] | None = None) -> int:
     engine.Model = TracedModel  # type: ignore[misc]  # commands import it when they run
-    return cli.main(argv)
+    report.ENGINE = (sys.executable, __file__, _PROTOCOL)
+    words = sys.argv[1:] if argv is None else argv
+    return protocol.main(words[1:]) if words[:1] == [_PROTOCOL] else cli.main(argv)
 
 
 if __name__ == "__main__":
