@@ -62,8 +62,8 @@ class ReadOptions:
 
 @contextlib.contextmanager
 def file_to_read(path: Path, nbytes: int) -> Iterator[Path]:
-    """A file on the drive of `path` to read at random: `path`, or the neurons' file of the model directory `path`, where
-    that is large enough, else a scratch file of `nbytes`, removed at the end, also of a run that was interrupted.
+    """A file on the drive of `path` to read at random: `path`, or the neurons' file of the model directory that it is,
+    where that is large enough, else a scratch file of `nbytes`, removed at the end, also of a run that was interrupted.
 
     FlashIOError where there is no room, or the file cannot be written.
     """
