@@ -20,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 import core_testing  # noqa: F401
 
 from flashllm import cli
-from flashllm.commands.machine import protocol, report
 from flashllm.config import RunConfig
 from flashllm.engine import model as engine
 from flashllm.engine.model import Entry, Logits, Model
@@ -74,7 +73,9 @@ class TracedModel(Model):
 
 
 def main(argv: list[str] | None = None) -> int:
-    engine.Model = TracedModel  # type: ignore[misc]  # commands import it when they run
+    engine.Model = TracedModel  # type: ignore[misc]  # what is imported from here on takes it
+    from flashllm.commands.machine import protocol, report
+
     report.ENGINE = (sys.executable, __file__, _PROTOCOL)
     words = sys.argv[1:] if argv is None else argv
     return protocol.main(words[1:]) if words[:1] == [_PROTOCOL] else cli.main(argv)
