@@ -1,4 +1,5 @@
-"""Writes the tables of results into the documents, from the JSON files that they cite, and the README's picture.
+"""Writes the tables of results into the documents, from the JSON files that they cite, the commands of their rows
+(overnight.py), and the README's picture.
 
     python bench/tables.py            rewrites what has changed
     python bench/tables.py --check    writes nothing; exit status 1 where a document differs
@@ -15,6 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
+
+from overnight import block
 
 BENCH = Path(__file__).resolve().parent
 REPOSITORY = BENCH.parent
@@ -137,6 +140,29 @@ def tokens() -> str:
         peer = f"{peer} with all in memory, projected from 8 layers" if peer else "not run"
         rows.append([name, gigabytes(ran["model_bytes"]), gigabytes(ran["memory"]), times, peer, link(path)])
     return table(["model", "bytes", "limit", "ms a token", "llama.cpp, ms a token", "file"], rows)
+
+
+def agreement() -> str:
+    """Two reports of `flashllm bench --report` on one machine, of each model: milliseconds a token, cold and warm."""
+    rows = []
+    for model in ("smollm2", "olmoe", "opt-6.7b"):
+        pair = [load(path) for path in (f"engine/results/report_{model}_{number}.json" for number in (1, 2))]
+        for first, second in zip(*(one["runs"] for one in pair), strict=True):
+            for one, other in zip(first["runs"], second["runs"], strict=True):
+                both = (one, other)
+                rows.append(
+                    [
+                        f"{model}, {gigabytes(pair[0]['memory'])}",
+                        f"{first['prompt']}, {one['name']}",
+                        *(f"{each['token_ms']:.1f}" for each in both),
+                        f"{100 * (other['token_ms'] / one['token_ms'] - 1):+.0f} %",
+                        " and ".join(f"{each['prompt']['total_ms'] / 1e3:.2f} s" for each in both),
+                        " and ".join(f"{each['bytes_read'] / 1e6:.0f} MB" for each in both),
+                        " and ".join(link(f"engine/results/report_{model}_{number}.json") for number in (1, 2)),
+                    ]
+                )
+    head = ["model, limit", "prompt", "ms a token", "again", "differs", "prompt's pass", "read a token", "file"]
+    return table(head, rows)
 
 
 def own_engines() -> str:
@@ -397,8 +423,10 @@ def relufied_flash() -> str:
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
+    "every-row": block,
     "first-page": first_page,
     "tokens": tokens,
+    "agreement": agreement,
     "own-engines": own_engines,
     "widths": widths,
     "batches": batches,

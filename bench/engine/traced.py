@@ -6,7 +6,7 @@ build alone. Of a mixture's prompt the caches hear what the dummy routers choose
 
     python bench/engine/traced.py generate MODEL [OPTION ...]
 
-runs a command of flashllm on such a model.
+runs a command of flashllm on such a model; `bench --report` too, whose engines are processes of their own.
 """
 
 import sys
@@ -32,6 +32,7 @@ from flashllm.plan.activity import ExpectedActivity
 from flashllm.plan.resolve import Plan
 
 _of_shares = plan_command.expected_activity
+_PROTOCOL = "protocol"
 _APART = 997  # tokens of the trace, between those of sequences that share a pass
 
 
@@ -85,9 +86,13 @@ def expected_activity(model: ModelDir, plan: Plan) -> ExpectedActivity:
 
 
 def main(argv: list[str] | None = None) -> int:
-    engine.Model = TracedModel  # type: ignore[misc]  # commands import it when they run
+    engine.Model = TracedModel  # type: ignore[misc]  # what is imported from here on takes it
     plan_command.expected_activity = expected_activity
-    return cli.main(argv)
+    from flashllm.commands.machine import protocol, report
+
+    report.ENGINE = (sys.executable, __file__, _PROTOCOL)
+    words = sys.argv[1:] if argv is None else argv
+    return protocol.main(words[1:]) if words[:1] == [_PROTOCOL] else cli.main(argv)
 
 
 if __name__ == "__main__":

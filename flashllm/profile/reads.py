@@ -60,13 +60,13 @@ class ReadOptions:
 
 @contextlib.contextmanager
 def file_to_read(path: Path, nbytes: int) -> Iterator[Path]:
-    """A file on the drive of `path` to read at random: the model's own where `path` is a model directory that is large
-    enough, else a scratch file of `nbytes`, removed at the end, also of a run that was interrupted.
+    """A file on the drive of `path` to read at random: `path`, or the neurons' file of the model directory that it is,
+    where that is large enough, else a scratch file of `nbytes`, removed at the end, also of a run that was interrupted.
 
     FlashIOError where there is no room, or the file cannot be written.
     """
-    own = path / FFN
-    if (path / MANIFEST).exists() and own.exists() and own.stat().st_size >= LEAST_FILE:
+    own = path / FFN if (path / MANIFEST).exists() else path
+    if own.is_file() and own.stat().st_size >= LEAST_FILE:
         yield own
         return
     folder = path if path.is_dir() else path.parent

@@ -87,7 +87,7 @@ def test_a_peer_that_ends_with_words_of_its_own_is_a_row(monkeypatch, tmp_path):
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\necho '[1] 0x00 in abort ()'\nexit 134\n")
     script.chmod(0o755)
-    monkeypatch.setattr(reporting.sys, "executable", str(script))
+    monkeypatch.setattr(reporting, "ENGINE", (str(script),))
     assert reporting.Limit(None).run({"engine": "llama.cpp"})["error"] == "ended with status 134"
 
 

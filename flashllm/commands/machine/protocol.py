@@ -58,6 +58,7 @@ def flashllm(settings: dict[str, Any]) -> dict[str, Any]:
             "mode": plan.mode,
             "threads": plan.threads,
             "direct_io": model.direct_io,
+            "notices": model.notices,
             "reader": dataclasses.asdict(model.reader),
             "plan": plan.memory.as_dict(),
         }

@@ -41,6 +41,7 @@ from flashllm.profile.reads import file_to_read
 from flashllm.profile.store import device_of
 
 PROMPTS, TOKENS = (128, 2048), 128
+ENGINE = (sys.executable, "-m", "flashllm.commands.machine.protocol")  # what runs one
 _PARTS = ("total", "io", "memory", "compute", "other")  # of a step's times; llama.cpp's have the first alone
 _SCRATCH_NBYTES = 4 << 30  # read at random where the model's own file is small
 # Drives that the arithmetic is done for: bytes a second in sequence, and random reads of 4 KiB a second with many under
@@ -83,6 +84,8 @@ def report(args: argparse.Namespace, path: Path) -> dict[str, Any]:
     if not runs:
         raise UsageError(f"{path}: the model's context of {model.block.context} tokens is too short for the protocol")
     ours = next(run for run in runs if run["engine"] == "flashllm" and "error" not in run)
+    in_place = model.manifest.in_place
+    lying = [] if in_place is None else [Path(one.path) for one in in_place.files]
     return {
         "benchmark": "report",
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -100,7 +103,7 @@ def report(args: argparse.Namespace, path: Path) -> dict[str, Any]:
             "model_type": model.architecture.model_type,
             "dtype": model.manifest.dtype,
             "rows": model.manifest.rows.encoding,
-            "bytes": sum(one.stat().st_size for one in path.iterdir() if one.is_file()),
+            "bytes": sum(one.stat().st_size for one in (*path.iterdir(), *lying) if one.is_file()),
             "peer_file_bytes": None if peer is None else peer.stat().st_size,
         },
         "text": {"tokens": len(ids), "sha256": hashlib.sha256(json.dumps(ids).encode()).hexdigest()},
@@ -147,7 +150,7 @@ class Limit:
 
     def run(self, settings: dict[str, Any]) -> dict[str, Any]:
         """The figures of `protocol.py`. FlashError where flashllm fails; of a peer the reason is its result."""
-        command = [sys.executable, "-m", "flashllm.commands.machine.protocol", json.dumps(settings)]
+        command = [*ENGINE, json.dumps(settings)]
         with tempfile.TemporaryFile() as output:
             found: dict[str, Any] = {}
             status = None
@@ -202,7 +205,7 @@ def _drive(model: ModelDir, ours: dict[str, Any]) -> dict[str, Any]:
     reads = [one for one in ours["runs"] if one["requests"]]
     size = round(reads[0]["bytes_read"] / reads[0]["requests"]) if reads else model.manifest.rows.stride
     say("the drive is read; where the model is small, a file that is written for that")
-    with file_to_read(file.parent, _SCRATCH_NBYTES) as place:
+    with file_to_read(file, _SCRATCH_NBYTES) as place:
         found = dataclasses.asdict(answers(place, reader, request_nbytes=size))
         found["written_just_before"] = place != file
         found["request_is"] = "the engine's mean" if reads else "a row"
@@ -246,6 +249,7 @@ def markdown(document: dict[str, Any]) -> str:
         ("model", f"{model['model_type']}, rows in {model['rows']}; {format_size(model['bytes'])} on the drive{peer}"),
         ("memory limit", limit),
         ("text", f"{document['text']['tokens']} ids, SHA-256 {document['text']['sha256'][:16]}"),
+        *(("note", notice) for notice in ours["notices"]),
     ]
     heading = f"### {model['name']}, {document['made'][:10]}"
     lines = [
