@@ -10,7 +10,8 @@ namespace flashllm {
 namespace {
 
 constexpr std::size_t kRowGrain = 16;   // rows a thread takes at a time
-constexpr std::size_t kTogether = 512;  // handed to a kernel at a time, at most
+constexpr std::size_t kBlock = 32;      // neurons whose gates and ups are multiplied together
+constexpr std::size_t kTogether = 512;  // down columns handed to a kernel at a time, at most
 
 }  // namespace
 
@@ -48,52 +49,47 @@ void NeuronProducts::each(std::size_t begin, std::size_t end, const Visit& visit
   }
 }
 
+// A block's gates, then its ups, which lie behind them: what the processor fetched beyond a gate is used.
 void NeuronProducts::up(const float* x, const float* gate_values) {
   const RowFormat& format = options_.format;
   const RowInputs inputs(x, 1, format.d_model, format.inputs);
   const bool gated = format.gated() || options_.gate != nullptr;
-  if (gate_values != nullptr) {
-    each(0, num_rows(),
-         [&](std::int32_t neuron, const std::byte*, float* value) { *value = gate_values[neuron]; });
-  } else {
-    const std::size_t nbytes = vector_nbytes(format.codec, format.d_model);
-    dots(
-        inputs,
-        [&](std::int32_t neuron, const std::byte* row) {
-          return options_.gate == nullptr ? row + format.driver()
-                                          : options_.gate + static_cast<std::size_t>(neuron) * nbytes;
-        },
-        gated ? options_.gate_bias : options_.up_bias, options_.activation,
-        [](float& value, float product) { value = product; });
-    if (!gated) return;
-  }
-  dots(
-      inputs, [&](std::int32_t, const std::byte* row) { return row + format.up; }, options_.up_bias,
-      options_.activation.of_up(), [](float& value, float product) { value *= product; });
-}
-
-// put(value, activation(vector . x + bias)) of every neuron gathered; `vector_of(neuron, its row)`.
-template <typename VectorOf, typename Put>
-void NeuronProducts::dots(const RowInputs& inputs, const VectorOf& vector_of, const float* bias,
-                          Activation activation, const Put& put) {
-  const RowFormat& format = options_.format;
+  const std::size_t nbytes = vector_nbytes(format.codec, format.d_model);
   pool_.parallel_for(num_rows(), kRowGrain, [&](std::size_t begin, std::size_t end) {
-    std::int32_t ids[kTogether];
-    const void* vectors[kTogether];
-    float* values[kTogether];
-    float products[kTogether];
+    std::int32_t ids[kBlock];
+    const std::byte* rows[kBlock];
+    float *values[kBlock], drivers[kBlock], products[kBlock];
+    const void* vectors[kBlock];
     std::size_t count = 0;
-    const auto multiply = [&] {
+    const auto dots = [&](const auto& vector_of, const float* bias, Activation activation, float* to) {
+      for (std::size_t i = 0; i < count; ++i) vectors[i] = vector_of(i);
       dot_block({vectors, count, format.d_model, format.codec, format.inputs}, inputs, ids, bias, activation,
-                products, options_.simd);
-      for (std::size_t i = 0; i < count; ++i) put(*values[i], products[i]);
+                to, options_.simd);
+    };
+    const auto multiply = [&] {
+      if (gate_values != nullptr) {
+        for (std::size_t i = 0; i < count; ++i) drivers[i] = gate_values[ids[i]];
+      } else {
+        dots(
+            [&](std::size_t i) {
+              return options_.gate == nullptr ? rows[i] + format.driver()
+                                              : options_.gate + static_cast<std::size_t>(ids[i]) * nbytes;
+            },
+            gated ? options_.gate_bias : options_.up_bias, options_.activation, drivers);
+      }
+      if (gated) {
+        dots([&](std::size_t i) { return rows[i] + format.up; }, options_.up_bias,
+             options_.activation.of_up(), products);
+        for (std::size_t i = 0; i < count; ++i) drivers[i] *= products[i];
+      }
+      for (std::size_t i = 0; i < count; ++i) *values[i] = drivers[i];
       count = 0;
     };
     each(begin, end, [&](std::int32_t neuron, const std::byte* row, float* value) {
       ids[count] = neuron;
-      vectors[count] = vector_of(neuron, row);
+      rows[count] = row;
       values[count] = value;
-      if (++count == kTogether) multiply();
+      if (++count == kBlock) multiply();
     });
     if (count != 0) multiply();
   });

@@ -49,9 +49,6 @@ class NeuronProducts {
   std::size_t num_rows() const;
   template <typename Visit>
   void each(std::size_t begin, std::size_t end, const Visit& visit) const;
-  template <typename VectorOf, typename Put>
-  void dots(const RowInputs& inputs, const VectorOf& vector_of, const float* bias, Activation activation,
-            const Put& put);
 
   void down_in_codes(float* y);
   PlaneRows columns(std::int32_t neuron, const std::byte* rows) const;
