@@ -83,14 +83,15 @@ class ScriptedModel(SlowModel):
 
 
 @contextmanager
-def running(model, path, *, template=TEMPLATE, **options):
+def running(model, path, *, template=TEMPLATE, speculation=None, parking=None, **options):
     """Serve `model`, loaded from `path`: (URL, worker). `template`: one, several by name, or None."""
     tokenizer = Tokenizer.load(path)
     given = {"default": template} if isinstance(template, str) else template
     tokenizer.chat_templates, tokenizer.where = given or {}, "here"
     turns = ChatTemplate.of(tokenizer)
     given = ServerOptions(**{"name": "tiny", "parallel": 1, **options})
-    with app_of(model, tokenizer, turns, given, limit=10**9) as (app, worker):
+    more = {"speculation": speculation, "parking": parking}
+    with app_of(model, tokenizer, turns, given, limit=10**9, **more) as (app, worker):
         sock = listen("127.0.0.1", 0)
         server = Server(app, stopping=worker.cancel_all)
         thread = threading.Thread(target=lambda: server.run(sockets=[sock]))

@@ -67,6 +67,7 @@ class _Member:
     entries: Entries = ()
     options: StepOptions = field(default_factory=StepOptions)  # of its step
     running: Pass | None = None
+    watch: Callable[[int, int], None] | None = None  # of its prompts
     logits: Logits | None = None
     error: Exception | None = None
 
@@ -113,6 +114,10 @@ class SharedModel:
     def most_drafted(self) -> int:
         """As the model's; none beside others: their tokens make better use of a pass than guesses do."""
         return 0 if len(self._turns) > 1 else self._model.most_drafted
+
+    def watch(self, progress: Callable[[int, int], None] | None) -> None:
+        """As `Model.watch`, of this thread's prompts, whoever computes them."""
+        self._here.member.watch = progress
 
     def wake(self) -> None:
         """Somebody was cancelled: a pass that is nobody else's ends at once."""
@@ -189,6 +194,7 @@ class SharedModel:
 
     def _go_on(self, member: _Member) -> None:
         def advance() -> Logits | None:
+            self._model.watch(member.watch)
             if member.running is None:
                 member.running = self._model.begin(member.entries, **member.options)
             return member.running.advance(SLICE_S)

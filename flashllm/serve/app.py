@@ -84,8 +84,10 @@ class Api:
 
     async def models(self, request: Request) -> Response:
         """The list of models: the one there is."""
-        # Codex reads `models`, a catalogue of its own, and complains where there is none.
-        return JSONResponse({"object": "list", "data": [self._card()], "models": []})
+        # Codex reads `models`, a catalogue of its own with prompts and tools, and complains where there is none.
+        name = self.served.name
+        pages = {"has_more": False, "first_id": name, "last_id": name}  # of Anthropic's
+        return JSONResponse({"object": "list", "data": [self._card()], **pages, "models": []})
 
     async def model(self, request: Request) -> Response:
         """The one model."""
@@ -103,7 +105,8 @@ class Api:
     def _card(self) -> dict[str, Any]:
         served, context = self.served, self.served.encoder.context
         card = {"id": served.name, "object": "model", "created": served.created, "owned_by": "flashllm"}
-        return {**card, "max_model_len": context, "context_length": context}
+        anthropics = {"type": "model", "display_name": served.name, "created_at": rfc3339(served.created)}
+        return {**card, **anthropics, **dict.fromkeys(("max_model_len", "context_length", "max_input_tokens"), context)}
 
     def check_name(self, name: str | None) -> None:
         """ApiError for another model's name. None: the one there is."""
@@ -129,7 +132,7 @@ class Api:
         )
         if answering.asked.stream:
             documents = answering.documents(form.take, form.last_chunk, lambda error: error.document)
-            return EventStream(documents, answering.cancel)
+            return EventStream(documents, answering.cancel, answering.waiting(form.waiting))
         await answering.finish(request, form.take)
         return JSONResponse(form.whole())
 
@@ -166,7 +169,7 @@ class Api:
             self._worker.cancel(job)
             self.bodies.let_go(body)
 
-        return Answering(asked=asked, prompts=prompts, events=events, cancel=cancel)
+        return Answering(asked=asked, prompts=prompts, events=events, cancel=cancel, job=job)
 
     async def understood(
         self, request: Request, kind: Kind, understand: Callable[[bytes, SamplingOptions], Asked]
@@ -242,6 +245,7 @@ class Answering:
     prompts: list[tuple[Wanted, list[int]]]
     events: "asyncio.Queue[Event]"
     cancel: Callable[[], None]
+    job: Job
 
     async def finish(self, request: Request, take: Callable[[Began | Chosen | Ended], Any]) -> None:
         """Give `take` all events. Cancels the job where the client goes away; ApiError where it fails."""
@@ -280,6 +284,22 @@ class Answering:
             return rest.popleft()
 
         return following
+
+    def waiting(self, tell: Callable[[], Document | None]) -> Callable[[], Document | None]:
+        """A source of documents that say that there will be more: those of `tell`, with how far the prompt is."""
+
+        def told() -> Document | None:
+            document, progress = tell(), self.job.progress
+            if document is None or progress is None:
+                return document
+            return {**document, "prompt_progress": dataclasses.asdict(progress)}
+
+        return told
+
+
+def rfc3339(seconds: float) -> str:
+    """A time since 1970, as Anthropic's and Ollama's clients read it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
 def _failure(event: Finished) -> ApiError:

@@ -22,6 +22,7 @@ class Asked:
     stream: bool
     include_usage: bool = False  # a last chunk with the usage
     include_timings: bool = False  # each chunk says where its token's time went (an addition to OpenAI's interface)
+    return_progress: bool = False  # while the prompt is computed chunks say how far, as llama-server's do
     echo: bool = False  # the text begins with the prompt
     generate: bool = True  # False: max_tokens is 0, so that the prompt alone is echoed
 
@@ -37,7 +38,10 @@ def parse(raw: bytes, kind: Literal["chat", "completion"], *, custom_id: str, de
     stream = flag(body, "stream")
     options = _stream_options(body, stream=stream)
     echo = kind == "completion" and flag(body, "echo")
-    rest = {name: each for name, each in body.items() if name not in ("stream", "stream_options")}
+    if (return_progress := flag(body, "return_progress")) and not stream:
+        raise BadRequest("return_progress needs stream: true", param="return_progress")
+    outer = ("stream", "stream_options", "return_progress")
+    rest = {name: each for name, each in body.items() if name not in outer}
     if kind == "completion":
         rest.pop("echo", None)
     generate = not (echo and type(rest.get("max_tokens")) is int and rest["max_tokens"] == 0)
@@ -52,6 +56,7 @@ def parse(raw: bytes, kind: Literal["chat", "completion"], *, custom_id: str, de
         ),
         stream=stream,
         **options,
+        return_progress=return_progress,
         echo=echo,
         generate=generate,
     )

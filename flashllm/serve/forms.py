@@ -93,6 +93,12 @@ class Form:
             choices.append({**answer, "logprobs": logprobs, "finish_reason": choice.finish})
         return {**self._head, "choices": choices, "usage": self.usage()}
 
+    def waiting(self) -> dict[str, Any] | None:
+        """A chunk that says nothing, where the request asks for the prompt's progress."""
+        if not self._asked.return_progress:
+            return None
+        return self._chunk(0, self._choices[0], {} if self._asked.kind == "chat" else "", [])
+
     def last_chunk(self) -> dict[str, Any] | None:
         """The chunk with the usage, where the request asks for it. No other chunk has one: clients rely on that."""
         return {**self._head, "choices": [], "usage": self.usage()} if self._asked.include_usage else None

@@ -22,7 +22,7 @@ from flashllm.serve.forms import error_object
 
 RETRY_AFTER_S = 10
 BODY_TIMEOUT_S = 30.0  # a body that has not come by then is given up
-KEEP_ALIVE_S = 5.0  # a stream without an event sends a comment so often, or proxies and clients end it
+KEEP_ALIVE_S = 2.0  # a stream without an event sends a comment so often, or proxies and clients end it
 _CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 
 

@@ -6,6 +6,7 @@ A job's events go to its `deliver`, from its thread. A cancelled job ends before
 
 import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -70,6 +71,16 @@ class Finished:
 Event = Began | Chosen | Ended | Finished
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a prompt is computed, by llama-server's names: of `total` tokens, of which `cache` were there before."""
+
+    total: int
+    cache: int
+    processed: int  # those of the cache included: layers that are done, as tokens
+    time_ms: int  # since it began
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
     """Work to be computed: prompts in turn, each with its request."""
@@ -81,6 +92,7 @@ class Job:
     reading: Reading | None = None  # how a conversation's answer is read; None: it is plain text
     matchers: Sequence[Matcher | None] = ()  # of the form that each prompt's answer must have; none: any
     cancelled: threading.Event = field(default_factory=threading.Event)
+    progress: Progress | None = None  # of the prompt that is computed
 
 
 class Worker(Closing):
@@ -251,6 +263,7 @@ class Worker(Closing):
         decoder = None if reading is None else reading.decoder
         matcher = job.matchers[index] if job.matchers else None
         session.choose_by(request.options, logprobs=request.logprobs, decoder=decoder, matcher=matcher)
+        self._shared.watch(None if job.scored else _noted(job, len(ids), place.keep))
         stream = session.stream_prompt(ids, keep=place.keep, scored=job.scored)
         is_first = True
         with contextlib.closing(stream):
@@ -258,6 +271,7 @@ class Worker(Closing):
                 if job.cancelled.is_set():
                     return
                 if isinstance(record, PrefillRecord):
+                    job.progress = None
                     with self._keeping:
                         self._conversations.lend(place)
                     self._tell(job, Began(index, record))
@@ -276,3 +290,14 @@ class Worker(Closing):
         last = [] if reading is None else reading.parser.finish()
         said += last
         self._tell(job, Ended(index, session.stopped or "length", tuple(last)))
+
+
+def _noted(job: Job, total: int, cache: int) -> Callable[[int, int], None]:
+    """For `Model.watch`: the job's progress."""
+    began = time.monotonic()
+
+    def noted(done: int, parts: int) -> None:
+        processed, time_ms = cache + (total - cache) * done // parts, round(1e3 * (time.monotonic() - began))
+        job.progress = Progress(total=total, cache=cache, processed=processed, time_ms=time_ms)
+
+    return noted

@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from datetime import datetime
 
 import httpx
 import numpy as np
@@ -30,6 +31,12 @@ def test_models(client, http):
     assert model.id == "tiny"
     assert client.models.retrieve("tiny") == model
     assert (model.max_model_len, model.context_length) == (96, 96)
+    # Anthropic's clients read pages of models, Codex a catalogue of its own, which must be there.
+    listed = http.get("/v1/models").json()
+    assert (listed["has_more"], listed["first_id"], listed["last_id"], listed["models"]) == (False, "tiny", "tiny", [])
+    card = http.get("/v1/models/tiny").json()
+    assert (card["type"], card["display_name"], card["max_input_tokens"]) == ("model", "tiny", 96)
+    assert datetime.fromisoformat(card["created_at"]).timestamp() == model.created
     with pytest.raises(openai.NotFoundError, match="no model 'gpt-9'"):
         client.models.retrieve("gpt-9")
     assert http.get("/health").json() == {"status": "ok"}

@@ -97,6 +97,9 @@ class PlacesModel:
     def cancel(self, on=True):
         pass
 
+    def watch(self, progress):
+        pass
+
     def is_prompt(self, tokens):
         return tokens > FEW
 

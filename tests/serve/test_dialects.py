@@ -286,3 +286,33 @@ def test_a_long_prompt_is_waited_for_with_events(http, held, say, path, first):
         rest = list(lines)
     assert "Y" in "".join(rest)
     assert not any("response.created" in line for line in rest)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": ASK, "stream": True, "return_progress": True}),
+        ("/v1/messages", {"messages": ASK, "stream": True, "max_tokens": 50}),
+        ("/v1/responses", {"input": "Rain?", "stream": True}),
+        ("/api/chat", {"messages": ASK}),
+    ],
+)
+def test_a_prompts_progress_is_told_in_numbers(http, held, say, path, body, *, scripted, monkeypatch):
+    monkeypatch.setattr(scripted, "watch", lambda progress: progress(1, 4), raising=False)
+    say("Yes.")
+    with http.stream("POST", path, headers=BEARER, json=body) as response:
+        lines = response.iter_lines()
+        told = next(line for line in lines if "prompt_progress" in line)
+        held.set()
+        rest = list(lines)
+    progress = json.loads(told.removeprefix("data: "))["prompt_progress"]
+    total, cache = progress["total"], progress["cache"]
+    assert 0 <= cache < total
+    assert progress["processed"] == cache + (total - cache) // 4
+    assert progress["time_ms"] >= 0
+    assert "Y" in "".join(rest)
+    if path == "/v1/chat/completions":  # which other clients' streams have no such chunk
+        wrong = http.post(path, headers=BEARER, json={**body, "stream": False})
+        assert "return_progress needs stream" in wrong.json()["error"]["message"]
+        monkeypatch.setattr(scripted, "delay_s", 0.3)
+        assert "prompt_progress" not in http.post(path, headers=BEARER, json={**body, "return_progress": False}).text

@@ -1,10 +1,12 @@
 """Tools and reasoning in chat completions: real templates, tokens and parsers; a model that says what it is told to."""
 
 import json
+from typing import Literal
 
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel
 from serving import running
 
 from flashllm.errors import UsageError
@@ -77,6 +79,28 @@ def test_a_call_whole_and_streamed(client, say, seen):
     content, reasoning, calls, finish = streamed(ask(client, stream=True))
     assert (content, reasoning, finish) == ("I look.", "Hm.", "tool_calls")
     assert [(call[1], json.loads(call[2])) for call in calls] == [each[1:] for each in found]
+
+
+class Weather(BaseModel):
+    """Where it rains."""
+
+    city: Literal["Köln", "Bonn"]
+    rains: bool
+
+
+def test_what_the_client_parses(client, say):
+    """Answers and arguments as pydantic models."""
+    say("{No.")
+    asked = {"model": "tiny", "messages": ASK, "temperature": 0}
+    message = client.chat.completions.parse(**asked, response_format=Weather).choices[0].message
+    assert message.parsed.city in ("Köln", "Bonn")
+    say(CALL.replace("get_weather", "Weather").replace("days", "rains").replace("3", "true"))
+    (call,) = (
+        client.chat.completions.parse(**asked, tools=[openai.pydantic_function_tool(Weather)])
+        .choices[0]
+        .message.tool_calls
+    )
+    assert call.function.parsed_arguments == Weather(city="Köln", rains=True)
 
 
 def test_arguments_are_streamed_in_pieces(client, say):

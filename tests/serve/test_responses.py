@@ -4,7 +4,7 @@ import json
 
 import openai
 import pytest
-from test_offered_tools import CALL, SHORT
+from test_offered_tools import CALL, SHORT, Weather
 
 TOOL = {"type": "function", "name": "get_weather", "parameters": SHORT["function"]["parameters"], "strict": True}
 SAID = f"<think>\nHm.\n</think>\n\nI look.\n{CALL}"
@@ -97,6 +97,8 @@ def test_forms_and_ends(responses, say):
     say("{No.")
     shape = {"format": {"type": "json_schema", "name": "a", "schema": TOOL["parameters"], "strict": True}}
     assert json.loads(ask(responses, text=shape).output_text)["days"] in (1, 2)
+    parsed = responses.parse(model="tiny", input="Rain?", text_format=Weather, temperature=0)
+    assert parsed.output_parsed.city in ("Köln", "Bonn")
     say("<tool_call>No.")
     (call,) = ask(responses, tools=[TOOL], tool_choice="required", parallel_tool_calls=False).output
     assert json.loads(call.arguments)["city"] in ("Köln", "Bonn")

@@ -11,6 +11,9 @@ from flashllm.config import RunConfig
 from flashllm.engine.model import Model
 from flashllm.engine.shared import SharedModel
 from flashllm.errors import BudgetError, ContextFull
+from flashllm.generate.lookup import PromptLookup
+from flashllm.generate.speculation import Speculation
+from flashllm.parked.folder import ParkingFolder
 
 BODIES = [
     {"prompt": "One day", "max_tokens": 20, "temperature": 0, "logprobs": 2},
@@ -70,6 +73,39 @@ def test_answers_are_those_alone(tiny, model):
         del model.step
 
 
+@pytest.mark.parametrize("drafts", [False, True])
+def test_answers_beside_others_with_drafts_and_parking(tiny, model, tmp_path, drafts):
+    """What leaves memory is parked and taken up while others are answered; a draft is made only for who is alone."""
+    begin = "One day the little dog ran to the big tree, and there was nobody. "
+    bodies = [
+        {"prompt": begin + each, "max_tokens": 24, "temperature": 0}
+        for each in ("She", "He and she and he and she", "It", "They and they and they and")
+    ]
+    with running(model, tiny().path(), parallel=1, keep=0) as (address, _), httpx.Client(base_url=address) as http:
+        alone = [answer(http, body) for body in bodies]
+    speculation = Speculation(PromptLookup(), model.most_drafted) if drafts else None
+    steps, drafted, parked = model.step, [], ParkingFolder(tmp_path, "tiny", max_nbytes=10**8, daily_nbytes=10**8)
+
+    def step(entries, **options):
+        drafted.append(options.get("drafted", 0))
+        return steps(entries, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "step", step)
+        patch.setattr("flashllm.generate.depth.DepthGate.choose", lambda self, kind, available: available)
+        options = {"keep": 1, "speculation": speculation, "parking": parked}
+        with (
+            running(model, tiny().path(), parallel=3, **options) as (address, _),
+            httpx.Client(base_url=address, timeout=60) as http,
+            ThreadPoolExecutor(6) as pool,
+        ):
+            for _ in range(3):
+                assert list(pool.map(lambda body: answer(http, body), bodies)) == alone
+            assert answer(http, bodies[1]) == alone[1]  # alone
+    assert parked.entries
+    assert any(drafted) == drafts
+
+
 def test_a_failure_is_its_own(tiny, model):
     """A pass that fails for one of several is computed again for each."""
     steps = model.step
@@ -120,6 +156,23 @@ def test_what_is_kept_makes_room(model, error):
         patch.setattr(shared, "_make_room", lambda: False)
         with pytest.raises(error, match="no memory"):
             shared.step([(sequence, [6])])
+
+
+def test_each_hears_how_far_its_own_prompt_is(model):
+    shared, heard = SharedModel(model, lambda: False), {}
+
+    def compute(number):
+        with model.new_sequence() as sequence, shared.member(threading.Event()):
+            shared.watch(lambda done, total: heard.setdefault(number, []).append((done, total)))
+            shared.step([(sequence, [5 + number] * 60)])
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(compute, range(2)))
+    layers = model.manifest.architecture.num_layers
+    for told in heard.values():
+        assert told == sorted(told)
+        assert {total % layers for _, total in told} == {0}
+    assert set(heard) == {0, 1}
 
 
 @pytest.mark.parametrize("variant", ["qwen3_next", "glm4_moe_lite"])

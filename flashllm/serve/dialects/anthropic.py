@@ -65,7 +65,7 @@ class Anthropic:
         form = _Form(self._api.served.name, answering.asked)
         if answering.asked.stream:
             documents = answering.documents(form.take, form.last, _error)
-            return NamedEventStream(documents, answering.cancel, lambda: {"type": "ping"})
+            return NamedEventStream(documents, answering.cancel, answering.waiting(lambda: {"type": "ping"}))
         await answering.finish(request, form.take)
         return JSONResponse(form.whole())
 

@@ -18,7 +18,7 @@ from flashllm.api.requests import parse_body
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.replies import written
 from flashllm.replies.parser import Event as Said
-from flashllm.serve.app import Api
+from flashllm.serve.app import Api, rfc3339
 from flashllm.serve.bodies import Asked, model_of, parse_object
 from flashllm.serve.http import ApiError, DocumentStream, telling
 from flashllm.serve.worker import Began, Chosen, Ended
@@ -63,9 +63,15 @@ class Ollama:
     async def tags(self, request: Request) -> Response:
         """The list of models: the one there is."""
         served = self._api.served
-        name = served.name
-        model = {"name": name, "model": name, "modified_at": _time(served.created), "size": served.nbytes, "digest": ""}
-        return JSONResponse({"models": [{**model, "details": self._details()}]})
+        model = {
+            **dict.fromkeys(("name", "model"), served.name),
+            "modified_at": rfc3339(served.created),
+            "size": served.nbytes,
+            "digest": "",
+            "details": self._details(),
+            "context_length": served.encoder.context,
+        }
+        return JSONResponse({"models": [model]})
 
     async def show(self, request: Request) -> Response:
         """The one model."""
@@ -98,7 +104,7 @@ class Ollama:
         form = _Form(self._api.served.name, tell)
         if answering.asked.stream:
             documents = answering.documents(form.take, form.last, _error)
-            return DocumentStream(documents, answering.cancel, form.waiting)
+            return DocumentStream(documents, answering.cancel, answering.waiting(form.waiting))
         await answering.finish(request, form.take)
         return JSONResponse({**form.last(), **tell(form.said)})
 
@@ -167,7 +173,7 @@ class _Form:
         }
 
     def _line(self, said: Sequence[Said], *, done: bool) -> dict[str, Any]:
-        return {"model": self._model, "created_at": _time(time.time()), **self._tell(said), "done": done}
+        return {"model": self._model, "created_at": rfc3339(time.time()), **self._tell(said), "done": done}
 
 
 def _response(said: Sequence[Said]) -> dict[str, Any]:
@@ -261,7 +267,3 @@ def _call(call: Any, call_id: str) -> Any:
 def _model(body: Mapping[str, Any]) -> str | None:
     name = model_of({"model": body["name"], **body} if "name" in body else body)
     return None if name is None else name.removesuffix(_LATEST)
-
-
-def _time(seconds: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))

@@ -52,7 +52,7 @@ class Responses:
         form = _Form(self._api.served.name, answering.asked)
         if answering.asked.stream:
             documents = answering.documents(form.take, form.last, form.failed)
-            return NamedEventStream(documents, answering.cancel, form.waiting)
+            return NamedEventStream(documents, answering.cancel, answering.waiting(form.waiting))
         await answering.finish(request, form.take)
         return JSONResponse(form.last()[-1]["response"])
 

@@ -45,6 +45,7 @@ export class Answer {
   calls = []; // of tools, each {name, text}: its arguments as they come
   finish = null; // why it ended
   error = null; // a message
+  progress = null; // of the prompt: {total, cache, processed, time_ms}
   prompt = null; // timings of the prompt
   tokens = []; // timings, one a token
   usage = null;
@@ -55,6 +56,7 @@ export class Answer {
       return;
     }
     if (document.usage) this.usage = document.usage;
+    this.progress = document.prompt_progress ?? this.progress;
     for (const choice of document.choices ?? []) {
       this.text += choice.delta?.content ?? "";
       this.reasoning += choice.delta?.reasoning_content ?? "";

@@ -104,6 +104,7 @@ function request() {
     ],
     stream: true,
     stream_options: { include_usage: true, include_timings: true },
+    return_progress: true,
     ...(tools && { tools: toolsOf(tools) }),
     ...Object.fromEntries(numbers),
   });
@@ -128,6 +129,7 @@ async function ask(text) {
       Object.assign(reply, { content: answer.text, reasoning: answer.reasoning, calls: answer.calls });
       fill(element, reply);
       if (answer.prompt !== null) say("");
+      else if (answer.progress !== null) say(`The prompt is being read: ${answer.progress.processed} of ${answer.progress.total} tokens.`);
       show(answer);
       scroll(false);
     }
