@@ -6,6 +6,7 @@ builds both. Processes that tests start run the product's.
 
 import dataclasses
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,11 @@ from flashllm.format.manifest import Manifest
 
 CONTEXT = 96  # tokens the tiny model allows
 BLOCK_ROWS = 128  # four dense blocks a layer
+
+# A script's background jobs ignore them, and so would the runs that tests interrupt.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 
 @dataclass(frozen=True)

@@ -54,9 +54,16 @@ class Made:
         self.name, self.variant, self._stack = name, VARIANTS[name], stack
         self.source, self.directory = folders
         self.reference = open_model(self.source)
-        self._bare = {}
+        self._bare, self._expected = {}, {}
         self.ids = tokens(CONTEXT)
-        self.logits = expected_logits(self.reference, self.ids)  # of a sequence's beginning they are the first
+        self.logits = self.expected(self.ids)  # of a sequence's beginning they are the first
+
+    def expected(self, ids):
+        """transformers' logits, computed once."""
+        key = tuple(ids)
+        if key not in self._expected:
+            self._expected[key] = expected_logits(self.reference, ids)
+        return self._expected[key]
 
     @cached_property
     def architecture(self):
@@ -338,7 +345,7 @@ def test_prompts(made):
         alone = [model.step([(model.new_sequence(), ids)], all_logits=True) for ids in entries]
         for ids, together, one in zip(entries, np.split(found, np.cumsum(lengths)[:-1]), alone, strict=True):
             same(together, one)
-            close(together, expected_logits(made.reference, other) if ids is other else made.logits[: len(ids)])
+            close(together, made.expected(other) if ids is other else made.logits[: len(ids)])
 
 
 # The columns: a sequence's ways
@@ -510,7 +517,7 @@ def test_offload(made, tmp_path, accelerator):
         return
     found = answers(path, prompts, tmp_path, chosen, new=6, accelerator=accelerator)
     for prompt, said in zip(prompts, found, strict=True):
-        expected = expected_logits(made.reference, [*prompt, *said[:-1]])[len(prompt) - 1 :]
+        expected = made.expected([*prompt, *said[:-1]])[len(prompt) - 1 :]
         assert said == expected.argmax(-1).tolist()
 
 
