@@ -28,8 +28,9 @@ from flashllm.format.manifest import Manifest
 CONTEXT = 96  # tokens the tiny model allows
 BLOCK_ROWS = 128  # four dense blocks a layer
 
-# A script's background jobs ignore them, and so would the runs that tests interrupt.
-for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+# A script's background jobs ignore them, or those under nohup, and so would the runs that tests interrupt.
+_HANDLERS = {signal.SIGINT: signal.default_int_handler, signal.SIGQUIT: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+for _number, _handler in _HANDLERS.items():
     if signal.getsignal(_number) == signal.SIG_IGN:
         signal.signal(_number, _handler)
 
