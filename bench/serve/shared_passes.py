@@ -139,7 +139,7 @@ def forced(model: TracedModel, path: Path, args: argparse.Namespace) -> dict[str
                 }
             )
     Decoding.after = usual  # type: ignore[method-assign]
-    same = len({tuple(one["ids"]) for each in answers.values() for one in each}) == 1
+    same = len({tuple(one.pop("ids")) for each in answers.values() for one in each}) == 1
     medians = {name: statistics.median(one["seconds"] for one in each) for name, each in answers.items()}
     for name, each in answers.items():
         print(f"{name}: {each[0]['tokens']} tokens in {each[0]['passes']} passes, {medians[name]:.2f} s (median)")
@@ -161,7 +161,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the document here too")
     args = parser.parse_args(argv)
     args.tokens = args.tokens or {"together": 16, "forced": 400}[args.what]
-    config = RunConfig(memory=args.memory, context=512, threads=args.threads)
+    config = RunConfig(memory=args.memory, context=512, threads=args.threads, serves=True)
     with TracedModel.open(args.model, config) as model:
         found = together(model, args) if args.what == "together" else forced(model, args.model, args)
         document = {

@@ -54,7 +54,9 @@ STREAM_THREADS = 8  # at most, of reads in file order
 _MARKS = 3
 _MIN_CACHE_ROWS = 64  # a layer computes any active set in parts of this many rows, or of an expert's, slowly
 _PREFETCH_SHARE = 32  # neurons of a layer for each row prefetched: about what a device reads while a layer computes
-_GUESSED_EXPERTS = 2  # of the next layer, read before its turn: about what a drive reads while a layer computes
+# Experts of the next layer that are read before its turn: about what a drive reads while a layer computes
+_GUESSED_EXPERTS = 2  # a token
+_GUESSED_BY_SEVERAL = 6  # tokens of conversations that share a pass
 _GUESSED_SHARE = 16  # both buffers of theirs are no more than this part of the experts' memory
 _BYPASS_SHARE = 16  # neurons of a layer for each bypass row (of misses that are not kept); layers share the rows
 _LOGITS_ROWS = 4  # [vocab] rows held at a time: the head's result, the caller's copy, the sampler's two
@@ -138,7 +140,7 @@ def plan_memory(
         raise BudgetError(_refusal(least, available))
     accounted = caches.accounted(least)
     if prefetch and by_unit:
-        accounted = caches.with_guesses(accounted)
+        accounted = caches.with_guesses(accounted, _GUESSED_BY_SEVERAL if serves else _GUESSED_EXPERTS)
     plan = caches.filled(accounted, least.limit_nbytes, popularity)
     if table is not None:  # whole where no neuron and no position wants its memory
         whole = replace(accounted, table_rows=table.rows)
@@ -228,11 +230,13 @@ class _Caches:
         bypass = max(self.min_bypass, min(wanted, spare // 10, spare - sum(self.minimum)) // unit * unit)
         return replace(plan, bypass_rows=bypass)
 
-    def with_guesses(self, plan: MemoryPlan) -> MemoryPlan:
-        """With two buffers for experts that the next layer's router probably chooses."""
-        rows, cached = _GUESSED_EXPERTS * plan.unit_rows, _spare_rows(plan) - plan.bypass_rows
-        if cached >= sum(self.needs) or 2 * rows * _GUESSED_SHARE > cached - sum(self.minimum):
+    def with_guesses(self, plan: MemoryPlan, experts: int) -> MemoryPlan:
+        """With two buffers for as many experts, where there is room, that the next layer's router probably chooses."""
+        cached = _spare_rows(plan) - plan.bypass_rows
+        experts = min(experts, (cached - sum(self.minimum)) // (2 * _GUESSED_SHARE * plan.unit_rows))
+        if cached >= sum(self.needs) or experts < _GUESSED_EXPERTS:
             return plan
+        rows = experts * plan.unit_rows
         nbytes = 2 * rows * plan.row_nbytes
         return replace(plan, prefetch_rows=rows, staging=plan.staging + nbytes, work_extra=plan.work_extra + nbytes)
 

@@ -29,17 +29,17 @@ bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), 4 * a.size()) == 0;
 }
 
-// A predictor that names what it is told to, right or wrong.
+// A predictor that names what it is told to of each token, right or wrong.
 class Told final : public Predictor {
  public:
-  explicit Told(const std::vector<std::int32_t>& told) : told_(told) {}
-  void predict(const float* /*x*/, std::size_t /*token*/, ThreadPool& /*pool*/, SimdLevel /*level*/,
+  explicit Told(const std::vector<std::int32_t>* told) : told_(told) {}
+  void predict(const float* /*x*/, std::size_t token, ThreadPool& /*pool*/, SimdLevel /*level*/,
                std::vector<std::int32_t>& active) override {
-    active = told_;
+    active = told_[token];
   }
 
  private:
-  const std::vector<std::int32_t>& told_;
+  const std::vector<std::int32_t>* told_;
 };
 
 void bits_depend_on_the_active_set_alone(const Flash& flash, int tokens) {
@@ -140,14 +140,14 @@ void prefetching_changes_no_bit(const Flash& flash, int tokens, std::int32_t byp
   Prefetch buffer(memory.data(), kRoom, kStride, kNeurons, prefetching.reader, *flash.file);
   std::vector<std::int32_t> told;
   CHECK(!prefetching.layer.can_prefetch());
-  prefetching.layer.set_prefetch(std::make_unique<Told>(told), buffer);
+  prefetching.layer.set_prefetch(std::make_unique<Told>(&told), buffer);
   CHECK(prefetching.layer.can_prefetch());
   std::mt19937 random(5);
   for (int token = 0; token < tokens; ++token) {
     const std::vector<std::int32_t> active = random_active(random);
     const std::vector<float> expected = whole.forward(flash, active);
     told = token % 5 == 0 ? random_active(random) : active;
-    if (token % 3 != 0) prefetching.layer.prefetch(flash.x.data(), 0);
+    if (token % 3 != 0) prefetching.layer.prefetch(flash.x.data(), 1);
     if (token % 7 == 0) {
       prefetching.layer.begin({flash.x.data(), &told, 1, 0, 0});
       if (token % 2 == 0) prefetching.layer.abandon();
@@ -157,7 +157,35 @@ void prefetching_changes_no_bit(const Flash& flash, int tokens, std::int32_t byp
   }
   const FfnCounters& counters = prefetching.counters;
   CHECK(counters.prefetch_used > 0 && counters.prefetched >= counters.prefetch_used);
-  prefetching.layer.prefetch(flash.x.data(), 0);  // the destructor waits for these
+  prefetching.layer.prefetch(flash.x.data(), 1);  // the destructor waits for these
+}
+
+// The same of tokens that share a pass.
+void prefetching_for_several_changes_no_bit(const Flash& flash, int passes) {
+  constexpr std::int32_t kRoom = 9;
+  Layer whole(flash, kNeurons, 3, 1, 1), prefetching(flash, 11, 2, 2, 3);
+  HugeBuffer memory(std::size_t{kRoom} * kStride);
+  Prefetch buffer(memory.data(), kRoom, kStride, kNeurons, prefetching.reader, *flash.file);
+  std::vector<std::vector<std::int32_t>> active(FfnTokens::kMost), told(FfnTokens::kMost);
+  prefetching.layer.set_prefetch(std::make_unique<Told>(told.data()), buffer);
+  std::mt19937 random(7);
+  std::normal_distribution<float> normal;
+  std::vector<float> x(FfnTokens::kMost * kWidth), y(x.size()), expected(x.size());
+  for (int pass = 0; pass < passes; ++pass) {
+    const std::size_t count = 1 + random() % FfnTokens::kMost;
+    for (float& value : x) value = normal(random);
+    for (std::size_t t = 0; t < count; ++t) {
+      active[t] = random_active(random);
+      told[t] = random() % 4 == 0 ? random_active(random) : active[t];
+      whole.layer.forward(x.data() + t * kWidth, t, active[t], expected.data() + t * kWidth);
+    }
+    prefetching.layer.prefetch(x.data(), count);
+    prefetching.layer.begin({x.data(), active.data(), count, 0, 0});
+    prefetching.layer.finish(y.data());
+    CHECK(std::memcmp(y.data(), expected.data(), 4 * count * kWidth) == 0);
+    CHECK(buffer.layer() == -1);
+  }
+  CHECK(prefetching.counters.prefetch_used > 0);
 }
 
 // The same of experts.
@@ -168,7 +196,7 @@ void prefetching_experts_changes_no_bit(const Flash& flash, int tokens) {
   HugeBuffer memory(std::size_t{2} * kRows * kStride);
   Prefetch buffer(memory.data(), 2, std::size_t{kRows} * kStride, kUnits, prefetching.reader, *flash.file);
   std::vector<std::int32_t> told, active(kUnits);
-  prefetching.layer.set_prefetch(std::make_unique<Told>(told), buffer);
+  prefetching.layer.set_prefetch(std::make_unique<Told>(&told), buffer);
   std::mt19937 random(6);
   for (int token = 0; token < tokens; ++token) {
     active.resize(kUnits);
@@ -178,7 +206,7 @@ void prefetching_experts_changes_no_bit(const Flash& flash, int tokens) {
     told = active;
     if (token % 5 == 0) told[0] = static_cast<std::int32_t>(random() % kUnits);
     std::sort(active.begin(), active.end());
-    if (token % 3 != 0) prefetching.layer.prefetch(flash.x.data(), 0);
+    if (token % 3 != 0) prefetching.layer.prefetch(flash.x.data(), 1);
     CHECK(same_bits(prefetching.forward(flash, active), whole.forward(flash, active)));
   }
   const FfnCounters& counters = prefetching.counters;
@@ -293,7 +321,7 @@ void units_are_runs_of_neurons(const Flash& flash, int tokens) {
     if (token % 5 != 0) continue;
     // Rows of a dense pass in blocks of any length, some left out: what did not come whole is not there.
     for (Layer* layer : layers) {
-      layer->layer.set_predictor(std::make_unique<Told>(units));
+      layer->layer.set_predictor(std::make_unique<Told>(&units));
       layer->layer.begin_fill(flash.x.data(), 1);
       for (std::int32_t first = 0; first < kNeurons;) {
         const auto count =
@@ -427,6 +455,7 @@ void test_ffn_layer(const std::string& directory, int scale) {
   a_trace_decides_what_fires(flash);
   units_are_runs_of_neurons(flash, 60 * scale);
   prefetching_experts_changes_no_bit(flash, 80 * scale);
+  prefetching_for_several_changes_no_bit(flash, 40 * scale);
   for (const std::int32_t bypass : {0, 6}) {
     prefetching_changes_no_bit(flash, 80 * scale, bypass);
     capacity_changes_no_bit(flash, 60 * scale, bypass);

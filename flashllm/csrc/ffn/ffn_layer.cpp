@@ -58,6 +58,7 @@ FfnLayer::FfnLayer(const FfnLayerOptions& options, Reader& reader, const DirectF
   const auto units = static_cast<std::size_t>(options.units().count());
   active_.reserve(units);
   listed_.reserve(units);
+  is_listed_.resize(units);
   batch_.jobs.reserve(cache_.part_size() * source_.jobs_a_unit());
 }
 
@@ -110,17 +111,33 @@ const std::vector<std::int32_t>& FfnLayer::predict(const float* x, std::size_t t
   return active_;
 }
 
-void FfnLayer::prefetch(const float* x, std::size_t token) {
+void FfnLayer::prefetch(const float* x, std::size_t tokens) {
   Stopwatch watch;
-  prefetch_predictor_->predict(x, token, pool_, options_.simd, listed_);
+  for (std::size_t t = 0; t < tokens; ++t)
+    prefetch_predictor_->predict(x + t * options_.format.d_model, t, pool_, options_.simd, guesses_[t]);
   watch.charge(counters_.compute_ns);
-  listed_.erase(std::remove_if(listed_.begin(), listed_.end(),
-                               [this](std::int32_t unit) { return cache_.contains(unit); }),
-                listed_.end());
+  list_guesses(tokens);
   // A router tells the likeliest itself.
   if (options_.unit_rows == 1) cache_.policy().sort_by_likelihood(listed_);
   prefetch_->start(options_.layer, listed_, source_, *depth_);
   watch.charge(counters_.memory_ns);
+}
+
+// Those that are not cached: every token's likeliest, then every token's second.
+void FfnLayer::list_guesses(std::size_t tokens) {
+  listed_.clear();
+  std::size_t most = 0;
+  for (std::size_t t = 0; t < tokens; ++t) most = std::max(most, guesses_[t].size());
+  for (std::size_t place = 0; place < most; ++place)
+    for (std::size_t t = 0; t < tokens; ++t) {
+      if (place >= guesses_[t].size()) continue;
+      const std::int32_t unit = guesses_[t][place];
+      std::uint8_t& is_listed = is_listed_[static_cast<std::size_t>(unit)];
+      if (is_listed != 0 || cache_.contains(unit)) continue;
+      is_listed = 1;
+      listed_.push_back(unit);
+    }
+  for (const std::int32_t unit : listed_) is_listed_[static_cast<std::size_t>(unit)] = 0;
 }
 
 // Tokens

@@ -69,10 +69,10 @@ class FfnLayer {
   // `token`; ascending, valid until the next call. Throws CoreError where there is no predictor.
   const std::vector<std::int32_t>& predict(const float* x, std::size_t token);
 
-  // Begins to read the units that are probably active, those not cached, the likeliest first. x is the
-  // input of the layer before, which has begun. Wants can_prefetch(). Rows of a token that never comes are
-  // forgotten.
-  void prefetch(const float* x, std::size_t token);
+  // Begins to read the units that are probably active, those not cached, the likeliest first. x [tokens,
+  // d_model], the pass's first, is the input of the layer before, which has begun. Wants can_prefetch(). Rows
+  // of tokens that never come are forgotten.
+  void prefetch(const float* x, std::size_t tokens);
 
   // The reads of the first part are under way when `begin` returns. y [count, d_model], with the down bias.
   // Both throw CoreError, after which no read is under way and the cache is consistent.
@@ -146,6 +146,7 @@ class FfnLayer {
 
   bool holds_prefetch() const { return prefetch_ != nullptr && prefetch_->layer() == options_.layer; }
   bool prefetched(std::int32_t unit) const { return holds_prefetch() && prefetch_->has(unit); }
+  void list_guesses(std::size_t tokens);
   void end_prefetch();
   void tally(const ReadStats& stats);
   const std::byte* rows(std::int32_t unit) const {
@@ -183,6 +184,8 @@ class FfnLayer {
   NeuronProducts products_;
   ReadBatch batch_;
   std::vector<std::int32_t> active_, listed_;
+  std::vector<std::uint8_t> is_listed_;  // [units]
+  std::array<std::vector<std::int32_t>, FfnTokens::kMost> guesses_;
 };
 
 }  // namespace flashllm

@@ -80,17 +80,18 @@ void FeedForward::give_up() noexcept {
 
 // Active neurons
 
-// Each token with its own active set. Only a lone token's next layer is known soon enough to prefetch for it.
+// Each token with its own active set. For tokens that go through a layer in one group the next is prefetched.
 void FeedForward::run_active(const FfnTurn& turn) {
   const std::size_t width = spec_.block.d_model, count = turn.part.count;
   FfnLayer& ffn = *blocks_[turn.layer].ffn;
   FfnLayer* next = turn.layer + 1 < blocks_.size() ? blocks_[turn.layer + 1].ffn : nullptr;
-  const bool prefetches = spec_.prefetch && count == 1 && next != nullptr && next->can_prefetch();
+  const bool prefetches =
+      spec_.prefetch && count <= FfnTokens::kMost && next != nullptr && next->can_prefetch();
   active_.resize(std::max(active_.size(), count));
   for (std::size_t t = 0; t < count; ++t) active_[t] = ffn.predict(seen(turn) + t * width, t);
   for (std::size_t t = 0; t < count; t += FfnTokens::kMost) {
     ffn.begin(together(turn, t, true));
-    if (prefetches) next->prefetch(turn.x, t);
+    if (prefetches) next->prefetch(turn.x, count);
     ffn.finish(turn.y + t * width);
   }
   watch_.restart();  // the layer has counted its own time
