@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 _LEAST_GAIN = 1.02  # below, a draft is not worth its risk
 _JUDGED = 16.0  # drafts that an average remembers
+_PRIOR_DRAFTS = 2.0  # that what was expected of a place counts like
 _TIMED = 8.0  # passes
 _PRIOR_SLOPE = 0.5  # a further token's share of a pass, before one was measured
 _PLAIN_EVERY = 64  # passes: a plain one is measured again
@@ -27,8 +28,9 @@ class DepthGate:
     def __init__(self, most: int, priors: Sequence[float]) -> None:
         """`priors`: for each kind of draft, the share of its tokens expected to be right before any was judged."""
         self.most = most
-        self._right = [[prior] * most for prior in priors]
-        self._judged = [[2.0] * most for _ in priors]  # drafts an average stands for: the prior counts like two
+        self._priors = priors
+        self._right = [[0.0] * most for _ in priors]  # by place, of those judged
+        self._judged = [[0.0] * most for _ in priors]  # drafts an average stands for
         self._seconds: dict[int, float] = {}  # by tokens of a pass
         self._passes: dict[int, int] = {}
         self._drafting_s = 0.0  # a drafted token
@@ -53,8 +55,11 @@ class DepthGate:
     def value(self, kind: int, depth: int) -> float:
         """Tokens that a pass with `depth` drafted ones is expected to yield in the time of a plain one."""
         expected = chance = 1.0
-        for right in self._right[kind][:depth]:
-            chance *= right
+        share = self._priors[kind]
+        for right, judged in zip(self._right[kind][:depth], self._judged[kind], strict=False):
+            # A place is expected to be as good as the one before, until drafts that came so far say otherwise.
+            share = (_PRIOR_DRAFTS * share + judged * right) / (_PRIOR_DRAFTS + judged)
+            chance *= share
             expected += chance
         return expected * self.seconds(1) / (self.seconds(depth + 1) + depth * self._drafting_s)
 

@@ -337,6 +337,10 @@ def test_drafts_that_pay_are_made(right, slope, least):
     assert drive(DepthGate(MOST, (0.5,)), right=right, slope=slope, tokens=3000) < least
 
 
+def test_deep_drafts_are_made_soon_where_all_are_right():
+    assert drive(DepthGate(MOST, (0.5,)), right=1.0, slope=0.45, tokens=200) < 0.6
+
+
 def test_a_gate_learns_that_text_has_changed():
     gate = DepthGate(MOST, (0.5,))
     assert drive(gate, right=0.95, slope=0.1, tokens=500) < 0.5
