@@ -13,8 +13,8 @@ from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, PreTra
 from transformers.models.mistral4 import Mistral4Config, Mistral4ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from flashllm.arch.family import decoder_block
-from flashllm.arch.llama.names import BEFORE, BEHIND, LLAMA_DEFAULTS, row
+from flashllm.arch.family import decoder_block, defaults_of
+from flashllm.arch.llama.names import BEFORE, BEHIND, row
 from flashllm.arch.registry import ARCHITECTURES
 from flashllm.convert.run import convert
 
@@ -249,7 +249,9 @@ def _differing(config: dict[str, Any]) -> Any:
     return replace(blocks[0], layers=tuple(block.layers[i] for i, block in enumerate(blocks)))
 
 
-ARCHITECTURES["differing"] = row("differing", defaults=LLAMA_DEFAULTS, block=_differing, norms={**BEFORE, **BEHIND})
+ARCHITECTURES["differing"] = row(
+    "differing", defaults=defaults_of("llama"), block=_differing, norms={**BEFORE, **BEHIND}
+)
 
 
 @dataclass(frozen=True)

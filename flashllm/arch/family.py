@@ -152,7 +152,7 @@ def decoder(
     """A table with these tensors, and Llama's names where `names` (base, embedding, embedding_norm, positions, layer,
     final_norm) says nothing else. `norms`: canonical name -> state_dict name within a layer, and the models that have
     it there, in those layers that have it; a name with a dot behind it is the same norm under another name.
-    `defaults`: instead of those of `defaults.json`.
+    `defaults`: of a type that is not in `defaults.json`.
     `final_norm`: the models whose last norm has a weight.
     `ffn_tensors`: more of the FFN that is resident, by its name within a layer."""
     named = {"base": "model.", "embedding": "embed_tokens", "layer": "layers.{i}.", "final_norm": "norm"}

@@ -5,7 +5,8 @@ the parts always sum to the wall time.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from flashllm import _core
 
@@ -32,6 +33,9 @@ class StepTimes:
     rejected_bytes: int = 0  # of rows that only drafted tokens wanted which turned out wrong
 
 
+COUNTS = tuple(each.name for each in fields(StepTimes) if each.type is int)
+
+
 class Meter:
     """Collects the counters of one model between two `take`s."""
 
@@ -49,21 +53,7 @@ class Meter:
         total_ns, self._started = now - self._started, now
         counts = self.native.take()
         claimed_ns = counts["io_ns"] + counts["memory_ns"] + counts["compute_ns"]
-        return StepTimes(
-            io_ms=counts["io_ns"] / 1e6,
-            memory_ms=counts["memory_ns"] / 1e6,
-            compute_ms=counts["compute_ns"] / 1e6,
-            other_ms=max(0, total_ns - claimed_ns) / 1e6,
-            total_ms=total_ns / 1e6,
-            io_busy_ms=counts["io_busy_ns"] / 1e6,
-            bytes_read=counts["bytes_read"],
-            requests=counts["requests"],
-            retries=counts["retries"],
-            active=counts["active"],
-            hits=counts["hits"],
-            misses=counts["misses"],
-            prefetched=counts["prefetched"],
-            prefetch_used=counts["prefetch_used"],
-            united=counts["united"],
-            rejected_bytes=counts["rejected_bytes"],
-        )
+        spent_ns = {"other": max(0, total_ns - claimed_ns), "total": total_ns}
+        spent_ns |= {name: counts[f"{name}_ns"] for name in ("io", "memory", "compute", "io_busy")}
+        spent: dict[str, Any] = {f"{name}_ms": ns / 1e6 for name, ns in spent_ns.items()}
+        return StepTimes(**spent, **{name: counts[name] for name in COUNTS})

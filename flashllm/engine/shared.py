@@ -9,20 +9,19 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flashllm.engine.meter import StepTimes
+from flashllm.engine.meter import COUNTS, StepTimes
 from flashllm.engine.model import Model
 from flashllm.engine.passes import Pass, StepOptions
 from flashllm.engine.turns import PATIENCE_S, SLICE_S, Turn, Turns
 from flashllm.errors import BudgetError, Cancelled, ContextFull
 from flashllm.plan.memory import MAX_VERIFIED
 
-_COUNTS = tuple(each.name for each in fields(StepTimes) if each.type is int)
 _EXPOSED = ("io_ms", "memory_ms", "compute_ms")
 
 Entries = Sequence[tuple[Any, Sequence[int]]]
@@ -40,7 +39,7 @@ class ShareMeter:
         """A pass of `of` members, of which this is number `part`."""
         for name in (*_EXPOSED, "io_busy_ms"):
             self._sums[name] = self._sums.get(name, 0.0) + getattr(times, name)
-        for name in _COUNTS:
+        for name in COUNTS:
             count = getattr(times, name)
             self._sums[name] = self._sums.get(name, 0) + count * (part + 1) // of - count * part // of
 
@@ -53,7 +52,7 @@ class ShareMeter:
         now = time.perf_counter()
         total, self._started = 1e3 * (now - self._started), now
         spent: dict[str, Any] = {name: sums.get(name, 0.0) for name in (*_EXPOSED, "io_busy_ms")}
-        spent |= {name: int(sums.get(name, 0)) for name in _COUNTS}
+        spent |= {name: int(sums.get(name, 0)) for name in COUNTS}
         spent["other_ms"] = max(0.0, total - sum(spent[name] for name in _EXPOSED))
         return StepTimes(**spent, total_ms=total)
 

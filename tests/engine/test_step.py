@@ -69,7 +69,7 @@ def alone(model, prompt, following=()):
 
 @pytest.mark.parametrize("mode", ["sparse", "oracle", "dense"])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("count", [2, 9, 21])
+@pytest.mark.parametrize("count", [2, K0 + 1])
 def test_sequences_decoding_together_get_what_each_gets_alone(load, name, count, mode):
     model = load(name, mode=mode, threads=2)
     prompts = [ids_of(3 + seed % 5, seed) for seed in range(count)]

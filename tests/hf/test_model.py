@@ -261,7 +261,7 @@ def interrupted(delay, call):
 
 
 @pytest.mark.parametrize("mode", ["sparse", "oracle", "dense"])
-@pytest.mark.parametrize("delay_ms", [0.2, 1, 2, 3, 5, 8, 13])
+@pytest.mark.parametrize("delay_ms", [0.2, 2, 8])
 def test_an_interruption_anywhere_leaves_the_model_as_it_was(tiny, load, mode, delay_ms):
     """Also between two blocks of a layer: the one read ahead must not be taken for the first of the next pass."""
     flash, ids = load(tiny("bfloat16").path("random"), mode=mode), ids_of(20)

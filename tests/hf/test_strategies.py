@@ -179,22 +179,6 @@ def test_a_harness_scores_batches_padded_on_the_right(tiny, load):
 # The same bits alone and together
 
 
-@pytest.mark.parametrize("mode", ["sparse", "oracle", "dense"])
-@pytest.mark.parametrize("count", [9, 12])
-def test_sequences_of_one_token_each_get_the_bits_of_each_alone(tiny, load, mode, count):
-    """More of them than K0: it is a sequence's own new tokens that decide how it is computed."""
-    flash = load(tiny("bfloat16").path("random"), mode=mode)
-    prompts, tokens = ids_of(4, rows=count), ids_of(3, rows=count, seed=1)
-    alone = torch.cat([decoded(flash, prompts[row : row + 1], tokens[row : row + 1]) for row in range(count)])
-    assert torch.equal(decoded(flash, prompts, tokens), alone)
-
-
-def decoded(flash, prompts, tokens):
-    """Logits [rows, columns of tokens, vocab] when the tokens come one by one after the prompts."""
-    cache = flash(prompts, use_cache=True, logits_to_keep=1).past_key_values
-    return torch.cat([flash(column[:, None], past_key_values=cache).logits for column in tokens.T], dim=1)
-
-
 @pytest.mark.parametrize("lengths", [(3, 8, 5), (3, K0, K0 + 1, 40), (1, 2, 70)], ids=str)
 def test_a_padded_batch_gets_the_bits_of_each_row_alone(tiny, load, lengths):
     """Some rows have more than K0 new tokens, others have not."""

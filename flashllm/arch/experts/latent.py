@@ -4,19 +4,14 @@ from dataclasses import replace
 from typing import Any
 
 from flashllm.arch.experts.row import SHARED, dense_first, experts_of, grouped_router, row, shared_neurons
-from flashllm.arch.llama.latent import LATENT, LATENT_DEFAULTS, LATENT_NORMS, latent_block
+from flashllm.arch.llama.latent import LATENT, LATENT_NORMS, latent_block
 from flashllm.arch.mixers import check_size
 from flashllm.arch.mixture import RouterSpec
 from flashllm.arch.rotary import growth
 from flashllm.arch.spec import BlockSpec, Config, check_number
 from flashllm.errors import UnsupportedModelError
 
-_COMMON: dict[str, Any] = {
-    "is_wide": True,
-    "attention": LATENT,
-    "head_norms": LATENT_NORMS,
-    "shared_matrices": SHARED,
-}
+_COMMON: dict[str, Any] = {"is_wide": True, "attention": LATENT, "head_norms": LATENT_NORMS, "shared_matrices": SHARED}
 
 
 def _latent_experts(config: Config, router: RouterSpec, **traits: Any) -> BlockSpec:
@@ -45,48 +40,11 @@ def _deepseek_v2(config: Config) -> BlockSpec:
     return _latent_experts({**config, "rope_interleave": True}, router)
 
 
-DEEPSEEK_V2 = row(
-    "deepseek_v2",
-    defaults={
-        **LATENT_DEFAULTS,
-        "vocab_size": 102400,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 2048,
-        "moe_intermediate_size": 1407,
-        "n_shared_experts": 2,
-        "first_k_dense_replace": 0,
-        "topk_method": "greedy",
-        "n_group": None,
-        "topk_group": None,
-        "routed_scaling_factor": 1.0,
-    },
-    experts=64,
-    block=_deepseek_v2,
-    **_COMMON,
-)
+DEEPSEEK_V2 = row("deepseek_v2", experts=64, block=_deepseek_v2, **_COMMON)
 
 # DeepSeek-V3 (DeepSeek-AI, 2024), R1, and Kimi K2 (Moonshot AI, 2025), which is the same.
 DEEPSEEK_V3 = row(
     "deepseek_v3",
-    defaults={
-        **LATENT_DEFAULTS,
-        "vocab_size": 129280,
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "num_hidden_layers": 61,
-        "num_attention_heads": 128,
-        "max_position_embeddings": 4096,
-        "moe_intermediate_size": 2048,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 3,
-        "n_group": 8,
-        "topk_group": 4,
-        "routed_scaling_factor": 2.5,
-        "norm_topk_prob": True,
-    },
     experts=256,
     choice="mlp.gate.e_score_correction_bias",
     block=lambda config: _latent_experts(config, grouped_router(config)),
@@ -105,34 +63,7 @@ def _glm4_lite(config: Config) -> BlockSpec:
     return _latent_experts(config, grouped_router(config), norm_epsilon=epsilon)
 
 
-GLM4_LITE = row(
-    "glm4_moe_lite",
-    defaults={
-        **LATENT_DEFAULTS,
-        "vocab_size": 154880,
-        "hidden_size": 2048,
-        "intermediate_size": 10240,
-        "num_hidden_layers": 47,
-        "num_attention_heads": 20,
-        "max_position_embeddings": 202752,
-        "rms_norm_eps": 1e-5,
-        "q_lora_rank": 768,
-        "qk_nope_head_dim": 192,
-        "v_head_dim": 256,
-        "moe_intermediate_size": 1536,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "routed_scaling_factor": 1.8,
-        "num_experts_per_tok": 4,
-        "norm_topk_prob": True,
-        "mlp_layer_types": None,
-    },
-    experts=64,
-    choice="mlp.gate.e_score_correction_bias",
-    block=_glm4_lite,
-    **_COMMON,
-)
+GLM4_LITE = row("glm4_moe_lite", experts=64, choice="mlp.gate.e_score_correction_bias", block=_glm4_lite, **_COMMON)
 
 # Mistral 4 (Mistral AI, 2026): a softmax, groups by the sum of two; queries grow with their position.
 
@@ -142,40 +73,6 @@ def _mistral4(config: Config) -> BlockSpec:
     return _latent_experts(config, router, growth=growth(config))
 
 
-MISTRAL4 = row(
-    "mistral4",
-    defaults={
-        **LATENT_DEFAULTS,
-        "vocab_size": 131072,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 1048576,
-        "q_lora_rank": 1024,
-        "kv_lora_rank": 256,
-        "qk_nope_head_dim": 64,
-        "moe_intermediate_size": 2048,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 0,
-        "n_group": 1,
-        "topk_group": 1,
-        "routed_scaling_factor": 1.0,
-        "num_experts_per_tok": 4,
-        "norm_topk_prob": True,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 128.0,
-            "original_max_position_embeddings": 8192,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "llama_4_scaling_beta": 0.1,
-        },
-    },
-    experts=128,
-    block=_mistral4,
-    **{**_COMMON, "is_wide": False},
-)
+MISTRAL4 = row("mistral4", experts=128, block=_mistral4, **{**_COMMON, "is_wide": False})
 
 WITH_LATENT = (DEEPSEEK_V2, DEEPSEEK_V3, GLM4_LITE, MISTRAL4)

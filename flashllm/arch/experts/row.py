@@ -14,17 +14,6 @@ from flashllm.arch.mixture import ExpertsSpec, RouterSpec
 from flashllm.arch.spec import MAX_LAYERS, Config, check_number
 from flashllm.arch.tensors import ArchitectureSpec, ResidentTensor, mixtures
 
-_DEFAULTS: dict[str, Any] = {
-    "num_attention_heads": 16,
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "num_experts": None,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": False,
-}
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -41,7 +30,6 @@ def in_layer(names: Mapping[str, str]) -> dict[str, str]:
 def row(
     model_type: str,
     *,
-    defaults: Mapping[str, Any] | None = None,
     experts: int | None,
     router: str = "mlp.gate",
     is_wide: bool = False,
@@ -78,7 +66,6 @@ def row(
     named += [] if choice is None else [ResidentTensor(name="layers.{i}.choice.bias", source=choice)]
     return decoder(
         model_type,
-        defaults=None if defaults is None else {**_DEFAULTS, **defaults},
         derived=counted,
         ffn_tensors=tuple(replace(tensor, layers=mixtures) for tensor in (*named, *values.pop("ffn_tensors", ()))),
         **{

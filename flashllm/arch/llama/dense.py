@@ -67,14 +67,6 @@ PHI3 = row(
 # Granite (Mishra et al., 2024): multipliers.
 
 
-MULTIPLIERS: dict[str, Any] = {
-    "attention_multiplier": 1.0,
-    "embedding_multiplier": 1.0,
-    "residual_multiplier": 1.0,
-    "logits_scaling": 1.0,
-}
-
-
 def granite_block(config: Config, **traits: Any) -> BlockSpec:
     """The block of a config with Granite's multipliers."""
     by = check_number("logits_scaling", config["logits_scaling"])
@@ -178,19 +170,6 @@ def cohere_block(config: Config, theta: float = 500_000.0, **traits: Any) -> Blo
     )
 
 
-COHERE_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 256000,
-    "hidden_size": 8192,
-    "intermediate_size": 22528,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 64,
-    "max_position_embeddings": 8192,
-    "layer_norm_eps": 1e-5,
-    "logit_scale": 0.0625,
-    "attention_bias": False,
-    "use_qk_norm": False,
-    "tie_word_embeddings": True,
-}
 COHERE = row(
     "cohere",
     block=cohere_block,

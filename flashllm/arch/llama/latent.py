@@ -110,16 +110,6 @@ LATENT = (
     *linear_tensors("layers.{i}.out", "self_attn.o_proj", bias=says("attention_bias")),
 )
 LATENT_NORMS = {"query_norm": "self_attn.q_a_layernorm", "key_norm": "self_attn.kv_a_layernorm"}
-LATENT_DEFAULTS: dict[str, Any] = {
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-    "rope_interleave": True,
-    "attention_bias": False,
-    "rms_norm_eps": 1e-6,
-}
 
 
 def _row(model_type: str, **others: Any) -> ArchitectureSpec:

@@ -1,9 +1,8 @@
 """Shared by models under Llama's names: where their tensors are, and a row with RMS norms and a gated FFN.
 
-Knows no model_type but the defaults of those that others start from.
+Knows no model_type.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from flashllm.arch.family import When, always, decoder, decoder_block, linear_tensors, never, says
@@ -28,16 +27,6 @@ GATE_PARTS = {  # the gate's rows come first
     "gate": lambda config: Part(count=check_size("intermediate_size", config["intermediate_size"])),
     "up": lambda config: Part(first=config["intermediate_size"], count=config["intermediate_size"]),
 }
-DEFAULTS: dict[str, Any] = {  # of transformers' LlamaConfig, or of most
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_attention_heads": 32,
-    "num_key_value_heads": None,
-    "max_position_embeddings": 2048,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}
 
 
 def projections(query: When, out: When, source: str = "self_attn") -> tuple[ResidentTensor, ...]:
@@ -54,9 +43,8 @@ BIASED = projections(says("attention_bias"), says("attention_bias"))
 BARE = projections(never, never)
 
 
-def row(model_type: str, *, defaults: Mapping[str, Any] | None = None, **others: Any) -> ArchitectureSpec:
-    """A model_type under Llama's names, RMS norms and a gated FFN, where `others` say nothing else. `defaults`: where
-    `defaults.json` has none of it, those that differ from `DEFAULTS`."""
+def row(model_type: str, **others: Any) -> ArchitectureSpec:
+    """A model_type under Llama's names, RMS norms and a gated FFN, where `others` say nothing else."""
     values: dict[str, Any] = {
         "block": decoder_block,
         "matrices": GATED,
@@ -65,22 +53,4 @@ def row(model_type: str, *, defaults: Mapping[str, Any] | None = None, **others:
         "ignored": ("model.layers.*.self_attn.rotary_emb.inv_freq",),
         **others,
     }
-    return decoder(model_type, defaults=None if defaults is None else {**DEFAULTS, **defaults}, **values)
-
-
-LLAMA_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 32000,
-    "rms_norm_eps": 1e-6,
-    "head_dim": None,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
-MISTRAL_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 32000,
-    "intermediate_size": 14336,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-6,
-    "head_dim": None,
-    "sliding_window": 4096,
-}
+    return decoder(model_type, **values)

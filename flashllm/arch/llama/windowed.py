@@ -4,17 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 from flashllm.arch.family import alternating, always, decoder_block, head_size, says, turning
-from flashllm.arch.llama.dense import COHERE_DEFAULTS, MULTIPLIERS, cohere_block, granite_block
+from flashllm.arch.llama.dense import cohere_block, granite_block
 from flashllm.arch.llama.gemma import gemma2_block
-from flashllm.arch.llama.names import (
-    BARE,
-    BEFORE,
-    BEHIND,
-    BIASED,
-    LLAMA_DEFAULTS,
-    MISTRAL_DEFAULTS,
-    row,
-)
+from flashllm.arch.llama.names import BARE, BEFORE, BEHIND, BIASED, row
 from flashllm.arch.mixers import check_size
 from flashllm.arch.rotary import growth, rotary_by_type
 from flashllm.arch.rotary import rotary as rotary_of_all
@@ -38,59 +30,13 @@ def slides(config: Config) -> list[bool]:
 
 
 # Ministral 8B (Mistral AI, 2024): Mistral, with types of layers.
-MINISTRAL = row("ministral", defaults={**MISTRAL_DEFAULTS, "layer_types": None})
+MINISTRAL = row("ministral")
 
 # Ministral 3 (Mistral AI, 2025): Mistral, whose queries grow with their position.
-_MINISTRAL3_ROPE: dict[str, Any] = {
-    "rope_type": "yarn",
-    "rope_theta": 1e6,
-    "factor": 16.0,
-    "original_max_position_embeddings": 16384,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.1,
-}
-MINISTRAL3 = row(
-    "ministral3",
-    defaults={
-        **MISTRAL_DEFAULTS,
-        "vocab_size": 131072,
-        "num_hidden_layers": 34,
-        "head_dim": 128,
-        "max_position_embeddings": 262144,
-        "rms_norm_eps": 1e-5,
-        "sliding_window": None,
-        "rope_parameters": _MINISTRAL3_ROPE,
-    },
-    block=lambda config: decoder_block(config, growth=growth(config)),
-)
+MINISTRAL3 = row("ministral3", block=lambda config: decoder_block(config, growth=growth(config)))
 
 # Code World Model (FAIR, 2025): Llama 3, with windows.
-CWM = row(
-    "cwm",
-    defaults={
-        "vocab_size": 128256,
-        "hidden_size": 6144,
-        "intermediate_size": 21504,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 48,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "sliding_window": 8192,
-        "layer_types": None,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 1e6,
-            "factor": 16.0,
-            "high_freq_factor": 4.0,
-            "low_freq_factor": 1.0,
-            "original_max_position_embeddings": 8192,
-        },
-    },
-    block=lambda config: decoder_block(with_types(config, 4, first=True), theta=1e6),
-)
+CWM = row("cwm", block=lambda config: decoder_block(with_types(config, 4, first=True), theta=1e6))
 
 
 # OLMo 3 (Team Olmo, 2025): OLMo 2, whose layers without a window may be turned otherwise.
@@ -105,13 +51,7 @@ def _olmo3(config: Config) -> BlockSpec:
     )
 
 
-OLMO3 = row(
-    "olmo3",
-    defaults={"vocab_size": 50304, "rms_norm_eps": 1e-5, "attention_bias": False, "sliding_window": 4096},
-    block=_olmo3,
-    attention=BIASED,
-    norms=BEHIND,
-)
+OLMO3 = row("olmo3", block=_olmo3, attention=BIASED, norms=BEHIND)
 
 
 # Command R7B and Command A (Cohere, 2024, 2025): layers without a window turn nothing.
@@ -122,18 +62,7 @@ def _cohere2(config: Config) -> BlockSpec:
     return turning(cohere_block(full, theta=10_000.0), slides(full))
 
 
-COHERE2 = row(
-    "cohere2",
-    defaults={
-        **COHERE_DEFAULTS,
-        "sliding_window": 4096,
-        "layer_types": None,
-        "sliding_window_pattern": 4,
-    },
-    block=_cohere2,
-    attention=BIASED,
-    norms={"attention_norm": ("input_layernorm", always)},
-)
+COHERE2 = row("cohere2", block=_cohere2, attention=BIASED, norms={"attention_norm": ("input_layernorm", always)})
 
 
 # EXAONE 4 (LG AI Research, 2025): norms behind attention and FFN; layers without a window turn nothing, where others
@@ -148,26 +77,7 @@ def exaone_block(config: Config, **traits: Any) -> BlockSpec:
     return turning(block, slides(full)) if windowed else block
 
 
-EXAONE_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 102400,
-    "hidden_size": 4096,
-    "intermediate_size": 16384,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "sliding_window": 4096,
-    "sliding_window_pattern": 4,
-    "layer_types": None,
-}
-EXAONE4 = row(
-    "exaone4",
-    defaults=EXAONE_DEFAULTS,
-    block=lambda config: exaone_block(config, norms="output"),
-    attention=BARE,
-    norms=BEHIND,
-)
+EXAONE4 = row("exaone4", block=lambda config: exaone_block(config, norms="output"), attention=BARE, norms=BEHIND)
 
 
 # Granite with windows (IBM, 2026): a sink of each head, a rotation of each layer, which may be none.
@@ -195,53 +105,11 @@ def granite_swa_block(config: Config, **traits: Any) -> BlockSpec:
 
 
 SINKS = ResidentTensor(name="layers.{i}.sinks", source="self_attn.sinks")
-GRANITE_SWA_DEFAULTS: dict[str, Any] = {
-    **LLAMA_DEFAULTS,
-    **MULTIPLIERS,
-    "sliding_window": 128,
-    "layer_types": None,
-    "layer_rope_theta": None,
-}
-GRANITE_SWA = row(
-    "granite_swa",
-    defaults={
-        **GRANITE_SWA_DEFAULTS,
-        "vocab_size": 100352,
-        "hidden_size": 2560,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 20,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-    },
-    block=granite_swa_block,
-    attention=(*BIASED, SINKS),
-    ffn_bias=says("mlp_bias"),
-)
+GRANITE_SWA = row("granite_swa", block=granite_swa_block, attention=(*BIASED, SINKS), ffn_bias=says("mlp_bias"))
 
 # VaultGemma (Google, 2025): Gemma 2 without the norms behind attention and FFN.
 VAULTGEMMA = row(
     "vaultgemma",
-    defaults={
-        "vocab_size": 256000,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-6,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "attention_bias": False,
-        "tie_word_embeddings": True,
-        "final_logit_softcapping": 30.0,
-        "attn_logit_softcapping": 50.0,
-    },
     block=lambda config: gemma2_block(config, norms="input"),
     attention=BIASED,
     norms={"attention_norm": BEFORE["attention_norm"], "ffn_norm": ("pre_feedforward_layernorm", always)},

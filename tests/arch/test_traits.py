@@ -1,0 +1,399 @@
+"""What models compute, each part of it otherwise in turn: the comparison with transformers sees it.
+
+Signs, scales, norms and their groups, gates, rotations, routers, orders of heads and of taps: what went wrong
+elsewhere, or could.
+"""
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from arch_models import CONTEXT, VARIANTS, make_config, open_model
+from arch_reference import ReferenceDecoder
+
+from flashllm.arch.mixers import Growth, Latent, Rotary
+from flashllm.arch.registry import block_spec
+from flashllm.errors import UnsupportedModelError
+
+SHOWS = 2e-3  # of logits of the order of 1 to 10: ten times what test_contract.py allows
+IDS = torch.randint(4, 300, (CONTEXT,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def block(**values):
+    return lambda decoder: setattr(decoder, "block", replace(decoder.block, **values))
+
+
+def each_layer(change):
+    """`change(number, layer)` gives what the layer is instead."""
+
+    def sabotage(decoder):
+        block(layers=tuple(change(number, layer) for number, layer in enumerate(decoder.block.layers)))(decoder)
+
+    return sabotage
+
+
+def layers(**values):
+    return each_layer(lambda number, layer: replace(layer, **values))
+
+
+def mixers(*kinds, **values):
+    """Of the mixers of these kinds, wherever a layer has one; a value may be a function of its mixer."""
+
+    def change(number, layer):
+        for name in ("mixer", "second"):
+            mixer = getattr(layer, name)
+            if mixer is not None and mixer.kind in kinds:
+                given = {key: value(mixer) if callable(value) else value for key, value in values.items()}
+                layer = replace(layer, **{name: replace(mixer, **given)})
+        return layer
+
+    return each_layer(change)
+
+
+def attention(**values):
+    return mixers("attention", **values)
+
+
+def state(**values):
+    return mixers("state_space", "delta_rule", **values)
+
+
+def router(**values):
+    def change(number, layer):
+        if layer.experts is None:
+            return layer
+        return replace(layer, experts=replace(layer.experts, router=replace(layer.experts.router, **values)))
+
+    return each_layer(change)
+
+
+def turning_as(layer):
+    """Every layer is turned as this one."""
+    return lambda decoder: attention(rotary=decoder.block.layers[layer].mixer.rotary)(decoder)
+
+
+def style(name):
+    return attention(rotary=lambda mixer: mixer.rotary and replace(mixer.rotary, style=name))
+
+
+def tensors(end, change):
+    def sabotage(decoder):
+        found = [name for name in decoder.tensors if name.endswith(end)]
+        assert found
+        decoder.tensors |= {name: change(decoder.tensors[name]) for name in found}
+
+    return sabotage
+
+
+def method(name, change):
+    """A method of the decoder, by what `change` makes of it."""
+    return lambda decoder: setattr(decoder, name, change(getattr(decoder, name)))
+
+
+def normed(decoder):
+    width = decoder.block.layers[0].recurrent.mixed_dim
+    for layer in range(len(decoder.block.layers)):
+        decoder.tensors[f"layers.{layer}.state.mixed_norm.weight"] = torch.ones(width)
+    state(normed=True)(decoder)
+
+
+def exchanged(decoder):
+    """Two of the three parts of a short convolution's projection."""
+    names = [f"layers.0.state.{part}.weight" for part in ("query", "key")]
+    decoder.tensors |= dict(zip(names, [decoder.tensors[name] for name in reversed(names)], strict=True))
+
+
+def one_group(decoder):
+    decoder.norm_groups = 1
+
+
+def backwards(tensor):
+    return tensor.flip(-1)
+
+
+def other_rows(tensor):
+    return tensor.flip(0)
+
+
+def turned_by_share(mixer):
+    """As if the pairs that turn were those of the first dimensions alone."""
+    return replace(mixer.rotary, inverse_frequency=tuple(each for each in mixer.rotary.inverse_frequency if each))
+
+
+def kept_above(cut):
+    return lambda layer, gates: torch.where(cut(layer, gates) > 0, gates, 0.0)
+
+
+def with_silu(convolved):
+    return lambda *args: torch.nn.functional.silu(convolved(*args))
+
+
+def of_next_layer(rows_of):
+    return lambda ids, h: rows_of(ids, h).roll(1, 1)
+
+
+negative, zeros, ones = torch.neg, torch.zeros_like, torch.ones_like
+SHORT = {
+    "no norm of queries and keys": attention(query_key_norm="none"),
+    "nothing is turned": attention(rotary=None),
+    "parts of the projection in another order": exchanged,
+    "taps turned round": tensors("layers.0.state.conv.weight", backwards),
+    "SiLU behind the convolution": method("_convolved", with_silu),
+}
+OTHERWISE = {
+    "phimoe": {"shares of all experts": router(score="softmax"), "RMS norms": block(norm="rms")},
+    "phimoe much jitter": {"little jitter": router(jitter=0.01)},
+    "hunyuan_v1_dense": {
+        "norms before the turn": attention(query_key_norm="head"),
+        "scores are not scaled": attention(query_scale=1.0),
+    },
+    "hunyuan_v1_moe": {
+        "norms before the turn": attention(query_key_norm="head"),
+        "weights of experts as they are": router(normalized=False),
+    },
+    "granitemoe": {
+        "shares of all experts": router(score="softmax"),
+        "no multiplier of residuals": block(residual_scale=1.0),
+        "logits multiplied": block(logit_scale=2.0),
+        "scores scaled by the head": attention(query_scale=0.25),
+    },
+    "granitemoeshared": {"no multiplier of the embedding": block(embedding_scale=1.0)},
+    "granitemoe_swa": {"one rotation": turning_as(0)},
+    "granite_swa": {"one rotation": turning_as(2), "no window": attention(window=None)},
+    "hyperclovax": {"another multiplier of logits": block(logit_scale=0.5)},
+    "flex_olmo": {"scores of each expert": router(score="sigmoid")},
+    "mellum": {"one rotation": turning_as(0)},
+    "solar_open": {"no factor of experts": router(factor=1.0), "scores are shares": router(score="softmax")},
+    "exaone_moe": {"one rotation": turning_as(0), "no factor of experts": router(factor=1.0)},
+    "exaone4": {"one rotation": turning_as(0)},
+    "cohere2": {"one rotation": turning_as(0), "pairs of halves": style("half")},
+    "olmo3": {"one rotation": turning_as(0)},
+    "afmoe": {
+        "one rotation": turning_as(0),
+        "another gate of attention": attention(gate="softplus"),
+        "no factor of experts": router(factor=1.0),
+        "no multiplier of the embedding": block(embedding_scale=1.0),
+    },
+    "laguna": {
+        "another gate of attention": attention(gate="sigmoid"),
+        "no factor of experts": router(factor=1.0),
+        "one rotation": turning_as(0),
+    },
+    "laguna gate of every number": {"another gate of attention": attention(gate="sigmoid")},
+    "hy_v3": {"no factor of experts": router(factor=1.0), "scores are shares": router(score="softmax")},
+    "bailing_moe": {
+        "groups by their best expert": router(groups_by="one"),
+        "no groups": router(groups=1, chosen_groups=1),
+        "no factor of experts": router(factor=1.0),
+        "interleaved pairs": style("interleaved"),
+    },
+    "mimo_v2_flash": {"no multiplier of values": attention(value_scale=1.0), "one rotation": turning_as(0)},
+    "gpt_neo": {"scores are scaled": attention(query_scale=0.25), "a window one wider": attention(window=51)},
+    **{name: {"pairs of halves": style("half")} for name in ("gptj", "codegen", "helium", "ernie4_5")},
+    "vaultgemma": {"norms of the weight alone": block(norm_shift=0.0)},
+    "olmo": {"another epsilon of norms": block(norm_epsilon=0.01)},
+    "cohere2_moe": {
+        "the sum of routed and shared experts": layers(ffn_scale=1.0),
+        "half of a dense layer, too": layers(ffn_scale=0.5),
+        "scores are shares": router(score="softmax"),
+        "one rotation": turning_as(2),
+    },
+    "cohere2_moe sigmoid, summed": {"weights of experts as they are": router(normalized=False)},
+    "ministral3": {
+        "queries do not grow": attention(growth=None),
+        "queries grow a token later": attention(growth=Growth(rate=0.5, step=41)),
+    },
+    "mistral4": {
+        "queries do not grow": attention(growth=None),
+        "scores scaled by the value's width": attention(query_scale=20**-0.5),
+        "scores of each expert": router(score="sigmoid"),
+        "weights of experts as they are": router(normalized=False),
+    },
+    "mistral4 groups": {
+        "groups by their best expert": router(groups_by="one"),
+        "no factor of experts": router(factor=1.0),
+    },
+    "kimi_linear": {
+        "scores are shares": router(score="softmax"),
+        "no factor of experts": router(factor=1.0),
+        "weights of experts as they are": router(normalized=False),
+        "scores scaled by the rank": attention(query_scale=0.25),
+        "the model's epsilon in latent norms": attention(
+            latent=Latent(rank=32, plain_dim=12, value_dim=20, norm_epsilon=0.03)
+        ),
+        "another bias of the decay": tensors("layers.0.decay_bias", lambda bias: bias + 0.5),
+        "the decay's sign": tensors("layers.0.decay_log", lambda log: -log.exp()),
+        "decays of other channels": tensors("layers.0.decay.weight", other_rows),
+        "taps turned round": tensors("layers.0.conv_key.weight", backwards),
+        "twice the gate": tensors("layers.0.gate_down.weight", lambda rows: 2 * rows),
+        "strengths of other heads": tensors("layers.0.beta.weight", other_rows),
+    },
+    "kimi_linear groups": {"no groups": router(groups=1, chosen_groups=1)},
+    "olmo_hybrid": {
+        "strengths of at most 1": mixers("delta_rule", beta_scale=1.0),
+        "another epsilon of the mixed norm": mixers("delta_rule", norm_epsilon=1e-3),
+        "norms of what layers read": layers(norms="input"),
+    },
+    "lfm2": SHORT,
+    "lfm2_moe": {
+        "scores are shares": router(score="softmax"),
+        "weights of experts as they are": router(normalized=False),
+        "no factor of experts": router(factor=1.0),
+        **SHORT,
+    },
+    "gemma4": {
+        "values are not normalized": attention(value_norm=False),
+        "scores are scaled": attention(query_scale=lambda mixer: mixer.head_dim**-0.5),
+        "a window one wider": attention(window=lambda mixer: mixer.window and mixer.window + 1),
+        "pairs of a share of the head": attention(rotary=turned_by_share),
+        "no scale of a layer": tensors(".scale", ones),
+        "norms of weight + 1": block(norm_shift=1.0),
+        "no soft cap": block(logit_softcap=None),
+    },
+    "gemma4 shared keys, rows of ids": {
+        "keys and values of another layer": attention(shared=lambda mixer: mixer.shared and mixer.shared - 1),
+        "no row's projection": tensors("per_layer_projection.weight", zeros),
+        "no norm of a row's projection": tensors("per_layer_projection_norm.weight", ones),
+        "rows of another layer": method("_token_rows", of_next_layer),
+        "no gate's norm": tensors(".per_layer_norm.weight", ones),
+    },
+    "gemma4 experts": {
+        "the router's input is not scaled": tensors(".router_scale", ones),
+        "the router reads what the experts read": router(norm_epsilon=None),
+        "the router's weights are no shares": router(normalized=False),
+        "experts' weights are not scaled": tensors(".expert_scale", ones),
+        "no dense part": tensors(".ffn_beside_output_norm.weight", zeros),
+        "the dense part's norm is the experts'": tensors(".ffn_beside_norm.weight", ones),
+        "no norm behind the experts": tensors(".ffn_experts_output_norm.weight", ones),
+    },
+    "gemma3n": {
+        "gates are not cut": layers(gate_deviations=None),
+        "gates are cut, and not made less": method("_cut", kept_above),
+        "no map around the mixer": tensors(".laurel_norm.weight", zeros),
+        "the mixer's input is not added": block(laurel=0),
+        "what is predicted, the other way": tensors(
+            ".stream_predict", lambda rows: rows.view(4, 4, 4).transpose(0, 1).reshape(rows.shape)
+        ),
+        "nothing is predicted": tensors(".stream_predict", zeros),
+        "streams are corrected alike": tensors(".stream_correct", zeros),
+        "a router's input as it is": tensors(".stream_router_norm.weight", lambda weight: 64 * weight),
+        "a row's gate without its scale": tensors(".stream_scale", ones),
+        "streams of any length": lambda decoder: setattr(
+            decoder, "_as_long", lambda name, x, like: decoder._linear(name, x)
+        ),
+        "a stream goes out otherwise": tensors("streams.1.leave.weight", other_rows),
+        "values as they are": attention(value_norm=False),
+        "scores that are scaled": attention(query_scale=lambda mixer: mixer.head_dim**-0.5),
+        "norms with 1 added": block(norm_shift=1.0),
+        "keys of another layer": attention(shared=lambda mixer: mixer.shared and mixer.shared - 1),
+    },
+    "qwen3_next": {
+        "the decay's sign": tensors(".decay_log", negative),
+        "nothing decays": tensors(".decay_log", lambda log: log - 50),
+        "no bias of the decay": tensors(".decay_bias", zeros),
+        "taps turned round": tensors(".conv.weight", backwards),
+        "norms of the weight alone": block(norm_shift=0.0),
+        "the mixed norm of weight + 1": tensors(".mixed_norm.weight", lambda weight: weight + 1),
+        "tiled heads": state(tiled=True),
+        "no gate of attention": attention(gate="none"),
+        "no gate of the shared expert": tensors(".shared_gate.weight", zeros),
+        "weights of experts as they are": router(normalized=False),
+    },
+    "qwen3_5_moe": {
+        "the decay's sign": tensors(".decay_log", negative),
+        "tiled heads": state(tiled=True),
+        "gates as if of halves": tensors(".1.out_gate.weight", lambda rows: rows.roll(32, 0)),
+        "norms of the weight alone": block(norm_shift=0.0),
+    },
+    "nemotron_h": {
+        "the decay's sign": tensors(".decay_log", negative),
+        "no bias of the step": tensors(".decay_bias", zeros),
+        "values do not skip": tensors(".skip", zeros),
+        "one group's norm": one_group,
+        "the gate behind the norm": state(gate_first=False),
+        "keys of another group": tensors(".state.key.weight", lambda rows: rows.roll(12, 0)),
+        "taps turned round": tensors(".conv.weight", backwards),
+        "no bias of the convolution": tensors(".conv.bias", zeros),
+        "the router's scores are shares": router(score="softmax"),
+        "no factor of experts": router(factor=1.0),
+        "weights of experts as they are": router(normalized=False),
+        "no bias of the choice": tensors(".choice.bias", zeros),
+        "heads are turned": attention(rotary=Rotary(inverse_frequency=(1.0, 0.1))),
+        "neurons are not squared": block(activation="relu"),
+    },
+    "granitemoehybrid": {
+        "the decay's sign": tensors(".decay_log", negative),
+        "values do not skip": tensors(".skip", zeros),
+        "one group's norm": one_group,
+        "the gate behind the norm": state(gate_first=False),
+        "heads are turned": attention(rotary=Rotary(inverse_frequency=(1.0, 0.1))),
+        "scores scaled by the head": attention(query_scale=0.25),
+        "no multiplier of residuals": block(residual_scale=1.0),
+        "no multiplier of the embedding": block(embedding_scale=1.0),
+        "logits multiplied": block(logit_scale=2.0),
+        "the router's scores are all's": router(score="softmax"),
+    },
+    "falcon_h1": {
+        "the decay's sign": tensors(".decay_log", negative),
+        "values do not skip": tensors(".skip", zeros),
+        "a norm": normed,
+        **{f"no multiplier of {name}": state(**{f"{name}_scale": 1.0}) for name in ("gate", "query", "key", "value")},
+        "no multiplier of the step": state(decay_scale=1.0),
+        "no multiplier of the mixer": state(out_scale=1.0),
+        "no multiplier of attention": attention(out_scale=1.0),
+        "no multiplier of keys": attention(query_scale=16**-0.5),
+        "no multiplier of the FFN's gate": layers(activation_scale=1.0),
+        "no multiplier of the FFN": layers(ffn_scale=1.0),
+        "no multiplier of the embedding": block(embedding_scale=1.0),
+        "no multiplier of logits": block(logit_scale=1.0),
+        "no attention": tensors(".1.out.weight", zeros),
+    },
+    "falcon_h1 gate first": {
+        "the gate behind the norm": state(gate_first=False),
+        "one group's norm": one_group,
+        "no norm": state(normed=False),
+    },
+    "bamba": {
+        "the decay's sign": tensors(".decay_log", negative),
+        "values do not skip": tensors(".skip", zeros),
+        "one group's norm": one_group,
+        "heads are not turned": attention(rotary=None),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def computed(variant_of):
+    """transformers' logits, of a variant."""
+
+    @cache
+    def of(variant):
+        with torch.no_grad():
+            return open_model(variant_of(variant)[0])(torch.tensor([IDS])).logits[0].numpy()
+
+    return of
+
+
+@pytest.mark.parametrize(("variant", "what"), [(each, what) for each in OTHERWISE for what in OTHERWISE[each]])
+def test_what_is_otherwise_shows(variant, what, variant_of, computed):
+    decoder = ReferenceDecoder(variant_of(variant)[1])
+    OTHERWISE[variant][what](decoder)
+    assert np.abs(decoder.logits(IDS).numpy() - computed(variant)).max() > SHOWS
+
+
+def test_keys_that_are_values_are_so_before_their_norm(variant_of):
+    """The reference takes the projection itself; so does transformers' class, whose own value projection is missing."""
+    assert VARIANTS["gemma4"].config["attention_k_eq_v"]
+    model = open_model(variant_of("gemma4")[0])
+    assert [layer.self_attn.v_proj is None for layer in model.model.layers] == [False, True, True]
+
+
+@pytest.mark.parametrize("limit", [[0.001, 0.1], [0.0, 0.1], [0.001, float("inf")]])
+@pytest.mark.parametrize("variant", ["nemotron_h", "granitemoehybrid", "falcon_h1", "bamba"])
+def test_limits_of_steps_are_refused(variant, limit):
+    config = make_config(VARIANTS[variant]).to_dict()
+    block_spec({**config, "time_step_limit": [0.0, float("inf")]})
+    with pytest.raises(UnsupportedModelError, match="time_step_limit must be"):
+        block_spec({**config, "time_step_limit": limit})
