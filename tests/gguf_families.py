@@ -298,7 +298,7 @@ def gemma4_tensors(state: dict[str, torch.Tensor], config: dict[str, Any]) -> di
 
 
 def mistral4_tensors(state: dict[str, torch.Tensor], apart: bool) -> dict[str, torch.Tensor]:
-    """The state dict, whose experts are in one tensor each, rows as they are multiplied; `apart`: gate and up in two."""
+    """The state dict, whose experts are in one tensor each, outputs first; `apart`: gate and up in two."""
     result = {}
     for name, tensor in state.items():
         if apart and name.endswith("experts.gate_up_proj"):

@@ -151,8 +151,8 @@ def _dense_first(config: dict[str, Any]) -> None:
 
 
 def _deepseek2(config: dict[str, Any], content: GgufContent) -> None:
-    """DeepSeek V2, V3, Mistral's, whose queries grow, or GLM-4.7-Flash, which is told by its shape where the file does not say how it scores, and
-    by an epsilon of its norms that DeepSeek's latent ones do not have."""
+    """DeepSeek V2, V3, Mistral's, whose queries grow, or GLM-4.7-Flash, which is told by its shape where the file does
+    not say how it scores, and by an epsilon of its norms that DeepSeek's latent ones do not have."""
     latent_sizes(config, content)
     _routed(config, content)
     if growing(config, content):  # Mistral Large 3, which is Mistral 4
@@ -216,7 +216,7 @@ _ROUTED: dict[str, Any] = {
         "norm_topk_prob": False,
     },
 }
-_LATENT_ROUTED = {part: {**LATENT[part], **_ROUTED[part]} for part in ("keys", "optional", "constants")}
+_LATENT_ROUTED: dict[str, Any] = {part: {**LATENT[part], **_ROUTED[part]} for part in ("keys", "optional", "constants")}
 _WIDTH = {"intermediate_size": "feed_forward_length"}  # of no layer, and so not in every file
 _DELTA_EXPERTS = {key: name for key, name in (DELTA | _EXPERTS).items() if key not in _WIDTH} | {
     "moe_intermediate_size": "expert_feed_forward_length",
