@@ -342,10 +342,10 @@ def write_growth(writer: gguf.GGUFWriter, rope: dict[str, Any]) -> None:
     """How Mistral's queries grow; of Mistral 4 the converter says nothing, whatever the config has."""
     if (rate := rope.get("llama_4_scaling_beta")) is not None and (writer.arch != "mistral4" or rate != 0.1):
         writer.add_attn_temperature_scale(rate)
+        if writer.arch != "mistral3":
+            writer.add_attn_temperature_length(rope["original_max_position_embeddings"])
     if writer.arch == "mistral3" and "mscale_all_dim" in rope:
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
-    if rate is not None and writer.arch == "deepseek2":  # Mistral Large 3
-        writer.add_attn_temperature_length(rope["original_max_position_embeddings"])
 
 
 def write_router(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:

@@ -115,6 +115,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name
     "falcon-h1": ("falcon_h1", {}, {}),
     "falcon-h1, norm": ("falcon_h1 gate first", {"projectors_bias": False}, {}),
     "hunyuan-dense": ("hunyuan_v1_dense", {"attention_bias": False}, {}),
+    "mistral3": ("ministral3", {}, {}),
+    "mistral3, before it": ("ministral3", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, {}),
+    "mistral4": ("mistral4", {}, {}),
+    "mistral4, groups": ("mistral4 groups", {"q_lora_rank": 24}, {}),
     "lfm2": ("lfm2", {}, {}),
     "lfm2moe": ("lfm2_moe", {"routed_scaling_factor": 1.0}, {}),
 }
