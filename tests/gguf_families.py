@@ -21,6 +21,7 @@ ARCHITECTURES = {
     "hunyuan_v1_moe": "hunyuan-moe",
     "hunyuan_v1_dense": "hunyuan-dense",
     "exaone_moe": "exaone-moe",
+    "ministral3": "mistral3",
     "gemma3n_text": "gemma3n",
     "gemma4_text": "gemma4",
     "bailing_moe": "bailingmoe2",
@@ -30,7 +31,7 @@ ARCHITECTURES = {
     "kimi_linear": "kimi-linear",
 }
 TABLES = {"bamboo": "llama", "laguna": "dots1"}  # architectures that the gguf package lacks -> one with such names
-WITH_LATENT = ("deepseek2", "minicpm3", "kimi-linear")
+WITH_LATENT = ("deepseek2", "kimi-linear", "mistral4", "minicpm3")
 _DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _SIGMOID = ("deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1", "minimax_m2", "exaone_moe", "afmoe", "laguna")
 _SIGMOID = (*_SIGMOID, "bailing_moe", "kimi_linear", "lfm2_moe")
@@ -49,8 +50,8 @@ def family_tensors(state: dict[str, torch.Tensor], config: dict[str, Any], whole
     """The state dict as the converter has it before it looks at names. `whole`: latent attention's old form."""
     result = {}
     for name, tensor in state.items():
-        architecture = ARCHITECTURES.get(config["model_type"])
-        if name.endswith("kv_b_proj.weight") and architecture in ("deepseek2", "kimi-linear") and not whole:
+        architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
+        if name.endswith("kv_b_proj.weight") and architecture in WITH_LATENT[:3] and not whole:
             heads, plain = config["num_attention_heads"], config["qk_nope_head_dim"]
             both = tensor.reshape(heads, plain + config["v_head_dim"], -1)
             result[name.replace("kv_b_proj", "k_b_proj")] = both[:, :plain].transpose(1, 2).contiguous()
@@ -296,6 +297,18 @@ def gemma4_tensors(state: dict[str, torch.Tensor], config: dict[str, Any]) -> di
     return {f"{name}.weight" if name.endswith(bare) else name: tensor for name, tensor in state.items()} | factors
 
 
+def mistral4_tensors(state: dict[str, torch.Tensor], apart: bool) -> dict[str, torch.Tensor]:
+    """The state dict, whose experts are in one tensor each, outputs first; `apart`: gate and up in two."""
+    result = {}
+    for name, tensor in state.items():
+        if apart and name.endswith("experts.gate_up_proj"):
+            gate, up = tensor.chunk(2, dim=1)
+            result |= {name.replace("gate_up", part) + ".weight": each for part, each in (("gate", gate), ("up", up))}
+        else:
+            result[name + ".weight" * name.endswith(("experts.gate_up_proj", "experts.down_proj"))] = tensor
+    return result
+
+
 def write_channels(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     """Kimi Linear's layers that keep a state have no heads of keys and values."""
     writer.add_head_count_kv([int(kind == "full_attention") for kind in config["layer_types"]])
@@ -323,6 +336,16 @@ def write_latent(writer: gguf.GGUFWriter, config: dict[str, Any], whole: bool) -
     scale = (config.get("rope_parameters") or {}).get("mscale_all_dim")
     if scale is not None:
         writer.add_rope_scaling_yarn_log_mul(0.1 * scale)
+
+
+def write_growth(writer: gguf.GGUFWriter, rope: dict[str, Any]) -> None:
+    """How Mistral's queries grow; of Mistral 4 the converter says nothing, whatever the config has."""
+    if (rate := rope.get("llama_4_scaling_beta")) is not None and (writer.arch != "mistral4" or rate != 0.1):
+        writer.add_attn_temperature_scale(rate)
+        if writer.arch != "mistral3":
+            writer.add_attn_temperature_length(rope["original_max_position_embeddings"])
+    if writer.arch == "mistral3" and "mscale_all_dim" in rope:
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
 
 
 def write_router(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -369,5 +392,5 @@ def write_router(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     if config["model_type"] in ("minimax_m2", "hunyuan_v1_moe"):
         writer.add_expert_feed_forward_length(config["intermediate_size"])
     norms = config.get("norm_topk_prob") or config["model_type"] in ("afmoe", "laguna", "bailing_moe")
-    if config["model_type"] in (*_SIGMOID, "deepseek_v2", "nemotron_h") and norms:
+    if config["model_type"] in (*_SIGMOID, "deepseek_v2", "mistral4", "nemotron_h") and norms:
         writer.add_expert_weights_norm(True)

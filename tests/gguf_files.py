@@ -19,11 +19,13 @@ from gguf_families import (
     family_tensors,
     gemma3n_tensors,
     gemma4_tensors,
+    mistral4_tensors,
     write_channels,
     write_convolutions,
     write_delta,
     write_gemma3n,
     write_gemma4,
+    write_growth,
     write_latent,
     write_mamba,
     write_router,
@@ -41,7 +43,7 @@ ARCHITECTURES = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen
 }  # other names
 _INTERLEAVED = (
     *("llama", "bamboo", "granite", "granitemoe", "granitehybrid", "arcee", "smollm3"),
-    *("nemotron_h", "nemotron_h_moe"),
+    *("nemotron_h", "nemotron_h_moe", "mistral3"),
 )
 _GEMMA4 = {"scale": "ffn_gate_inp.scale", "per_expert_scale": "ffn_down_exps.scale"}  # which its table lacks
 _SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron")
@@ -187,6 +189,8 @@ def file_tensors(
         state = gemma4_tensors(state, config)
     if architecture == "gemma3n":
         state = gemma3n_tensors(state, config)
+    if config["model_type"] == "mistral4":
+        state = mistral4_tensors(state, apart=architecture == "deepseek2")
     for name, tensor in family_tensors(_merged(state), config, whole).items():
         values = tensor.float()
         if architecture in _INTERLEAVED and (".q_proj" in name or ".k_proj" in name):
@@ -260,7 +264,7 @@ def write_config(writer: gguf.GGUFWriter, architecture: str, config: dict[str, A
     elif architecture == "kimi-linear":
         write_channels(writer, config)
     else:
-        writer.add_head_count_kv(1 if one or (architecture == "deepseek2" and not whole) else kv_heads)
+        writer.add_head_count_kv(1 if one or (architecture in ("deepseek2", "mistral4") and not whole) else kv_heads)
     write_router(writer, config)
     write_windows(writer, config)
     if "linear_num_value_heads" in config:
@@ -294,6 +298,7 @@ def write_config(writer: gguf.GGUFWriter, architecture: str, config: dict[str, A
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         if "attention_factor" in rope:
             writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
+    write_growth(writer, rope)
     if architecture == "phi3" or (architecture == "phimoe" and rope.get("rope_type") == "longrope"):
         trained = config["original_max_position_embeddings"]
         writer.add_rope_scaling_orig_ctx_len(trained)

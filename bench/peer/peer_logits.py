@@ -7,9 +7,9 @@
 
 Without files: tiny random models of the architectures below, in fp32, that the tests' writer makes (gguf_files.py, by
 llama.cpp's converter); a misreading that writer and reader share shows here. Both get the same random ids as one
-prompt; activations and cache are in fp32. Of those in Q4_K llama.cpp gets the same weights in fp32, as it multiplies
-codes by inputs of 8 bits. Prints at how many positions both have the same likeliest token, and the mean
-of KL(llama.cpp || flashllm) in nats. The last line is one JSON document; exit status 1 where a model is refused, or
+prompt; activations and cache are in fp32. Of those in Q4_K and TQ2_0 llama.cpp gets the same weights in fp32, as it
+multiplies codes by inputs of 8 bits. Prints at how many positions both have the same likeliest token, and the mean of
+KL(llama.cpp || flashllm) in nats. The last line is one JSON document; exit status 1 where a model is refused, or
 where less than 99 % agree.
 """
 
@@ -115,6 +115,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name
     "falcon-h1": ("falcon_h1", {}, {}),
     "falcon-h1, norm": ("falcon_h1 gate first", {"projectors_bias": False}, {}),
     "hunyuan-dense": ("hunyuan_v1_dense", {"attention_bias": False}, {}),
+    "mistral3": ("ministral3", {}, {}),
+    "mistral3, before it": ("ministral3", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, {}),
+    "mistral4": ("mistral4", {}, {}),
+    "mistral4, groups": ("mistral4 groups", {"q_lora_rank": 24}, {}),
     "lfm2": ("lfm2", {}, {}),
     "lfm2moe": ("lfm2_moe", {"routed_scaling_factor": 1.0}, {}),
 }
@@ -132,6 +136,9 @@ ARCHITECTURES |= {
         ("falcon-h1", {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_ssm": 512}),
     )
 }
+_TERNARY = {"num_hidden_layers": 2, "num_key_value_heads": 8, "head_dim": 32, "intermediate_size": 512}
+ARCHITECTURES["llama TQ2_0"] = ("llama", {"hidden_act": "silu"} | _SIZES | _TERNARY, {})
+CODED = {"Q4_K": "MOSTLY_Q4_K_M", "TQ2_0": "MOSTLY_TQ2_0"}  # by the end of a name
 LEAST = 0.99  # of the positions have the same likeliest token
 
 
@@ -193,7 +200,7 @@ def compare(name: str, path: Path, count: int) -> dict[str, Any]:
         convert(path, directory, dtype="float32")
         vocab = json.loads((directory / "config.json").read_text())["vocab_size"]
         ids = np.random.default_rng(1).integers(4, vocab, count).tolist()
-        theirs_of = requantised(path, "ALL_F32") if name.endswith("Q4_K") else path
+        theirs_of = requantised(path, "ALL_F32") if name.endswith(tuple(CODED)) else path
         command = [sys.executable, __file__, str(theirs_of), "--ids", json.dumps(ids), "--out", str(out)]
         run = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)  # it may abort
         if run.returncode:
@@ -228,12 +235,13 @@ def tiny_files(root: Path, only: list[str]) -> Iterator[tuple[str, Path]]:
         if only and not name.startswith(tuple(only)):
             continue
         folder = root / name.replace(" ", "-")
-        kind = VARIANTS.get(variant, Variant(variant))
-        source = make_checkpoint(folder / "hf", Variant(kind.model_type, {**kind.config, **config}))
+        tiny = VARIANTS.get(variant, Variant(variant))
+        source = make_checkpoint(folder / "hf", Variant(tiny.model_type, {**tiny.config, **config}))
         if name == "gemma3n":
             calm_streams(source)
         path = write_gguf(source, folder / "model.gguf", **how)
-        yield name, requantised(path, "MOSTLY_Q4_K_M") if name.endswith("Q4_K") else path
+        kind = CODED.get(name.rpartition(" ")[2])
+        yield name, path if kind is None else requantised(path, kind)
 
 
 def main() -> int:

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import gguf
+import gguf_files
 import numpy as np
 import pytest
 import torch
@@ -120,7 +121,7 @@ def test_mixtures_convert_to_the_same_weights_and_block(tmp_path, architecture, 
     """Q8_0: the values that the codes mean. Experts' widths are whole blocks."""
     said = {"qwen3moe": {"norm_topk_prob": True}, "afmoe": {"mup_enabled": True}}.get(architecture, {})
     sizes = dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 64)
-    if architecture == "deepseek2":
+    if architecture in ("deepseek2", "mistral4"):
         sizes |= dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"), 32)
     source = make_checkpoint(tmp_path / "hf", Variant(MIXTURES[architecture].model_type, {**sizes, **said}))
     path = write_gguf(source, tmp_path / "model.gguf", kind)
@@ -162,6 +163,8 @@ LATENT = {
         "deepseek_v2 yarn rope",
         "deepseek_v3",
         "glm4_moe_lite",
+        "mistral4",
+        "mistral4 groups",
     )
 } | {"minicpm3": Variant("minicpm3", {"v_head_dim": 16}), "minicpm3 longrope": MINICPM3_LONGROPE}
 
@@ -209,7 +212,7 @@ WINDOWED["phimoe, long"] = Variant(
 )
 GEMMA4 = ["gemma3n", "gemma4", "gemma4 experts", "gemma4 shared keys, rows of ids"]
 MORE = [*WINDOWED, *GEMMA4, "exaone4", "exaone4 without windows", "seed_oss", "ernie4_5", "hunyuan_v1_dense", "glm4"]
-MORE += ["lfm2", "lfm2_moe"]
+MORE += ["lfm2", "lfm2_moe", "ministral3"]
 
 
 @pytest.mark.parametrize("variant", ROUTED + MORE)
@@ -439,6 +442,19 @@ def test_what_yarn_multiplies_scores_by(tmp_path, monkeypatch, scale, expected):
         rope = checkpoint.config["rope_parameters"]
     assert {key: rope[key] for key in expected} == expected
     assert ("mscale" in rope) == (scale is not None)
+
+
+@pytest.mark.parametrize("name", ["mistral4", "deepseek2"])
+def test_how_queries_grow(tmp_path, monkeypatch, name):
+    """Mistral 4's files do not say it; Mistral Large 3's are DeepSeek's, and do."""
+    monkeypatch.setitem(gguf_files.ARCHITECTURES, "mistral4", name)
+    source = VARIANTS_OF_FOLDERS["mistral4"]
+    rope = {**source.config["rope_parameters"], "llama_4_scaling_beta": 0.1}
+    source = make_checkpoint(tmp_path / "hf", Variant("mistral4", {"rope_parameters": rope}))
+    _same_model(tmp_path, source, write_gguf(source, tmp_path / "model.gguf"))
+    path = write_gguf(source, tmp_path / "odd.gguf", metadata={f"{name}.attention.temperature_length": 41})
+    with pytest.raises(FormatError, match="every 40 positions"):
+        _open(path)
 
 
 def test_gates_and_ups_in_one_tensor(tmp_path):

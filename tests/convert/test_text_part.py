@@ -28,11 +28,17 @@ _GEMMA_SAID = (
     "left out: the sound encoder (model.audio_tower.\u2026, 1 tensors) and what brings pictures to the model's width "
     "(model.embed_vision.\u2026, 1 tensors){} and the picture encoder (model.vision_tower.\u2026, 1 tensors)"
 )
+_MISTRAL = ("multi_modal_projector.linear_1.weight", "vision_tower.ln_pre.weight")
+_MISTRAL_SAID = (
+    "left out: what brings pictures to the model's width (multi_modal_projector.\u2026, 1 tensors) and the picture "
+    "encoder (vision_tower.\u2026, 1 tensors)"
+)
 _IN_VAIN = tuple(f"model.language_model.layers.4.self_attn.{part}.weight" for part in ("k_norm", "k_proj", "v_proj"))
 _IN_VAIN_SAID = " and keys and values of layers that use another's (model.layers.4.self_attn.k_norm.\u2026, 3 tensors)"
 NAMES = {
     "qwen3_5": ("qwen3_5", _QWEN, _QWEN_SAID),
     "qwen3_5_moe": ("qwen3_5_moe", _QWEN, _QWEN_SAID),
+    **dict.fromkeys(("mistral", "ministral3", "mistral4"), ("mistral3", _MISTRAL, _MISTRAL_SAID)),
     "gemma3n": ("gemma3n", (*_GEMMA, *_IN_VAIN), _GEMMA_SAID.format(_IN_VAIN_SAID)),
     "gemma4": ("gemma4", _GEMMA, _GEMMA_SAID.format("")),
     "gemma4 shared keys, rows of ids": ("gemma4", (*_GEMMA, *_IN_VAIN), _GEMMA_SAID.format(_IN_VAIN_SAID)),
@@ -50,7 +56,9 @@ def wrapped(source, path, model_type, others=_QWEN):
     tied = config.get("tie_word_embeddings", False)
     (path / "config.json").write_text(json.dumps({**whole, "tie_word_embeddings": tied}))
     tensors = {
-        name.replace("model.", "model.language_model.", 1): tensor
+        f"language_model.{name}"
+        if model_type == "mistral3"
+        else name.replace("model.", "model.language_model.", 1): tensor
         for name, tensor in load_file(source / "model.safetensors").items()
     }
     save_file({**tensors, **{name: np.ones((2, 3), np.float32) for name in others}}, path / "model.safetensors")
@@ -67,7 +75,7 @@ def test_the_text_model_is_that_of_its_own_checkpoint(variant, variant_of, tmp_p
     for name in {*theirs, *mine} - {"config.json"}:
         assert mine[name] == theirs[name]
     config = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert config["model_type"] == f"{model_type}_text"
+    assert config["model_type"] == (variant if model_type == "mistral3" else f"{model_type}_text")
 
 
 @pytest.mark.parametrize("variant", ["glm4_moe", "glm4_moe_lite", "deepseek_v3"])

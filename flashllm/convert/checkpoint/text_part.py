@@ -21,13 +21,16 @@ _TEXT_OF = {  # by the model_type of the whole
     "qwen3_5_moe": "qwen3_5_moe_text",
     "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
+    "mistral3": None,  # of several: as the text's config says
 }
 _SAME = {"kimi_k2": "deepseek_v3", "bailing_moe_v2": "bailing_moe"}  # which is the same, under the vendor's name
-_PREFIX = "model.language_model."
+_PREFIXES = {"model.language_model.": "model.", "language_model.": ""}  # -> what the text's own checkpoint has
 _OTHERS = {
     "model.visual.": "the picture encoder",
     "mtp.": "layers that draft tokens",
-    "model.vision_tower.": "the picture encoder",
+    **dict.fromkeys(("model.vision_tower.", "vision_tower."), "the picture encoder"),
+    "multi_modal_projector.": "what brings pictures to the model's width",
+    "model.multi_modal_projector.": "what brings pictures to the model's width",
     "model.embed_vision.": "what brings pictures to the model's width",
     "model.audio_tower.": "the sound encoder",
     "model.embed_audio.": "what brings sound to the model's width",
@@ -52,7 +55,7 @@ def text_part(checkpoint: Checkpoint) -> Checkpoint:
         if not isinstance(text, dict):
             raise FormatError(f"{checkpoint.path / CONFIG}: has no text_config, which {whole} models have")
         of_whole = {key: config[key] for key in _OF_WHOLE if config.get(key) is not None}
-        config = {**text, **of_whole, "model_type": _TEXT_OF[whole]}
+        config = {**text, **of_whole, "model_type": _TEXT_OF[whole] or text.get("model_type", "mistral")}
     elif whole in _SAME:
         whole = config["model_type"] = _SAME[whole]
     if config.get("model_type") != checkpoint.config.get("model_type"):
@@ -64,7 +67,8 @@ def text_part(checkpoint: Checkpoint) -> Checkpoint:
     others |= _shared(config) if config["model_type"] in _SHARING else {}
     tensors, files, left_out, first = {}, {}, Counter[str](), dict[str, str]()
     for name, info in checkpoint.tensors.items():
-        mine = "model." + name.removeprefix(_PREFIX) if name.startswith(_PREFIX) else name
+        prefix = next((each for each in _PREFIXES if name.startswith(each)), "")
+        mine = _PREFIXES.get(prefix, "") + name.removeprefix(prefix)
         other = next((prefix for prefix in others if mine.startswith(prefix)), None)
         if other is not None:
             left_out[others[other]] += 1

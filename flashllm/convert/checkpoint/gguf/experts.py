@@ -19,6 +19,7 @@ from flashllm.convert.checkpoint.gguf.row import (
     STATES,
     GgufModel,
     biases,
+    growing,
     has_tensor,
     latent_sizes,
     own_key,
@@ -150,10 +151,13 @@ def _dense_first(config: dict[str, Any]) -> None:
 
 
 def _deepseek2(config: dict[str, Any], content: GgufContent) -> None:
-    """DeepSeek V2, V3, or GLM-4.7-Flash: the last is told by its shape where the file does not say how it scores, and
-    by an epsilon of its norms that DeepSeek's latent ones do not have."""
+    """DeepSeek V2, V3, Mistral's, whose queries grow, or GLM-4.7-Flash, which is told by its shape where the file does
+    not say how it scores, and by an epsilon of its norms that DeepSeek's latent ones do not have."""
     latent_sizes(config, content)
     _routed(config, content)
+    if growing(config, content):  # Mistral Large 3, which is Mistral 4
+        config["model_type"] = "mistral4"
+        return
     is_flash = config["num_hidden_layers"] in (47, 48) and config["vocab_size"] == 154880  # llama.cpp's rule
     score = content.metadata.integer(own_key(content, "expert_gating_func"), 0, least=0)
     if (score or (SIGMOID if is_flash else SOFTMAX)) == SIGMOID:
@@ -166,6 +170,14 @@ def _deepseek2(config: dict[str, Any], content: GgufContent) -> None:
         raise UnsupportedModelError(f"{content.path}: a router of DeepSeek's that scores so is not supported")
     else:
         config["topk_method"] = "group_limited_greedy" if config["n_group"] > 1 else "greedy"
+
+
+def _mistral4(config: dict[str, Any], content: GgufContent) -> None:
+    """Queries grow as the model's own config has it: llama.cpp's converter leaves that out."""
+    latent_sizes(config, content)
+    _routed(config, content)
+    if config["rope_parameters"]["rope_type"] == "yarn":
+        growing(config, content, 0.1)
 
 
 def _kimi_linear(config: dict[str, Any], content: GgufContent) -> None:
@@ -204,6 +216,7 @@ _ROUTED: dict[str, Any] = {
         "norm_topk_prob": False,
     },
 }
+_LATENT_ROUTED: dict[str, Any] = {part: {**LATENT[part], **_ROUTED[part]} for part in ("keys", "optional", "constants")}
 _WIDTH = {"intermediate_size": "feed_forward_length"}  # of no layer, and so not in every file
 _DELTA_EXPERTS = {key: name for key, name in (DELTA | _EXPERTS).items() if key not in _WIDTH} | {
     "moe_intermediate_size": "expert_feed_forward_length",
@@ -267,14 +280,8 @@ MIXTURES: dict[str, GgufModel] = {
         finish=_gpt_oss,
         score=SOFTMAX_OF_CHOSEN,
     ),
-    "deepseek2": GgufModel(
-        model_type="deepseek_v2",
-        keys=LATENT["keys"] | _ROUTED["keys"],
-        optional=LATENT["optional"] | _ROUTED["optional"],
-        constants=LATENT["constants"] | _ROUTED["constants"],
-        finish=_deepseek2,
-        score=None,
-    ),
+    "deepseek2": GgufModel(model_type="deepseek_v2", **_LATENT_ROUTED, finish=_deepseek2, score=None),
+    "mistral4": GgufModel(model_type="mistral4", **_LATENT_ROUTED, finish=_mistral4),
     "qwen3next": GgufModel(model_type="qwen3_next", keys=_DELTA_EXPERTS, optional=_NORMALIZED | _WIDTH, **STATES),
     "qwen35moe": GgufModel(model_type="qwen3_5_moe_text", keys=_DELTA_EXPERTS, optional=_WIDTH, **STATES),
     "glm4moe": GgufModel(model_type="glm4_moe", **_ROUTED, finish=_glm4, score=SIGMOID),

@@ -26,6 +26,7 @@ from flashllm.convert.checkpoint.gguf.row import (
     Order,
     biases,
     grouped_rows,
+    growing,
     has_tensor,
     having,
     inner_size,
@@ -144,6 +145,14 @@ def _phi3(config: dict[str, Any], content: GgufContent) -> None:
 
 def _cohere(config: dict[str, Any], content: GgufContent) -> None:
     config["use_qk_norm"] = has_tensor(content, "attn_q_norm.weight")
+
+
+def _mistral3(config: dict[str, Any], content: GgufContent) -> None:
+    """Of models before Mistral 3, which have the same name, queries do not grow."""
+    growing(config, content)
+    rope, key = config["rope_parameters"], own_key(content, "rope.scaling.yarn_log_multiplier")
+    if rope["rope_type"] == "yarn" and key in content.metadata:  # not times 0.1, as latent attention's is
+        rope |= {"mscale": 1.0, "mscale_all_dim": round(content.metadata.number(key), 6)}
 
 
 def _stablelm(config: dict[str, Any], content: GgufContent) -> None:
@@ -308,6 +317,9 @@ MODELS: dict[str, GgufModel] = {
     ),
     "phi2": GgufModel(
         model_type="phi", keys=GROUPED | {"layer_norm_eps": LAYER_NORM}, constants={"hidden_act": "gelu_new"}
+    ),
+    "mistral3": GgufModel(
+        model_type="ministral3", keys=RMS, constants={"hidden_act": "silu"}, orders=INTERLEAVED, finish=_mistral3
     ),
     "starcoder2": GgufModel(
         model_type="starcoder2",

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm.arch.family import head_size
+from flashllm.arch.spec import MAX_CONTEXT
 from flashllm.convert.checkpoint.gguf.file import GgufContent
 
 ARCHITECTURE = "general.architecture"
@@ -143,6 +144,21 @@ def latent_sizes(config: dict[str, Any], content: GgufContent) -> None:
     if rope["rope_type"] == "yarn":
         scale = round(10 * metadata.number(own_key(content, "rope.scaling.yarn_log_multiplier"), 0.0), 6)
         rope |= {"mscale": scale, "mscale_all_dim": scale} if scale else {"attention_factor": 1.0}
+
+
+def growing(config: dict[str, Any], content: GgufContent, rate: float = 0.0) -> bool:
+    """Queries that grow with their position, at `rate` where the file does not say at which; whether they do.
+
+    They take a step where the trained context is over. ValueError for another step.
+    """
+    rope, metadata = config["rope_parameters"], content.metadata
+    rate = round(metadata.number(own_key(content, "attention.temperature_scale"), rate), 6)
+    if rate:
+        trained = metadata.integer(own_key(content, "rope.scaling.original_context_length"), most=MAX_CONTEXT)
+        if metadata.integer(own_key(content, "attention.temperature_length"), trained) != trained:
+            raise ValueError(f"its queries grow otherwise than every {trained} positions")
+        rope |= {"llama_4_scaling_beta": rate, "original_max_position_embeddings": trained}
+    return rate != 0
 
 
 LATENT: dict[str, Any] = {

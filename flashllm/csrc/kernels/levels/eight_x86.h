@@ -85,30 +85,38 @@ struct Eight {
     const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
     return {_mm256_cvtepi32_ps(sum_by_fours(_mm256_set1_epi8(1), bytes))};
   }
-  // With VNNI lanes 2 q and 2 q + 1 are of codes where they lie, 4^q times what they are, which ends in `of`.
-  struct Sums {
-    __m256i v;
-  };
-  static Sums no_sums() { return {_mm256_setzero_si256()}; }
-  static Sums add_pairs(Sums sums, const std::uint8_t* p, const std::int8_t* x) {
-    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+  // With VNNI lanes 2 q and 2 q + 1 are of codes where they lie, 4^q times what they are, until the end.
+  static Eight dot_pairs(const std::uint8_t* p, const std::int8_t* x, std::size_t units) {
+    __m256i sums = _mm256_setzero_si256();
 #if defined(__AVX512VNNI__)
     constexpr std::int64_t kEach = 0x0303030303030303;
     const __m256i places = _mm256_setr_epi64x(
         kEach, kEach << 2, kEach << 4, static_cast<std::int64_t>(static_cast<std::uint64_t>(kEach) << 6));
-    const __m256i codes = _mm256_and_si256(_mm256_set1_epi64x(load<std::int64_t>(p)), places);
-    return {_mm256_dpbusd_epi32(sums.v, codes, bytes)};
+    if (units == 8) {  // two at a time
+      const __m512i all = _mm512_loadu_si512(p), both = _mm512_broadcast_i64x4(places);
+      __m512i some = _mm512_setzero_si512(), others = some;
+      const auto add = [&](__m512i to, long long u) {
+        const __m512i pair =
+            _mm512_permutexvar_epi64(_mm512_setr_epi64(u, u, u, u, u + 1, u + 1, u + 1, u + 1), all);
+        return _mm512_dpbusd_epi32(to, _mm512_and_si512(pair, both), _mm512_loadu_si512(x + 32 * u));
+      };
+      some = add(add(some, 0), 4), others = add(add(others, 2), 6);
+      some = _mm512_add_epi32(some, others);
+      sums = _mm256_add_epi32(_mm512_castsi512_si256(some), _mm512_extracti64x4_epi64(some, 1));
+    } else {
+      for (std::size_t u = 0; u < units; ++u)
+        sums = _mm256_dpbusd_epi32(
+            sums, _mm256_and_si256(_mm256_set1_epi64x(load<std::int64_t>(p + 8 * u)), places),
+            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 32 * u)));
+    }
+    const __m256 by = _mm256_setr_ps(1, 1, 0.25F, 0.25F, 0.0625F, 0.0625F, 0.015625F, 0.015625F);
+    return {_mm256_mul_ps(_mm256_cvtepi32_ps(sums), by)};
 #else
-    return {_mm256_add_epi32(sums.v, sum_by_fours(codes_of<2>(p), bytes))};
-#endif
-  }
-  static Eight of(Sums sums) {
-    const Eight found{_mm256_cvtepi32_ps(sums.v)};
-#if defined(__AVX512VNNI__)
-    return {
-        _mm256_mul_ps(found.v, _mm256_setr_ps(1, 1, 0.25F, 0.25F, 0.0625F, 0.0625F, 0.015625F, 0.015625F))};
-#else
-    return found;
+    for (std::size_t u = 0; u < units; ++u) {
+      const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 32 * u));
+      sums = _mm256_add_epi32(sums, sum_by_fours(codes_of<2>(p + 8 * u), bytes));
+    }
+    return {_mm256_cvtepi32_ps(sums)};
 #endif
   }
   // The same with 32 words.

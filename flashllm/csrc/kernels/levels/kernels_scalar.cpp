@@ -172,12 +172,11 @@ struct Eight : Vec {
   static Eight unit_sums(const std::int8_t* x) {
     return sums_by_fours([&](std::size_t i) { return x[i]; });
   }
-  using Sums = Eight;  // exact in floats
-  static Sums no_sums() { return zero(); }
-  static Sums add_pairs(Sums sums, const std::uint8_t* codes, const std::int8_t* x) {
-    return {sums + dot_unit<2>(codes, x)};
+  static Eight dot_pairs(const std::uint8_t* codes, const std::int8_t* x, std::size_t units) {
+    Eight sums = zero();  // exact in floats
+    for (std::size_t u = 0; u < units; ++u) sums = {sums + dot_unit<2>(codes + 8 * u, x + kCodeUnit * u)};
+    return sums;
   }
-  static Eight of(Sums sums) { return sums; }
   // The same with 32 words.
   template <std::size_t kBits>
   static Eight dot_unit(const std::uint8_t* codes, const std::int16_t* x) {

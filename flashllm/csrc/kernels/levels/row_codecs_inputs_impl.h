@@ -3,8 +3,8 @@
 // half_powers, set_halves (two floats, four lanes each), first, *, +, fma (which rounds once), sum, and
 // dot_unit<bits>: the sums of a unit's products by fours, of int8 inputs and, where the weights have 8 bits,
 // of int16 ones. Codes of 2, 4 and 5 bits begin at 0, those of 3 and 6 at -4 and -32. dot_fp4_unit and
-// dot_iq4_unit: the same of kFp4FromZero and kIq4. unit_sums: of int8 inputs by fours. Sums, no_sums,
-// add_pairs, of: as dot_unit<2>, added to those of other units before they are floats.
+// dot_iq4_unit: the same of kFp4FromZero and kIq4. unit_sums: of int8 inputs by fours. dot_pairs: dot_unit<2>
+// of at most kScaled units, added before they are floats.
 
 constexpr std::size_t kScaled = 8;  // units whose scales are multiplied together
 template <std::size_t T>
@@ -161,14 +161,8 @@ struct CodedDot {
                         std::size_t u, std::size_t count, Eight (*sum)[2]) {
     for (std::size_t t = 0; t < T; ++t) {
       const Input* inputs = static_cast<const Input*>(x[t].codes) + u * kCodeUnit;
-      const std::uint8_t* codes = row.codes + u * kUnitNbytes;
-      typename Eight::Sums sums = Eight::no_sums();
-#pragma GCC unroll 8
-      for (std::size_t i = 0; i < kScaled; ++i) {
-        if (i == count) break;
-        sums = Eight::add_pairs(sums, codes + i * kUnitNbytes, inputs + i * kCodeUnit);
-      }
-      sum[t][0] = fma(Eight::of(sums), Eight::set(scales[t][0]), sum[t][0]);
+      const Eight sums = Eight::dot_pairs(row.codes + u * kUnitNbytes, inputs, count);
+      sum[t][0] = fma(sums, Eight::set(scales[t][0]), sum[t][0]);
     }
   }
 
