@@ -8,12 +8,13 @@ loopback alone; an agent has a home folder of its own and no environment but PAT
 
 The model is a tiny one whose logits are scripted: where tools are offered it calls the one that writes files, and
 after a tool's result it says that it is done. Everything else is the server as it is. With --model it is a real one,
-and all that counts is that the agents end. The last line is one JSON document.
+with a penalty on what it repeats, and all that counts is that the agents end. The last line is one JSON document.
 """
 
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -35,6 +36,7 @@ from flashllm.config import RunConfig
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
 from flashllm.engine.passes import Pass
+from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.templates.chat_template import ChatTemplate
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.serve.opening import ServerOptions, app_of
@@ -44,6 +46,8 @@ ASK = "Write the file note.txt with the one line: The sea is calm."
 LINE = "The sea is calm."
 CONTEXT = 1 << 17
 ANSWERS = 256  # that can be told apart
+PENALTY = 1.3  # on tokens that a real model repeats: a small one may never end without
+MOST_SECONDS = 1800
 TEMPLATE = """{%- for tool in tools or [] %}<tool_call>{{ tool | tojson }}{% endfor %}
 {%- for m in messages %}<{{ m.role }}>{{ m.content }}
 {%- for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}
@@ -214,7 +218,8 @@ def serving(path: Path, work: Path, *, scripted: bool) -> Iterator[tuple[str, li
     if isinstance(script, Script):
         script.work, script.tokenizer, script.answers, script.asked = work, tokenizer, {}, []
     requests: list[str] = []
-    options = ServerOptions(name="scripted", tool_format="generic")
+    defaults = SamplingOptions(repetition_penalty=1.0 if scripted else PENALTY)
+    options = ServerOptions(name="scripted", tool_format="generic", defaults=defaults)
     with Model.open(path, RunConfig(mode="dense", threads=2)) as opened:
         model: Any = Scripted(opened, script.answers) if isinstance(script, Script) else opened
         with app_of(model, tokenizer, script, options, limit=10**9) as (app, worker):
@@ -253,24 +258,19 @@ def run(name: str, program: str, model: Path, log: Path | None, *, scripted: boo
                 (home / place).write_text(text.replace("ADDRESS", address))
             command = [program, *(word.replace("ADDRESS", address) for word in agent.command)]
             environment = {"HOME": str(home), "PATH": f"{Path(program).parent}:{os.defpath}"}
+            given: dict[str, Any] = {"cwd": work, "env": environment, "stdin": subprocess.DEVNULL, "text": True}
+            given |= {"timeout": MOST_SECONDS, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            version = subprocess.run([program, "--version"], check=False, **given).stdout
             began = time.monotonic()
-            done = subprocess.run(
-                command,
-                check=False,
-                cwd=work,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=900,
-            )
+            done = subprocess.run(command, check=False, **given)
             seconds = time.monotonic() - began
         if log is not None:
-            parts = [done.stdout, done.stderr, *requests, json.dumps(asked, indent=1)]
+            parts = [done.stdout, *requests, json.dumps(asked, indent=1)]
             (log / f"{name}.log").write_text("\n".join(parts))
         file = work / "note.txt"
         return {
             "agent": name,
+            "version": " ".join(re.findall(r"\d+\.[\d.]+", version)[:1]),
             "status": done.returncode,
             "written": file.is_file() and file.read_text().strip() == LINE,
             "seconds": round(seconds, 1),

@@ -100,7 +100,7 @@ def parse_body(body: Mapping[str, Any], kind: Kind, *, custom_id: str, defaults:
         logprobs=_logprobs(body, kind),
         tools=tools,
         must_call=must_call,
-        one_call=body.get("parallel_tool_calls") is False,
+        one_call=body.get("parallel_tool_calls") is False or isinstance(body.get("tool_choice"), dict),
         constraint=_constraint(body.get("response_format", {"type": "text"})),
         thinking_tokens=integer(body, "thinking_token_budget", 0) if "thinking_token_budget" in body else None,
         template_values=template_values(body) if chat else {},

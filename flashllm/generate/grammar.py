@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from flashllm.errors import FormError, UsageError
 from flashllm.generate.detokenizer import Decoder
+from flashllm.replies.written import bounded
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -54,7 +55,7 @@ class Constraint:
             raise UsageError("the schema must be a JSON object")
         schema = {name: value for name, value in schema.items() if name != "x-guidance"}  # the compiler's options
         try:
-            text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+            text = json.dumps(bounded(schema), ensure_ascii=False, allow_nan=False)
             text.encode()
         except (ValueError, TypeError, RecursionError) as error:
             raise UsageError(f"the schema cannot be written as JSON: {error}") from None

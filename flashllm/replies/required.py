@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flashllm.replies.formats import Call, Format, Held
-from flashllm.replies.written import dump, types_of
+from flashllm.replies.written import bounded, dump, types_of
 
 _PLACES = re.compile("NAME|ARGUMENTS|NUMBER|TEXT|KEY|VALUE")
 _SAID = {"type", "title", "description", "default", "examples", "deprecated", "$schema", "additionalProperties"}
@@ -70,7 +70,7 @@ class _Rules:
 
     def json(self, schema: Schema) -> str:
         """JSON by `schema`."""
-        return self.add(f"%json {dump({**schema, 'x-guidance': dict(self._written)})}")
+        return self.add(f"%json {dump({**bounded(schema), 'x-guidance': dict(self._written)})}")
 
     def text(self, text: str, **places: str) -> str:
         """A text: NAME and KEY in it are filled in, others are rules' names; special tokens go by their ids."""

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 _KEY = re.compile(r"(?<=[{,])\s*([\w.$-]+)\s*:")
+_MOST = 2**63 - 1024  # of 64 bits, that is a double too, as llguidance wants it
+_VALUES = ("const", "enum", "default", "examples")  # of a schema, that are no schemas
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
@@ -81,6 +83,21 @@ def types_of(schema: Any) -> frozenset[str]:
         for each in inner if isinstance(inner, list) else ():
             found |= types_of(each)
     return frozenset(found)
+
+
+def bounded(schema: Any) -> Any:
+    """`schema`, with integers of 64 bits where it says nothing of their size: a small model may write digits without
+    end, and few who read JSON take more."""
+    if isinstance(schema, list):
+        return [bounded(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    made = {name: value if name in _VALUES else bounded(value) for name, value in schema.items()}
+    kinds = made.get("type")
+    if kinds == "integer" or (isinstance(kinds, list) and "integer" in kinds and "number" not in kinds):
+        for name, most in (("minimum", -_MOST), ("maximum", _MOST)):
+            made.update({} if made.keys() & {name, f"exclusive{name.capitalize()}"} else {name: most})
+    return made
 
 
 def from_text(text: str, types: frozenset[str]) -> str:

@@ -72,6 +72,22 @@ def test_random_answers_have_the_form(seed):
     assert is_valid(json.loads(text_of(records)))
 
 
+@pytest.mark.parametrize("schema", [{"type": "integer"}, {"type": ["null", "integer"], "exclusiveMinimum": 1}])
+def test_an_integer_has_64_bits_where_its_schema_says_nothing(schema):
+    matcher = grammars().compile(Constraint.of_schema({"properties": {"n": schema}})).start()
+    written = ""
+    for text in ['{"n": ', *"9" * 40]:
+        ids = TINY.encode(text, add_special=False)
+        if not np.isfinite(matcher.masked(np.zeros(300, np.float32))[ids[0]]):
+            break
+        for token in ids:
+            matcher.accept(token)
+        written += text
+    assert written == '{"n": ' + "9" * 18
+    fixed = {"enum": [{"type": "integer"}]}
+    assert Constraint.of_schema(fixed).text == json.dumps(fixed)
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "pattern"),
     [
