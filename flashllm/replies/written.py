@@ -9,6 +9,7 @@ from typing import Any
 
 _KEY = re.compile(r"(?<=[{,])\s*([\w.$-]+)\s*:")
 _MOST = 2**63 - 1024  # of 64 bits, that is a double too, as llguidance wants it
+_BOUNDS = {"minimum": -_MOST, "maximum": _MOST}
 _VALUES = ("const", "enum", "default", "examples")  # of a schema, that are no schemas
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
@@ -95,8 +96,12 @@ def bounded(schema: Any) -> Any:
     made = {name: value if name in _VALUES else bounded(value) for name, value in schema.items()}
     kinds = made.get("type")
     if kinds == "integer" or (isinstance(kinds, list) and "integer" in kinds and "number" not in kinds):
-        for name, most in (("minimum", -_MOST), ("maximum", _MOST)):
-            made.update({} if made.keys() & {name, f"exclusive{name.capitalize()}"} else {name: most})
+        bounds = {
+            name: most for name, most in _BOUNDS.items() if not made.keys() & {name, f"exclusive{name.capitalize()}"}
+        }
+        given = [made[name] for name in made if name.lower().endswith(("minimum", "maximum"))]
+        if all(isinstance(each, int | float) and abs(each) < _MOST for each in given):
+            made |= bounds
     return made
 
 
