@@ -115,7 +115,7 @@ std::uint64_t digest_of(SimdLevel level) {
       if (!takes_inputs(codec, form)) continue;
       const RowInputs inputs(x.data(), 1, kColumns, form);
       const CodedInputKernels& coded = coded_input_kernels(level, codec, form);
-      coded.dot_rows(rows, 3, inputs.codes(0), kColumns, dots.data());
+      coded.dot_rows(rows, 3, 3, inputs.codes(0), kColumns, dots.data());
       digest.add(dots);
       const std::vector<CodedInputs> tokens(5, inputs.codes(0));
       coded.dot_tokens(row.data(), row.size(), 1, tokens.data(), tokens.size(), kColumns, dots.data(), 2);

@@ -10,7 +10,8 @@ namespace flashllm {
 namespace {
 
 constexpr std::size_t kRowGrain = 16;   // rows a thread takes at a time
-constexpr std::size_t kBlock = 32;      // neurons whose gates and ups are multiplied together
+constexpr std::size_t kBlock = 8;       // neurons whose gates and ups are multiplied together
+constexpr std::size_t kSoon = 4;        // neurons behind them, which are fetched meanwhile
 constexpr std::size_t kTogether = 512;  // down columns handed to a kernel at a time, at most
 
 }  // namespace
@@ -49,26 +50,27 @@ void NeuronProducts::each(std::size_t begin, std::size_t end, const Visit& visit
   }
 }
 
-// A block's gates, then its ups, which lie behind them: what the processor fetched beyond a gate is used.
+// A block's gates, then its ups, which lie beside them, while those of the next one are fetched.
 void NeuronProducts::up(const float* x, const float* gate_values) {
   const RowFormat& format = options_.format;
   const RowInputs inputs(x, 1, format.d_model, format.inputs);
   const bool gated = format.gated() || options_.gate != nullptr;
   const std::size_t nbytes = vector_nbytes(format.codec, format.d_model);
   pool_.parallel_for(num_rows(), kRowGrain, [&](std::size_t begin, std::size_t end) {
-    std::int32_t ids[kBlock];
-    const std::byte* rows[kBlock];
-    float *values[kBlock], drivers[kBlock], products[kBlock];
-    const void* vectors[kBlock];
+    std::int32_t ids[kBlock + kSoon];
+    const std::byte* rows[kBlock + kSoon];
+    float *values[kBlock + kSoon], drivers[kBlock], products[kBlock];
+    const void* vectors[kBlock + kSoon];
     std::size_t count = 0;
-    const auto dots = [&](const auto& vector_of, const float* bias, Activation activation, float* to) {
-      for (std::size_t i = 0; i < count; ++i) vectors[i] = vector_of(i);
-      dot_block({vectors, count, format.d_model, format.codec, format.inputs}, inputs, ids, bias, activation,
-                to, options_.simd);
-    };
-    const auto multiply = [&] {
+    // The first `n` of them; the others stay.
+    const auto multiply = [&](std::size_t n) {
+      const auto dots = [&](const auto& vector_of, const float* bias, Activation activation, float* to) {
+        for (std::size_t i = 0; i < count; ++i) vectors[i] = vector_of(i);
+        dot_block({vectors, n, format.d_model, format.codec, format.inputs, count - n}, inputs, ids, bias,
+                  activation, to, options_.simd);
+      };
       if (gate_values != nullptr) {
-        for (std::size_t i = 0; i < count; ++i) drivers[i] = gate_values[ids[i]];
+        for (std::size_t i = 0; i < n; ++i) drivers[i] = gate_values[ids[i]];
       } else {
         dots(
             [&](std::size_t i) {
@@ -80,18 +82,21 @@ void NeuronProducts::up(const float* x, const float* gate_values) {
       if (gated) {
         dots([&](std::size_t i) { return rows[i] + format.up; }, options_.up_bias,
              options_.activation.of_up(), products);
-        for (std::size_t i = 0; i < count; ++i) drivers[i] *= products[i];
+        for (std::size_t i = 0; i < n; ++i) drivers[i] *= products[i];
       }
-      for (std::size_t i = 0; i < count; ++i) *values[i] = drivers[i];
-      count = 0;
+      for (std::size_t i = 0; i < n; ++i) *values[i] = drivers[i];
+      count -= n;
+      std::copy_n(ids + n, count, ids);
+      std::copy_n(rows + n, count, rows);
+      std::copy_n(values + n, count, values);
     };
     each(begin, end, [&](std::int32_t neuron, const std::byte* row, float* value) {
       ids[count] = neuron;
       rows[count] = row;
       values[count] = value;
-      if (++count == kBlock) multiply();
+      if (++count == kBlock + kSoon) multiply(kBlock);
     });
-    if (count != 0) multiply();
+    while (count != 0) multiply(std::min(count, kBlock));
   });
 }
 

@@ -178,8 +178,9 @@ struct CodedInputs {
   const float* sums;    // [units], of a unit's codes, times its scale
 };
 struct CodedInputKernels {
-  // As CodecKernels's.
-  void (*dot_rows)(const void* const* rows, std::size_t n, const CodedInputs& x, std::size_t k, float* out);
+  // As CodecKernels's. Rows [n, fetched), which come next, are fetched meanwhile, as far as they are near.
+  void (*dot_rows)(const void* const* rows, std::size_t n, std::size_t fetched, const CodedInputs& x,
+                   std::size_t k, float* out);
   // Of rows `stride` bytes apart and many tokens, out[t * out_stride + r], each with the bits it has alone.
   void (*dot_tokens)(const void* data, std::size_t stride, std::size_t n, const CodedInputs* x,
                      std::size_t tokens, std::size_t k, float* out, std::size_t out_stride);

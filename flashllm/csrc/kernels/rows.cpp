@@ -376,7 +376,7 @@ void dot_block(const ScatteredRows& rows, const RowInputs& x, const std::int32_t
                Activation activation, float* values, SimdLevel level) {
   if (x.has_codes()) {
     coded_input_kernels(level, rows.codec, x.form())
-        .dot_rows(rows.vectors, rows.count, x.codes(0), rows.length, values);
+        .dot_rows(rows.vectors, rows.count, rows.count + rows.next, x.codes(0), rows.length, values);
   } else {
     const auto dot = is_coded(rows.codec) ? codec_kernels(level, rows.codec).dot_rows
                                           : kernel_table(level, dtype_of(rows.codec)).dot_rows;

@@ -94,13 +94,15 @@ struct RowFormat {
   RowMatrix matrix(const std::byte* rows, std::size_t count, std::uint32_t offset) const;
 };
 
-// Rows scattered in memory: `vectors` points to one vector of `length` weights a row.
+// Rows scattered in memory: `vectors` points to one vector of `length` weights a row, and behind those to
+// `next` that are wanted soon.
 struct ScatteredRows {
   const void* const* vectors;
   std::size_t count;
   std::size_t length;
   RowCodec codec;
   InputForm inputs = InputForm::f32;
+  std::size_t next = 0;
 };
 
 // values[i] = activation(vectors[i] . x + bias[ids[i]]), bias: nullptr for none; by the calling thread, of

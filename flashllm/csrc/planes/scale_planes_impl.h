@@ -174,13 +174,50 @@ void pair_plane_rows(const void* rows, std::size_t stride, std::size_t id, std::
   }
 }
 
-// Two neurons' codes of a unit, as Pairs::in_order() says.
+// Two neurons' codes of some units, which lie `apart` bytes from each other, as words: four vectors of pairs.
+// What their codes are more than what they stand for; and sums of such pairs as floats, the outputs in order.
+#if defined(__AVX512VNNI__)
+constexpr std::size_t kPairUnits = 2, kBlockSteps = 4;
 template <typename Scales>
-inline void pair_units(const std::uint8_t* low, const std::uint8_t* high, Pairs* to) {
-  const __m256i a = signed_codes<Scales>(low), b = signed_codes<Scales>(high);
-  Pairs::widen(_mm256_unpacklo_epi8(a, b), to);
-  Pairs::widen(_mm256_unpackhi_epi8(a, b), to + kUnitVectors / 2);
+constexpr int kMore = Scales::kTable != nullptr || Scales::kBits == 8 ? 128
+                      : Scales::kMinimums ? 0
+                                          : static_cast<int>(zero_code<Scales::kBits>());
+template <typename Scales>
+inline void pair_units(const std::uint8_t* low, const std::uint8_t* high, std::size_t apart, Pairs* to) {
+  const auto codes = [apart](const std::uint8_t* at) {
+    if constexpr (Scales::kTable != nullptr)
+      return _mm512_xor_si512(Sixteen::looked_up(Scales::kTable, at, at + apart), _mm512_set1_epi8(-128));
+    else
+      return Sixteen::codes_of<Scales::kBits>(at, at + apart);
+  };
+  const __m512i a = codes(low), b = codes(high), none = _mm512_setzero_si512();
+  const __m512i even = _mm512_unpacklo_epi8(a, b), odd = _mm512_unpackhi_epi8(a, b);
+  to[0] = {_mm512_unpacklo_epi8(even, none)};
+  to[1] = {_mm512_unpackhi_epi8(even, none)};
+  to[2] = {_mm512_unpacklo_epi8(odd, none)};
+  to[3] = {_mm512_unpackhi_epi8(odd, none)};
 }
+inline void put_in_order(const Pairs* sums, Vec* to) {
+  for (std::size_t v = 0; v < 4; ++v) to[v] = sums[v].floats();
+  Vec::transpose_lanes(to);
+}
+#else
+constexpr std::size_t kPairUnits = 1, kBlockSteps = 2;
+template <typename Scales>
+constexpr int kMore = 0;
+template <typename Scales>
+inline void pair_units(const std::uint8_t* low, const std::uint8_t* high, std::size_t, Pairs* to) {
+  const __m256i a = signed_codes<Scales>(low), b = signed_codes<Scales>(high);
+  const __m256i even = _mm256_unpacklo_epi8(a, b), odd = _mm256_unpackhi_epi8(a, b);
+  to[0] = {_mm256_cvtepi8_epi16(_mm256_castsi256_si128(even))};
+  to[1] = {_mm256_cvtepi8_epi16(_mm256_castsi256_si128(odd))};
+  to[2] = {_mm256_cvtepi8_epi16(_mm256_extracti128_si256(even, 1))};
+  to[3] = {_mm256_cvtepi8_epi16(_mm256_extracti128_si256(odd, 1))};
+}
+inline void put_in_order(const Pairs* sums, Vec* to) {
+  for (std::size_t v = 0; v < 4; ++v) to[v] = sums[v].floats();
+}
+#endif
 
 // Neurons of a window that are multiplied, two at a time. Those of value zero are not read; whichever come
 // together, sums of codes are exact.
@@ -191,9 +228,12 @@ struct RunWindow {
     std::int16_t values[2];
   };
   Term terms[kNeurons / 2];
-  // Of neurons that share a scale, all or each half: where their terms end, and one of them.
+  // Of neurons that share a scale, all or each half: where their terms end, one of them, and the sum of
+  // values.
   std::size_t ends[2], ids[2];
+  int totals[2];
 
+  RunWindow() : ends{0, 0} {}
   // From `slot` on, which counts from a multiple of kNeurons; `scaled` neurons share a scale.
   RunWindow(const PlaneRun& run, const std::int16_t* values, std::size_t slot, std::size_t scaled) {
     const std::size_t lead = run.id % kNeurons;
@@ -201,10 +241,12 @@ struct RunWindow {
     for (std::size_t first = 0; first < kNeurons; first += scaled) {
       bool is_open = false;
       ids[first / scaled] = run.id;
+      int& total = totals[first / scaled] = 0;
       for (std::size_t at = slot + first; at < slot + first + scaled; ++at) {
         if (at < lead || at - lead >= run.count) continue;
         ids[first / scaled] = run.id + at - lead;
         if (values[at] == 0) continue;
+        total += values[at];
         const auto* row = static_cast<const std::uint8_t*>(run.rows) + (at - lead) * run.stride;
         if (is_open) {
           term->high = row;
@@ -220,53 +262,77 @@ struct RunWindow {
     }
     if (scaled == kNeurons) ends[1] = ends[0];
   }
-  void fetch(std::size_t at) const {
-    for (std::size_t i = 0; i < ends[1]; ++i) {
-      __builtin_prefetch(terms[i].low + at, 0, 2);
-      __builtin_prefetch(terms[i].high + at, 0, 2);
+  // Bytes [at, at + nbytes) of the rows of a term.
+  void fetch(std::size_t term, std::size_t at, std::size_t nbytes) const {
+    if (term >= ends[1]) return;
+    for (std::size_t line = at / kCacheLine * kCacheLine; line < at + nbytes; line += kCacheLine) {
+      __builtin_prefetch(terms[term].low + line, 0, 2);
+      __builtin_prefetch(terms[term].high + line, 0, 2);
     }
   }
 };
 
-// As PlaneKernels says. Of a window, all neurons are read for a unit of outputs before the next unit.
+// The terms of a window of one token, of outputs [j, j + kSteps * kPairUnits * kCodeUnit), or, where `units`
+// is less than kPairUnits, of so many units. While a term is multiplied, one of the next window is fetched.
+template <typename Scales, std::size_t kSteps>
+inline void add_window(const RunWindow& window, const RunWindow& next, const Scales* of, std::size_t scaled,
+                       const ScalePlane& plane, std::size_t j, std::size_t units, Vec scale, Vec sums,
+                       float* y) {
+  constexpr std::size_t kUnitNbytes = kCodeUnit / 8 * Scales::kBits, kStep = kPairUnits * kCodeUnit;
+  const std::size_t at = j / kCodeUnit * kUnitNbytes, apart = units == kPairUnits ? kUnitNbytes : 0;
+  std::size_t t = 0;
+  for (std::size_t u = 0; u * scaled < RunWindow::kNeurons; ++u) {
+    Pairs sum[kSteps][4];
+    for (auto& step : sum)
+      for (Pairs& each : step) each = Pairs::set(-kMore<Scales> * window.totals[u]);
+    for (; t != window.ends[u]; ++t) {
+      const RunWindow::Term& term = window.terms[t];
+      next.fetch(t, at, kSteps * kPairUnits * kUnitNbytes);
+      const Pairs by = Pairs::everywhere(term.values);
+      for (std::size_t s = 0; s < kSteps; ++s) {
+        Pairs codes[4];
+        const std::size_t from = at + s * kPairUnits * kUnitNbytes;
+        pair_units<Scales>(term.low + from, term.high + from, apart, codes);
+        for (std::size_t v = 0; v < 4; ++v) sum[s][v] = add_products(by, codes[v], sum[s][v]);
+      }
+    }
+    for (std::size_t s = 0; s < kSteps; ++s) {
+      Vec found[4];
+      put_in_order(sum[s], found);
+      for (std::size_t i = 0; i < units; ++i) {
+        const std::size_t first = j + s * kStep + i * kCodeUnit;
+        UnitScales scales;
+        of[u].load(plane, first, scales);
+        for (std::size_t v = 0; v < kUnitVectors; ++v) {
+          float* to = y + first + v * Vec::kWidth;
+          Vec total = Vec::load_f32(to);
+          if constexpr (Scales::kMinimums) total = u == 0 ? fma(scales.minimum[v], sums, total) : total;
+          fma(found[i * kUnitVectors + v] * scales.scale[v], scale, total).store(to);
+        }
+      }
+    }
+  }
+}
+
+// As PlaneKernels says. Of a window, all neurons are read for a block of outputs before the next block.
 template <typename Scales>
 void add_plane_run(const PlaneRun& run, const CodeTokens& values, const ScalePlane& plane, std::size_t k,
                    std::size_t begin, std::size_t end, float* y) {
-  constexpr std::size_t kNeurons = RunWindow::kNeurons, kUnitNbytes = kCodeUnit / 8 * Scales::kBits;
+  constexpr std::size_t kNeurons = RunWindow::kNeurons, kStep = kPairUnits * kCodeUnit;
   const std::size_t scaled = plane.group < kNeurons ? 16 : kNeurons, slots = run.id % kNeurons + run.count;
   RunWindow next(run, values.codes, 0, scaled);
   for (std::size_t slot = 0; slot < slots; slot += kNeurons) {
     const RunWindow window = next;
-    const bool goes_on = slot + kNeurons < slots;
-    if (goes_on) next = RunWindow(run, values.codes, slot + kNeurons, scaled);
+    next = slot + kNeurons < slots ? RunWindow(run, values.codes, slot + kNeurons, scaled) : RunWindow();
     const Vec scale = Vec::set(values.scales[slot / kNeurons]), sums = Vec::set(values.sums[slot / kNeurons]);
     Scales of[2];
     for (std::size_t u = 0; u * scaled < kNeurons; ++u) of[u] = Scales(plane, window.ids[u], k);
-    for (std::size_t j = begin; j < end; j += kCodeUnit) {
-      const std::size_t at = j / 8 * Scales::kBits;
-      if (goes_on && at % kCacheLine < kUnitNbytes) next.fetch(at);
-      Vec total[kUnitVectors];
-      for (std::size_t v = 0; v < kUnitVectors; ++v) total[v] = Vec::load_f32(y + j + v * Vec::kWidth);
-      UnitScales scales[2];
-      for (std::size_t u = 0; u * scaled < kNeurons; ++u) of[u].load(plane, j, scales[u]);
-      if constexpr (Scales::kMinimums)
-        for (std::size_t v = 0; v < kUnitVectors; ++v) total[v] = fma(scales[0].minimum[v], sums, total[v]);
-      const RunWindow::Term* term = window.terms;
-      for (std::size_t u = 0; u * scaled < kNeurons; ++u) {
-        Pairs sum[kUnitVectors];
-        for (Pairs& each : sum) each = Pairs::zero();
-        for (; term != window.terms + window.ends[u]; ++term) {
-          Pairs codes[kUnitVectors];
-          pair_units<Scales>(term->low + at, term->high + at, codes);
-          const Pairs by = Pairs::everywhere(term->values);
-          for (std::size_t v = 0; v < kUnitVectors; ++v) sum[v] = add_products(by, codes[v], sum[v]);
-        }
-        Pairs::in_order(sum);
-        for (std::size_t v = 0; v < kUnitVectors; ++v)
-          total[v] = fma(sum[v].floats() * scales[u].scale[v], scale, total[v]);
-      }
-      for (std::size_t v = 0; v < kUnitVectors; ++v) total[v].store(y + j + v * Vec::kWidth);
-    }
+    std::size_t j = begin;
+    for (; j + kBlockSteps * kStep <= end; j += kBlockSteps * kStep)
+      add_window<Scales, kBlockSteps>(window, next, of, scaled, plane, j, kPairUnits, scale, sums, y);
+    for (; j < end; j += kStep)
+      add_window<Scales, 1>(window, next, of, scaled, plane, j, end - j < kStep ? 1 : kPairUnits, scale, sums,
+                            y);
   }
 }
 #define FLASHLLM_PAIR_ROWS pair_plane_rows<Scales>, add_plane_run<Scales>

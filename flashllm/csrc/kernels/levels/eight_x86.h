@@ -1,6 +1,13 @@
 // Eight floats in half a register of AVX-512 or a whole one of AVX2, for row_codecs_inputs_impl.h. Included
 // by each kernels_<level>.cpp of x86, in its namespace.
 
+template <typename T>
+inline T load_as(const std::uint8_t* p) {
+  T value;
+  __builtin_memcpy(&value, p, sizeof value);
+  return value;
+}
+
 struct Eight {
   __m256 v;
 
@@ -27,6 +34,7 @@ struct Eight {
     const __m256i e = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
     return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23))};
   }
+  static Eight set_units(const float* p) { return set(*p); }
   // Two floats, four lanes each.
   static Eight set_halves(const float* p) {
     const __m256 both = _mm256_castpd_ps(_mm256_broadcast_sd(reinterpret_cast<const double*>(p)));
@@ -106,7 +114,7 @@ struct Eight {
     } else {
       for (std::size_t u = 0; u < units; ++u)
         sums = _mm256_dpbusd_epi32(
-            sums, _mm256_and_si256(_mm256_set1_epi64x(load<std::int64_t>(p + 8 * u)), places),
+            sums, _mm256_and_si256(_mm256_set1_epi64x(load_as<std::int64_t>(p + 8 * u)), places),
             _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 32 * u)));
     }
     const __m256 by = _mm256_setr_ps(1, 1, 0.25F, 0.25F, 0.0625F, 0.0625F, 0.015625F, 0.015625F);
@@ -138,12 +146,6 @@ struct Eight {
   }
 
  private:
-  template <typename T>
-  static T load(const std::uint8_t* p) {
-    T value;
-    __builtin_memcpy(&value, p, sizeof value);
-    return value;
-  }
   // The lower halves of 16 bytes, then the upper ones.
   static __m256i nibbles(const std::uint8_t* p) {
     const __m256i twice = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -152,11 +154,11 @@ struct Eight {
   }
   // Bits that lie apart, below others: four codes one of four bytes, eight codes two of eight bytes.
   static __m256i bits_of(const std::uint8_t* p) {
-    const __m256i all = _mm256_set1_epi32(load<std::int32_t>(p));
+    const __m256i all = _mm256_set1_epi32(load_as<std::int32_t>(p));
     return _mm256_srlv_epi32(all, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
   }
   static __m256i pairs_of(const std::uint8_t* p) {
-    const __m256i all = _mm256_set1_epi64x(load<std::int64_t>(p));
+    const __m256i all = _mm256_set1_epi64x(load_as<std::int64_t>(p));
     return _mm256_srlv_epi64(all, _mm256_setr_epi64x(0, 2, 4, 6));
   }
   template <int kMask>
@@ -178,3 +180,109 @@ struct Eight {
 inline Eight fma(Eight a, Eight b, Eight c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
 inline Eight operator+(Eight a, Eight b) { return {_mm256_add_ps(a.v, b.v)}; }
 inline Eight operator*(Eight a, Eight b) { return {_mm256_mul_ps(a.v, b.v)}; }
+
+#if defined(__AVX512VNNI__)
+// The same of two units that follow each other.
+struct Sixteen {
+  __m512 v;
+
+  static Sixteen zero() { return {_mm512_setzero_ps()}; }
+  // A float for each unit, and two.
+  static Sixteen set_units(const float* p) {
+    const __m512 both =
+        _mm512_castpd_ps(_mm512_set1_pd(load_as<double>(reinterpret_cast<const std::uint8_t*>(p))));
+    return {_mm512_permutevar_ps(both, _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1))};
+  }
+  static Sixteen set_halves(const float* p) {
+    const __m512 four = _mm512_broadcast_f32x4(_mm_loadu_ps(p));
+    return {_mm512_permutevar_ps(four, _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3))};
+  }
+  Eight lower() const { return {_mm512_castps512_ps256(v)}; }
+  Eight upper() const { return {_mm512_extractf32x8_ps(v, 1)}; }
+  void set_lower(Eight half) { v = _mm512_insertf32x8(v, half.v, 0); }
+
+  // Codes a byte each, from 0 on; those of 8 bits more by 128.
+  template <std::size_t kBits>
+  static __m512i codes_of(const std::uint8_t* p, const std::uint8_t* q) {
+    if constexpr (kBits == 8)
+      return _mm512_xor_si512(both(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
+                                   _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q))),
+                              _mm512_set1_epi8(-128));
+    if constexpr (kBits < 4) {
+      const __m512i pairs =
+          both(_mm256_set1_epi64x(load_as<std::int64_t>(p)), _mm256_set1_epi64x(load_as<std::int64_t>(q)));
+      const __m512i low = _mm512_and_si512(
+          _mm512_srlv_epi64(pairs, _mm512_setr_epi64(0, 2, 4, 6, 0, 2, 4, 6)), _mm512_set1_epi8(3));
+      return kBits == 2 ? low : with_bits<2>(low, p + 8, q + 8);
+    }
+    const __m512i low = nibbles(p, q);
+    if constexpr (kBits == 5) return with_bits<4>(low, p + 16, q + 16);
+    if constexpr (kBits == 6) {
+      const __m512i pairs = both(_mm256_set1_epi64x(load_as<std::int64_t>(p + 16)),
+                                 _mm256_set1_epi64x(load_as<std::int64_t>(q + 16)));
+      return merged<3 << 4>(low, _mm512_rolv_epi64(pairs, _mm512_setr_epi64(4, 2, 0, 62, 4, 2, 0, 62)));
+    }
+    return low;
+  }
+  static __m512i looked_up(const std::int8_t* table, const std::uint8_t* p, const std::uint8_t* q) {
+    const __m128i values = _mm_load_si128(reinterpret_cast<const __m128i*>(table));
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), nibbles(p, q));
+  }
+
+  // Codes that are `kZero` more than what they stand for.
+  template <int kZero>
+  static Sixteen dot(__m512i codes, const std::int8_t* x) {
+    const __m512i bytes = _mm512_loadu_si512(x), none = _mm512_setzero_si512();
+    if constexpr (kZero == 0) return {_mm512_cvtepi32_ps(_mm512_dpbusd_epi32(none, codes, bytes))};
+    const __m512i too_many = _mm512_dpbusd_epi32(none, _mm512_set1_epi8(static_cast<char>(kZero)), bytes);
+    return {_mm512_cvtepi32_ps(_mm512_dpbusd_epi32(_mm512_sub_epi32(none, too_many), codes, bytes))};
+  }
+  template <std::size_t kBits>
+  static Sixteen dot_unit(const std::uint8_t* p, const std::int8_t* x) {
+    constexpr int kZero = kBits == 8 ? 128 : kBits == 3 || kBits == 6 ? 1 << (kBits - 1) : 0;
+    return dot<kZero>(codes_of<kBits>(p, p + kCodeUnit * kBits / 8), x);
+  }
+  static Sixteen dot_fp4_unit(const std::uint8_t* codes, const std::int8_t* x) {
+    return dot<0>(looked_up(kFp4FromZero, codes, codes + kCodeUnit / 2), x);
+  }
+  static Sixteen dot_iq4_unit(const std::uint8_t* codes, const std::int8_t* x) {
+    return dot<128>(_mm512_xor_si512(looked_up(kIq4, codes, codes + kCodeUnit / 2), _mm512_set1_epi8(-128)),
+                    x);
+  }
+  static Sixteen unit_sums(const std::int8_t* x) { return dot<0>(_mm512_set1_epi8(1), x); }
+  template <std::size_t kBits>
+  static Sixteen dot_unit(const std::uint8_t* codes, const std::int16_t* x) {
+    const Eight first = Eight::dot_unit<kBits>(codes, x),
+                second = Eight::dot_unit<kBits>(codes + kCodeUnit, x + kCodeUnit);
+    return {_mm512_insertf32x8(_mm512_castps256_ps512(first.v), second.v, 1)};
+  }
+
+ private:
+  static __m512i both(__m256i low, __m256i high) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+  }
+  static __m512i nibbles(const std::uint8_t* p, const std::uint8_t* q) {
+    const auto twice = [](const std::uint8_t* at) {
+      return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+    };
+    const __m512i down = _mm512_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4, 0, 0, 0, 0, 4, 4, 4, 4);
+    return _mm512_and_si512(_mm512_srlv_epi32(both(twice(p), twice(q)), down), _mm512_set1_epi8(15));
+  }
+  // Bits that lie apart, turned to `kMask`'s place and put above others.
+  template <int kMask>
+  static __m512i merged(__m512i low, __m512i turned) {
+    return _mm512_ternarylogic_epi32(low, turned, _mm512_set1_epi8(kMask), 0xF8);  // low | (turned & mask)
+  }
+  template <int kPlace>
+  static __m512i with_bits(__m512i low, const std::uint8_t* p, const std::uint8_t* q) {
+    const __m512i bits =
+        both(_mm256_set1_epi32(load_as<std::int32_t>(p)), _mm256_set1_epi32(load_as<std::int32_t>(q)));
+    constexpr int k = kPlace + 32;
+    return merged<1 << kPlace>(
+        low, _mm512_rolv_epi32(bits, _mm512_setr_epi32(k, k - 1, k - 2, k - 3, k - 4, k - 5, k - 6, k - 7, k,
+                                                       k - 1, k - 2, k - 3, k - 4, k - 5, k - 6, k - 7)));
+  }
+};
+inline Sixteen fma(Sixteen a, Sixteen b, Sixteen c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline Sixteen operator*(Sixteen a, Sixteen b) { return {_mm512_mul_ps(a.v, b.v)}; }
+#endif

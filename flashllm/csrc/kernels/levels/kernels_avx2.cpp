@@ -120,17 +120,7 @@ struct Pairs {
     __builtin_memcpy(&word, pair, sizeof word);
     return {_mm256_set1_epi32(word)};
   }
-  // 32 bytes as words. in_order: of four such, whose bytes are the lower and the upper halves of two times
-  // two lanes of outputs.
-  static void widen(__m256i bytes, Pairs* to) {
-    to[0] = {_mm256_cvtepi8_epi16(_mm256_castsi256_si128(bytes))};
-    to[1] = {_mm256_cvtepi8_epi16(_mm256_extracti128_si256(bytes, 1))};
-  }
-  static void in_order(Pairs* four) {
-    const Pairs second = four[1];
-    four[1] = four[2];
-    four[2] = second;
-  }
+  static Pairs set(int value) { return {_mm256_set1_epi32(value)}; }
   Vec floats() const { return {_mm256_cvtepi32_ps(v)}; }
 };
 inline Pairs add_products(Pairs a, Pairs b, Pairs sum) {

@@ -177,13 +177,7 @@ struct Pairs {
     __builtin_memcpy(&word, pair, sizeof word);
     return {_mm512_set1_epi32(word)};
   }
-  // As AVX2's; two are the four halves.
-  static void widen(__m256i bytes, Pairs* to) { to[0] = {_mm512_cvtepi8_epi16(bytes)}; }
-  static void in_order(Pairs* two) {
-    const __m512i low = two[0].v, high = two[1].v;
-    two[0] = {_mm512_shuffle_i64x2(low, high, 0x44)};
-    two[1] = {_mm512_shuffle_i64x2(low, high, 0xEE)};
-  }
+  static Pairs set(int value) { return {_mm512_set1_epi32(value)}; }
   Vec floats() const { return {_mm512_cvtepi32_ps(v)}; }
 };
 inline Pairs add_products(Pairs a, Pairs b, Pairs sum) { return {_mm512_dpwssd_epi32(sum.v, a.v, b.v)}; }

@@ -6,6 +6,45 @@
 // dot_iq4_unit: the same of kFp4FromZero and kIq4. unit_sums: of int8 inputs by fours. dot_pairs: dot_unit<2>
 // of at most kScaled units, added before they are floats.
 
+#if !defined(__AVX512VNNI__)
+namespace {  // as Eight is
+
+// The same of two units that follow each other.
+struct Sixteen {
+  Eight first, second;
+
+  static Sixteen zero() { return {Eight::zero(), Eight::zero()}; }
+  static Sixteen set_units(const float* p) { return {Eight::set(p[0]), Eight::set(p[1])}; }
+  static Sixteen set_halves(const float* p) { return {Eight::set_halves(p), Eight::set_halves(p + 2)}; }
+  Eight lower() const { return first; }
+  Eight upper() const { return second; }
+  void set_lower(Eight half) { first = half; }
+
+  template <std::size_t kBits, typename Input>
+  static Sixteen dot_unit(const std::uint8_t* codes, const Input* x) {
+    return {Eight::template dot_unit<kBits>(codes, x),
+            Eight::template dot_unit<kBits>(codes + kCodeUnit * kBits / 8, x + kCodeUnit)};
+  }
+  static Sixteen dot_fp4_unit(const std::uint8_t* codes, const std::int8_t* x) {
+    return {Eight::dot_fp4_unit(codes, x), Eight::dot_fp4_unit(codes + kCodeUnit / 2, x + kCodeUnit)};
+  }
+  static Sixteen dot_iq4_unit(const std::uint8_t* codes, const std::int8_t* x) {
+    return {Eight::dot_iq4_unit(codes, x), Eight::dot_iq4_unit(codes + kCodeUnit / 2, x + kCodeUnit)};
+  }
+  static Sixteen unit_sums(const std::int8_t* x) {
+    return {Eight::unit_sums(x), Eight::unit_sums(x + kCodeUnit)};
+  }
+};
+inline Sixteen fma(const Sixteen& a, const Sixteen& b, const Sixteen& c) {
+  return {fma(a.first, b.first, c.first), fma(a.second, b.second, c.second)};
+}
+inline Sixteen operator*(const Sixteen& a, const Sixteen& b) {
+  return {a.first * b.first, a.second * b.second};
+}
+
+}  // namespace
+#endif
+
 constexpr std::size_t kScaled = 8;  // units whose scales are multiplied together
 template <std::size_t T>
 constexpr std::size_t kRowsOf = T == 1   ? kRows
@@ -28,9 +67,9 @@ struct GroupedUnits : Grouped<kCodeBits, kGroup, kMinimum> {
   static Eight offsets(const Row& row, std::size_t u, const Eight& scale) {
     return kMinimum ? of_units(row.minimums, u) : scale * Eight::set(-8.0F);
   }
-  template <typename Input>
-  static Eight products(const std::uint8_t* codes, const Input* x) {
-    return Eight::template dot_unit<kBits>(codes, x);
+  template <typename Lanes, typename Input>
+  static Lanes products(const std::uint8_t* codes, const Input* x) {
+    return Lanes::template dot_unit<kBits>(codes, x);
   }
 
  private:
@@ -65,9 +104,10 @@ struct CarriedUnits : Carried<kCodeBits, kGroup, kMinimum, kFactors, kOfTable> {
     return kMinimum ? of_units(row.minimums, row.minimum_factors, u)
                     : scale * Eight::set(-zero_code<kBits>());
   }
-  static Eight products(const std::uint8_t* codes, const std::int8_t* x) {
-    if constexpr (kOfTable) return Eight::dot_iq4_unit(codes, x);
-    return Eight::template dot_unit<kBits>(codes, x);
+  template <typename Lanes>
+  static Lanes products(const std::uint8_t* codes, const std::int8_t* x) {
+    if constexpr (kOfTable) return Lanes::dot_iq4_unit(codes, x);
+    return Lanes::template dot_unit<kBits>(codes, x);
   }
 
  private:
@@ -87,8 +127,9 @@ struct Mxfp4Units : Mxfp4 {
   static Eight offsets(const Row&, std::size_t, const Eight& scale) {
     return scale * Eight::set(-static_cast<float>(kFp4Zero));
   }
-  static Eight products(const std::uint8_t* codes, const std::int8_t* x) {
-    return Eight::dot_fp4_unit(codes, x);
+  template <typename Lanes>
+  static Lanes products(const std::uint8_t* codes, const std::int8_t* x) {
+    return Lanes::dot_fp4_unit(codes, x);
   }
 };
 
@@ -137,32 +178,42 @@ struct CodedDot {
     }
   }
 
-  // The terms of unit u + i for T tokens, which use its codes while they are unpacked.
+  // sum + the terms of unit u + i, or of that and the next one, of one token, whose scales are `scales`.
+  template <typename Lanes>
+  static Lanes added(const Row& row, const CodedInputs& x, const float* scales, std::size_t u, std::size_t i,
+                     const Lanes& sum) {
+    const Input* inputs = static_cast<const Input*>(x.codes) + (u + i) * kCodeUnit;
+    const Lanes products = Units::template products<Lanes>(row.codes + (u + i) * kUnitNbytes, inputs);
+    if constexpr (kPairs) {
+      Lanes own = products * Lanes::set_halves(scales + 2 * i);
+      if constexpr (kPairsOfMinimums)
+        own = fma(Lanes::unit_sums(inputs), Lanes::set_halves(scales + kOwn + 2 * i), own);
+      return fma(own, Lanes::set_units(x.scales + u + i), sum);
+    } else
+      return fma(products, Lanes::set_units(scales + i), sum);
+  }
+  // The terms of two units from u + i on, or of one, for T tokens, which use their codes while they are
+  // unpacked.
   template <std::size_t T>
-  static void add_unit(const Row& row, const CodedInputs* x, const float (*scales)[kScaleCount],
-                       std::size_t u, std::size_t i, Eight (*sum)[2]) {
+  static void add_two(const Row& row, const CodedInputs* x, const float (*scales)[kScaleCount], std::size_t u,
+                      std::size_t i, bool both, Sixteen* sum) {
     for (std::size_t t = 0; t < T; ++t) {
-      const Input* inputs = static_cast<const Input*>(x[t].codes) + (u + i) * kCodeUnit;
-      const Eight products = Units::products(row.codes + (u + i) * kUnitNbytes, inputs);
-      Eight& to = sum[t][i % 2];
-      if constexpr (kPairs) {
-        Eight own = products * Eight::set_halves(scales[0] + 2 * i);
-        if constexpr (kPairsOfMinimums)
-          own = fma(Eight::unit_sums(inputs), Eight::set_halves(scales[0] + kOwn + 2 * i), own);
-        to = fma(own, Eight::set(x[t].scales[u + i]), to);
-      } else
-        to = fma(products, Eight::set(scales[t][i]), to);
+      const float* of_token = scales[kPairs ? 0 : t];
+      if (both)
+        sum[t] = added<Sixteen>(row, x[t], of_token, u, i, sum[t]);
+      else
+        sum[t].set_lower(added<Eight>(row, x[t], of_token, u, i, sum[t].lower()));
     }
   }
 
   // The same of `count` units, which have one scale: their products are summed as integers.
   template <std::size_t T>
   static void add_units(const Row& row, const CodedInputs* x, const float (*scales)[kScaleCount],
-                        std::size_t u, std::size_t count, Eight (*sum)[2]) {
+                        std::size_t u, std::size_t count, Sixteen* sum) {
     for (std::size_t t = 0; t < T; ++t) {
       const Input* inputs = static_cast<const Input*>(x[t].codes) + u * kCodeUnit;
       const Eight sums = Eight::dot_pairs(row.codes + u * kUnitNbytes, inputs, count);
-      sum[t][0] = fma(sums, Eight::set(scales[t][0]), sum[t][0]);
+      sum[t].set_lower(fma(sums, Eight::set(scales[t][0]), sum[t].lower()));
     }
   }
 
@@ -172,10 +223,14 @@ struct CodedDot {
   static void dot(const Row* row, const Row* next, const CodedInputs* x, std::size_t k, float* out,
                   std::size_t out_stride) {
     const std::size_t units = (k + kCodeUnit - 1) / kCodeUnit;
-    Eight sum[R][T][2], offset[R][T];
+    Sixteen sum[R][T];
+    Eight offset[R][T];
     float scales[R][kPairs ? 1 : T][kScaleCount];
     for (std::size_t r = 0; r < R; ++r)
-      for (std::size_t t = 0; t < T; ++t) sum[r][t][0] = sum[r][t][1] = offset[r][t] = Eight::zero();
+      for (std::size_t t = 0; t < T; ++t) {
+        sum[r][t] = Sixteen::zero();
+        offset[r][t] = Eight::zero();
+      }
     if (next != nullptr)
       for (std::size_t r = 0; r < R; ++r) G::prefetch_groups(next[r]);
     for (std::size_t u = 0; u < units; u += kScaled) {
@@ -189,16 +244,16 @@ struct CodedDot {
       if constexpr (Units::kWhole) {
         for (std::size_t r = 0; r < R; ++r) add_units<T>(row[r], x, scales[r], u, left, sum[r]);
       } else {
-#pragma GCC unroll 8
-        for (std::size_t i = 0; i < kScaled; ++i) {
-          if (i == left) break;
-          for (std::size_t r = 0; r < R; ++r) add_unit<T>(row[r], x, scales[r], u, i, sum[r]);
+#pragma GCC unroll 4
+        for (std::size_t i = 0; i < kScaled; i += 2) {
+          if (i >= left) break;
+          for (std::size_t r = 0; r < R; ++r) add_two<T>(row[r], x, scales[r], u, i, i + 1 < left, sum[r]);
         }
       }
     }
     for (std::size_t r = 0; r < R; ++r)
       for (std::size_t t = 0; t < T; ++t)
-        out[t * out_stride + r] = ((sum[r][t][0] + sum[r][t][1]) + offset[r][t]).sum();
+        out[t * out_stride + r] = ((sum[r][t].lower() + sum[r][t].upper()) + offset[r][t]).sum();
   }
 };
 
@@ -223,10 +278,12 @@ void dot_each_row(const At& at, std::size_t n, std::size_t ahead, std::size_t fe
   }
 }
 
+constexpr std::size_t kRowsAhead = 4;
+static_assert(kRowsAhead % kRows == 0, "what is fetched are rows that are multiplied together");
 template <typename D>
-void dot_rows_coded_inputs(const void* const* rows, std::size_t n, const CodedInputs& x, std::size_t k,
-                           float* out) {
-  dot_each_row<D, 1>([rows](std::size_t r) { return rows[r]; }, n, kRows, n, &x, k, out, 0);
+void dot_rows_coded_inputs(const void* const* rows, std::size_t n, std::size_t fetched, const CodedInputs& x,
+                           std::size_t k, float* out) {
+  dot_each_row<D, 1>([rows](std::size_t r) { return rows[r]; }, n, kRowsAhead, fetched, &x, k, out, 0);
 }
 
 // What is fetched lies whole rows on, and may be what comes behind the last one.
