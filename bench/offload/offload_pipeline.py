@@ -85,8 +85,8 @@ def drive(ring: Ring | None, settings: dict[str, Any]) -> dict[str, Any]:
     else:
         split = split_model(shape, stages, Workload(prompt_len=settings["prompt"], gen_len=settings["new"]))
         with PipelineRunner(ring, path, policy, split, fingerprint="", scratch=scratch, options=options) as runner:
-            made = sequences(settings, runner.block_size, runner.vocab)
-            runner.run(sequences(settings, runner.block_size, runner.vocab, warm=True))
+            made = sequences(settings, stages * policy.block_size, runner.vocab)
+            runner.run(sequences(settings, stages * policy.block_size, runner.vocab, warm=True))
             measure = runner.run(made)
         compute = [each.busy[COMPUTE] for each in runner.stage_measures]
         layers = [stage.num_layers for stage in split]

@@ -5,7 +5,7 @@ Its drafts are its own likeliest tokens. It is in memory whole, and its bytes ar
 
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,8 +28,8 @@ class DraftModel:
 
     priors = (_PRIOR,)
 
-    def __init__(self, model: Model, *, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._model, self._clock = model, clock
+    def __init__(self, model: Model) -> None:
+        self._model = model
         self._sequence = model.new_sequence()
         self._held = array("q")
         self.prompt_s = 0.0
@@ -44,9 +44,9 @@ class DraftModel:
         shared = next((at for at in range(longest) if self._held[at] != tokens[at]), longest)
         shared = self._sequence.keep(shared)
         self._held = tokens[:shared]
-        began = self._clock()
+        began = time.perf_counter()
         logits = self._model.step([(self._sequence, tokens[shared:])])[0]
-        self.prompt_s = self._clock() - began if len(tokens) - shared >= _PROMPT_TOKENS else 0.0
+        self.prompt_s = time.perf_counter() - began if len(tokens) - shared >= _PROMPT_TOKENS else 0.0
         self._held = tokens[:]
         # 2. Its own likeliest tokens, one after the other; the last is not computed.
         drafted = [int(logits.argmax())]

@@ -9,7 +9,7 @@ import contextlib
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -74,26 +74,22 @@ class SpeculationStats:
 class Speculation:
     """Who drafts for a model, and what that was worth. All sessions of the model may share it, one at a time."""
 
-    def __init__(self, drafter: Drafter, most: int, *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, drafter: Drafter, most: int) -> None:
         """`most`: drafted tokens of a pass (`Model.most_drafted`)."""
-        self._drafter, self._clock = drafter, clock
+        self._drafter = drafter
         self.gate = DepthGate(most, drafter.priors)
         self.stats = SpeculationStats()
 
     def draft(self, tokens: "array[int]", most: int) -> tuple[int, list[int], float]:
         """(kind, ids, seconds) of what to verify behind the last of `tokens`; no ids where none pay."""
-        began = self._clock()
+        began = time.perf_counter()
         kind, available = self._drafter.look(tokens, min(most, self.gate.most)) if most > 0 else (0, 0)
         depth = self.gate.choose(kind, available)
         if not depth:
             self.stats.declined += available > 0
             return kind, [], 0.0
         drafted = self._drafter.draft(tokens, depth)
-        return kind, drafted, max(0.0, self._clock() - began - self._drafter.prompt_s)
-
-    def timed(self) -> float:
-        """Now, in seconds."""
-        return self._clock()
+        return kind, drafted, max(0.0, time.perf_counter() - began - self._drafter.prompt_s)
 
     def passed(self, width: int, seconds: float, drafting_s: float) -> None:
         """A pass over `width` tokens, all but one drafted."""
@@ -171,9 +167,9 @@ class Decoding:
 
     def _verify(self, speculation: Speculation, token_id: int, most: int) -> NDArray[np.float32]:
         kind, drafted, drafting_s = speculation.draft(self._tokens, most)
-        self._kind, began = kind, speculation.timed()
+        self._kind, began = kind, time.perf_counter()
         logits = self._compute(token_id, drafted)
-        speculation.passed(self._width, speculation.timed() - began, drafting_s)
+        speculation.passed(self._width, time.perf_counter() - began, drafting_s)
         return logits
 
     def _compute(self, token_id: int, drafted: list[int]) -> NDArray[np.float32]:

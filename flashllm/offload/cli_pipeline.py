@@ -72,21 +72,15 @@ def open_pipeline(
     ring: "Ring", model: "ModelText", launch: "Launch", options: "LaunchOptions", sizes: "Sequence[Size]"
 ) -> "PipelineRunner":
     """The model over the ring, its layers split for sequences of these sizes. Errors as `PipelineRunner`."""
-    from flashllm.offload.launch import run_options
+    from flashllm.offload.launch import run_options, workload_of
     from flashllm.offload.pipeline.stage_runner import PipelineRunner
-    from flashllm.offload.policy import Workload
     from flashllm.offload.stages import split_model
-
-    workload = Workload(
-        prompt_len=max(prompt for prompt, _ in sizes),
-        gen_len=max(positions + 1 - prompt for prompt, positions in sizes),
-    )
 
     return PipelineRunner(
         ring,
         model.path,
         launch.policy,
-        split_model(model.shape, ring.place.world, workload),
+        split_model(model.shape, ring.place.world, workload_of(sizes, max)),
         fingerprint=model.fingerprint,
         memory=launch.methods.memory,
         scratch=options.scratch_folder,

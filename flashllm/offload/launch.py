@@ -209,7 +209,7 @@ class _Job:
         self, model: Path, shape: ModelShape, sizes: Sequence[Size], options: LaunchOptions, launch: "Launch"
     ) -> None:
         self._model, self._shape, self._sizes, self._options, self._launch = model, shape, sizes, options, launch
-        self._longest = _workload(sizes, max)
+        self._longest = workload_of(sizes, max)
 
     def given(self) -> "Launch":
         """With the policy that was given, as far as options do not say otherwise. A block that is too large is refused:
@@ -225,7 +225,7 @@ class _Job:
 
     def planned(self) -> "Launch":
         """With the best of the policies for the longest sequences and for middling ones, by the time of all blocks."""
-        middling = _workload(self._sizes, lambda values: -(-sum(values) // len(values)))
+        middling = workload_of(self._sizes, lambda values: -(-sum(values) // len(values)))
         best: tuple[float, Launch] | None = None
         refused: BudgetError | None = None
         for workload in dict.fromkeys((self._longest, middling)):
@@ -235,7 +235,7 @@ class _Job:
                 refused = refused or error
                 continue
             for launch in launches:
-                blocks = [(len(block), _workload(block, max)) for block in _blocks(self._sizes, launch.blocks)]
+                blocks = [(len(block), workload_of(block, max)) for block in _blocks(self._sizes, launch.blocks)]
                 predicted = predict_job(self._shape, launch.methods, launch.policy, blocks)
                 seconds = predicted["prefill_s"] + predicted["decode_s"]
                 if best is None or seconds < best[0]:
@@ -327,7 +327,7 @@ class _Job:
             )
 
 
-def _workload(sizes: Sequence[Size], of: Callable[[list[int]], int]) -> Workload:
+def workload_of(sizes: Sequence[Size], of: Callable[[list[int]], int]) -> Workload:
     """One size of prompts for many: the maximum, or a mean."""
     prompts, answers = [prompt for prompt, _ in sizes], [positions + 1 - prompt for prompt, positions in sizes]
     return Workload(prompt_len=of(prompts), gen_len=of(answers))

@@ -36,20 +36,18 @@ def whole(layers: int) -> Stage:
     return Stage(first=0, end=layers, layers=layers)
 
 
-def split(layers: int, stages: int, *, embedding: float = 0.0, head: float = 0.0) -> tuple[Stage, ...]:
-    """The stages of which the slowest is as fast as can be: all layers cost the same, 1.
+def split(layers: int, stages: int, *, head: float = 0.0) -> tuple[Stage, ...]:
+    """The stages of which the slowest is as fast as can be: all layers cost the same, 1, and the last stage has the
+    head, too.
 
-    `embedding` and `head` are what these cost the first and the last stage. Of equal splits it is the one with more
-    layers in earlier stages. UsageError where there are fewer layers than stages.
+    Of equal splits it is the one with more layers in earlier stages. UsageError where there are fewer layers than
+    stages.
     """
     if stages < 1:
         raise UsageError(f"a pipeline has at least one stage, not {stages}")
     if stages > layers:
         raise UsageError(f"{layers} layers cannot be split among {stages} processes; start at most {layers}")
-    counts = [1] * stages
-    extra = [0.0] * stages
-    extra[0] += embedding
-    extra[-1] += head
+    counts, extra = [1] * stages, [*[0.0] * (stages - 1), head]
     for _ in range(layers - stages):  # one more to whoever has the least: optimal, as every layer costs the same
         counts[min(range(stages), key=lambda stage: counts[stage] + extra[stage])] += 1
     ends = [sum(counts[: stage + 1]) for stage in range(stages)]

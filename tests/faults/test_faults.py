@@ -25,9 +25,9 @@ def run(script, *arguments):
 
 @needs_a_shim
 def test_a_sample_of_faults():
-    summary = run("harness.py", "--sample", "8")
+    summary = run("harness.py", "--sample", "5")
     operations = ("convert", "generate", "verify", "offload", "offload run", "train", "serve")
-    assert summary["trials"] == 8 * len(operations)
+    assert summary["trials"] == 5 * len(operations)
     for operation in operations:
         met = {verdict for name, _, verdict, _ in summary["table"] if name == operation}
         assert met <= {"right", "error", "other"}
@@ -48,13 +48,13 @@ def test_random_reads_with_random_faults():
 
 @needs_a_shim
 def test_a_sample_of_deaths():
-    table = run("kills.py", "--sample", "2")["table"]
-    assert sum(row["tried"] for row in table) == 24
+    table = run("kills.py", "--sample", "1")["table"]
+    assert sum(row["tried"] for row in table) == 12
     assert sum(row["changes_lost"] for row in table) > 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_a_sample_of_mutations():
-    table = run("mutations.py", "--each", "20", "--command", "10")["table"]
-    assert sum(row["tried"] for row in table) >= 30 * 20 + 10
-    assert sum(row.get("refused", 0) for row in table) > 250
+    table = run("mutations.py", "--each", "8", "--command", "5")["table"]
+    assert sum(row["tried"] for row in table) >= 30 * 8 + 5
+    assert sum(row.get("refused", 0) for row in table) > 100

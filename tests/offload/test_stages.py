@@ -20,19 +20,18 @@ def test_equal_layers_are_split_equally():
 
 def test_the_head_is_paid_in_layers():
     assert [stage.num_layers for stage in split(12, 4, head=3)] == [4, 4, 3, 1]
-    assert [stage.num_layers for stage in split(4, 2, embedding=2)] == [1, 3]
 
 
-@given(st.integers(1, 40), st.integers(1, 8), st.floats(0, 10), st.floats(0, 10))
-def test_no_layer_could_move_for_the_better(layers, stages, embedding, head):
+@given(st.integers(1, 40), st.integers(1, 8), st.floats(0, 10))
+def test_no_layer_could_move_for_the_better(layers, stages, head):
     if stages > layers:
         with pytest.raises(UsageError, match="split among"):
             split(layers, stages)
         return
-    parts = split(layers, stages, embedding=embedding, head=head)
+    parts = split(layers, stages, head=head)
     assert [part.first for part in parts] == [0, *(part.end for part in parts[:-1])]
     assert parts[-1].is_last
-    costs = [part.num_layers + embedding * part.is_first + head * part.is_last for part in parts]
+    costs = [part.num_layers + head * part.is_last for part in parts]
     slowest = costs.index(max(costs))
     if parts[slowest].num_layers > 1:
         assert max(costs) <= min(costs) + 1 + 1e-9

@@ -52,29 +52,20 @@ class Message:
 class Wire:
     """A group of the two ends of a link, this one being 0, which sends, or 1, which receives.
 
-    All goes over gloo, from and to this machine's memory; where `device` is a GPU, data goes over NCCL through it (that
-    has not been run: it takes a machine with two GPUs). Gloo neither encrypts nor asks who connects.
+    All goes over gloo, from and to this machine's memory, which neither encrypts nor asks who connects.
     """
 
-    def __init__(
-        self, store: Any, name: str, end: int, *, address: str, connect_s: float, timeout_s: float, device: str
-    ) -> None:
+    def __init__(self, store: Any, name: str, end: int, *, address: str, connect_s: float, timeout_s: float) -> None:
         """Listens at `address`; `store` is torch's, by which the ends find each other.
 
         PeerLost where the other end does not come within `connect_s` seconds.
         """
         self._timeout, self._other = timedelta(seconds=timeout_s), 1 - end
-        self._device = torch.device(device)
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=connect_s)
         try:
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
             self._gloo = dist.ProcessGroupGloo(dist.PrefixStore(name, store), end, 2, options)
-            self._nccl = None
-            if self._device.type == "cuda":
-                nccl = dist.ProcessGroupNCCL.Options()
-                nccl._timeout = self._timeout
-                self._nccl = dist.ProcessGroupNCCL(dist.PrefixStore(f"{name} nccl", store), end, 2, nccl)
         except RuntimeError as error:
             raise PeerLost(
                 f"link {name} of the pipeline could not be made at {address} within {connect_s:g} s: {_reason(error)}; "
@@ -85,14 +76,9 @@ class Wire:
         """RuntimeError, torch's, where the other end is gone or takes nothing for the time-out."""
         numbers, data = np.ascontiguousarray(message.numbers), message.data
         header = np.array([message.kind, message.batch, message.token, len(numbers), data.nbytes], np.int64)
-        for part in (header, numbers):
+        for part in (header, numbers, data):
             if part.nbytes:
                 self._gloo.send([torch.from_numpy(part)], self._other, _TAG).wait(self._timeout)
-        if data.nbytes and self._nccl is not None:
-            self._nccl.send([torch.from_numpy(data).to(self._device)], self._other, _TAG).wait(self._timeout)
-            torch.cuda.synchronize(self._device)
-        elif data.nbytes:
-            self._gloo.send([torch.from_numpy(data)], self._other, _TAG).wait(self._timeout)
 
     def receive(self) -> Message:
         """RuntimeError as `send`; ValueError for what is no message."""
@@ -102,13 +88,8 @@ class Wire:
         if not (0 <= count <= _MAX_NBYTES // 8 and 0 <= nbytes <= _MAX_NBYTES):
             raise ValueError("a message that no process of this version sends")
         numbers, data = np.empty(count, np.int64), np.empty(nbytes, np.uint8)
-        self._fill(numbers)
-        if nbytes and self._nccl is not None:
-            there = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            self._nccl.recv([there], self._other, _TAG).wait(self._timeout)
-            torch.from_numpy(data).copy_(there)
-        else:
-            self._fill(data)
+        for part in (numbers, data):
+            self._fill(part)
         return Message(Kind(kind), batch, token, numbers, data)
 
     def _fill(self, part: Array) -> None:

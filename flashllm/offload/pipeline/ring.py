@@ -43,7 +43,6 @@ class Ring:
         address: str = LOOPBACK,
         timeout_s: float = TIMEOUT_S,
         connect_s: float = CONNECT_S,
-        device: str = "cpu",
     ) -> None:
         """Connects with the neighbours, who must do the same: `store` is where they find each other.
 
@@ -64,9 +63,7 @@ class Ring:
         ):  # in this order at every process, so that none waits in vain
             end = 0 if source == place.rank else 1
             name = f"{source} to {(source + 1) % place.world}"
-            wires[source] = Wire(
-                store, name, end, address=address, connect_s=connect_s, timeout_s=timeout_s, device=device
-            )
+            wires[source] = Wire(store, name, end, address=address, connect_s=connect_s, timeout_s=timeout_s)
         self._sender = Sender(wires[place.rank], peer=place.next, timeout_s=timeout_s, lost=self._lose)
         self._receiver = Receiver(
             wires[place.previous], peer=place.previous, timeout_s=timeout_s, got=self._got, lost=self._lose

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from flashllm.base.files import Closing
-from flashllm.errors import FlashError, PeerLost, UsageError
+from flashllm.errors import PeerLost, UsageError
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.offload.jobs import sequences as jobs
 from flashllm.offload.jobs.measures import BlockMeasure
@@ -59,7 +59,6 @@ class PipelineRunner(Closing):
         options = options or RunOptions()
         self.policy, self._ring = policy, ring
         self.stage_measures: list[StageMeasure] = []  # of the last block
-        self._stages = tuple(stages)
         ring.say(
             {
                 "word": "plan",
@@ -78,11 +77,6 @@ class PipelineRunner(Closing):
             raise
         self.notices = [*ready["notices"], *_notices(ring, self._runner)]
         self.context, self.vocab = self._runner.context, self._runner.vocab
-
-    @property
-    def block_size(self) -> int:
-        """Sequences that are in flight at once, at most, for the policy's memory to suffice."""
-        return self.policy.block_size * len(self._stages)
 
     @property
     def peak_device_nbytes(self) -> int | None:
@@ -171,10 +165,7 @@ def _open(
 def _run(
     ring: Ring, runner: Runner, sequences: Sequence[jobs.Sequence], progress: Callable[[int], None] | None
 ) -> BlockMeasure:
-    def fail(error: FlashError) -> None:
-        runner.stop(error)
-
-    ring.on_failure(fail)
+    ring.on_failure(runner.stop)
     return runner.run(sequences, progress, ring)
 
 
