@@ -34,6 +34,9 @@ _INNER_MAPS = ("$defs", "definitions", "properties", "patternProperties")
 _INNER_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _INNER = ("items", "additionalProperties", "not", "contains", "propertyNames", "if", "then", "else")
 _MARK_TOKENS = 16  # the end of reasoning is within so many
+# What eight logits lose, by the byte that says which of them may come: np.where takes two to eighteen times as long.
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_LESS = np.where(_BITS, np.float32(0), np.float32(np.inf))
 
 Kind = Literal["json", "regex", "lark"]
 _NAMES: dict[Kind, str] = {"json": "the JSON schema", "regex": "the regular expression", "lark": "the grammar"}
@@ -82,7 +85,7 @@ class Matcher:
     ) -> None:
         """`state`: of the grammar's start; None: nothing but the reasoning is bounded. `end_ids` end an answer."""
         self._state, self._reasoning, self._end_ids = state, reasoning, list(end_ids)
-        self._words = np.empty(-(-vocab // 32), np.int32)
+        self._bits = np.empty(4 * -(-vocab // 32), np.uint8)
         self._thinking = reasoning is not None and reasoning.opened
         self._may_open = reasoning is not None and not reasoning.opened and reasoning.open_id is not None
         self._thought: list[int] = []
@@ -94,7 +97,7 @@ class Matcher:
         """A matcher that goes on from here by itself."""
         other = copy.copy(self)
         other._state = None if self._state is None else self._state.deep_copy()
-        other._words, other._thought, other.forced = self._words.copy(), [*self._thought], self.forced.copy()
+        other._bits, other._thought, other.forced = self._bits.copy(), [*self._thought], self.forced.copy()
         return other
 
     def masked(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -105,14 +108,14 @@ class Matcher:
             masked = logits.copy()
             masked[self._end_ids] = -np.inf
             return masked
-        self._state.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+        self._state.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         self._check()
-        may = np.unpackbits(self._words.view(np.uint8), count=len(logits), bitorder="little").view(np.bool_)
-        if self._may_open and self._reasoning is not None:
-            may[self._reasoning.open_id] = True
-        if not may.any():
+        if self._may_open and self._reasoning is not None and self._reasoning.open_id is not None:
+            self._bits[self._reasoning.open_id >> 3] |= 1 << (self._reasoning.open_id & 7)
+        less = _LESS.take(self._bits, axis=0).reshape(-1)[: len(logits)]
+        if less.min() > 0:
             raise FormError("no token of the model goes on as the answer's form demands")
-        return np.where(may, logits, np.float32(-np.inf))
+        return np.subtract(logits, less, out=less)
 
     def accept(self, token_id: int) -> None:
         """Go on by a token that `forced` or `masked` lets come."""
