@@ -136,7 +136,7 @@ ROWS = (
         "python bench/engine/traced.py bench opt67-q4 --memory 2.4GB --report opt67-q4.md --json"),
     Row("llama-2-7b", ("peer/results/peer_opt-6.7b.json",), ("llama7b.gguf",), _both("llama7b.gguf", "7.0GB")),
     Row("llama-2-7b-in-memory", ("peer/results/peer_opt-6.7b.json",), ("llama7b.gguf",), _both("llama7b.gguf", "")),
-    Row("olmoe", ("peer/results/same_file_olmoe_q4_k_m.json",), ("olmoe.gguf",), _both("olmoe.gguf", "2.4GB")),
+    Row("olmoe", ("peer/results/report_olmoe_q4_k_m.json",), ("olmoe.gguf",), _both("olmoe.gguf", "2.4GB")),
     Row("smollm2-report", (*(f"engine/results/report_smollm2_{number}.json" for number in (1, 2)),), (),
         "flashllm bench smollm2 --memory 200MB --report smollm2.md --json"),
     Row("olmoe-report", (*(f"engine/results/report_olmoe_{number}.json" for number in (1, 2)),), ("olmoe.gguf",),

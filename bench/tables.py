@@ -68,6 +68,17 @@ class Pair(NamedTuple):
     path: str
 
 
+def _reported(model: str, path: str, memory: int | None = None) -> Pair:
+    """Warm tokens behind the first prompt: of a report, or of several limits' runs those under `memory`."""
+    document = load(path)
+    nbytes = document["file_bytes"] if memory else document["model"]["peer_file_bytes"]
+    ran: dict[str, float] = {}
+    for run in document["runs"]:
+        if memory in (None, run.get("memory")):
+            ran.setdefault(run["engine"], run["runs"][1]["token_ms"] / 1e3)
+    return Pair(model, nbytes, memory or document["memory"], ran["flashllm"], ran["llama.cpp"], path)
+
+
 def beside() -> list[Pair]:
     path = "peer/results/peer_opt-6.7b.json"
     opt = load(path)
@@ -76,16 +87,13 @@ def beside() -> list[Pair]:
     ours = theirs["token_median_s"] / paired  # of the same day; the file's own runs of flashllm are of the next
     nbytes = load("engine/results/breakdown_opt-6.7b.json")["conditions"]["model_bytes"]
     rows = [Pair("OPT-6.7B", nbytes, theirs["memory"], ours, theirs["token_median_s"], path)]
-    for name, file in (("OLMoE, Q4_K_M", "olmoe_q4_k_m"), ("gpt-oss-20b, MXFP4", "gpt-oss-20b")):
-        path = f"peer/results/same_file_{file}.json"
-        one = load(path)
-        medians = one["token_median_s"]
-        rows.append(Pair(name, one["gguf_bytes"], one["memory"], medians["flashllm"], medians["llama.cpp"], path))
-    path = "peer/results/whole_qwen3.6-35b-a3b.json"
-    whole = load(path)
-    ran = {run["engine"]: run for run in whole["runs"] if run["memory"] == 8_000_000_000}
-    ours, theirs = (ran[engine]["runs"][1]["token_ms"] / 1e3 for engine in ("flashllm", "llama.cpp"))  # warm
-    rows.append(Pair("Qwen3.6-35B-A3B, Q4_K_M", whole["file_bytes"], ran["flashllm"]["memory"], ours, theirs, path))
+    rows.append(_reported("OLMoE, Q4_K_M", "peer/results/report_olmoe_q4_k_m.json"))
+    path = "peer/results/same_file_gpt-oss-20b.json"
+    one = load(path)
+    medians = one["token_median_s"]
+    times = (medians[engine] for engine in ("flashllm", "llama.cpp"))
+    rows.append(Pair("gpt-oss-20b, MXFP4", one["gguf_bytes"], one["memory"], *times, path))
+    rows.append(_reported("Qwen3.6-35B-A3B, Q4_K_M", "peer/results/whole_qwen3.6-35b-a3b.json", 8_000_000_000))
     path = "engine/results/breakdown_qwen3_30b_a3b_8layers.json"
     qwen, ran = load(path), load(path)["conditions"]
     ours, theirs = qwen["engines"]["flashllm"]["total_ms"] / 1e3, qwen["llama_cpp_token_median_s"]
