@@ -28,7 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the best placement of weights, cache and activations, and what it costs",
         description="Searches for the offloading policy of greatest throughput and prices it. Needs no weights.",
     )
-    plan.add_argument("model", metavar="MODEL_OR_CONFIG", help="a model folder, a config.json, or opt-1.3b … opt-175b")
+    plan.add_argument(
+        "model",
+        metavar="MODEL_OR_CONFIG",
+        help="a folder, config.json or GGUF file, opt-1.3b … opt-175b, a name of `flashllm models`",
+    )
     plan.add_argument("--prompt-len", type=int, required=True, metavar="S", help="tokens of every (padded) prompt")
     plan.add_argument("--gen-len", type=int, required=True, metavar="N", help="new tokens for each prompt")
     plan.add_argument(

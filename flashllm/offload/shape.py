@@ -1,4 +1,4 @@
-"""`ModelShape`: what the planner must know of a model, from a config.json or a built-in OPT name.
+"""`ModelShape`: what the planner must know of a model, from a config or a name.
 
 It counts bytes and operations of one transformer layer; it does not know weights, devices or times.
 """
@@ -12,6 +12,9 @@ from flashllm.arch.mixers import Attention
 from flashllm.arch.registry import block_spec, resolve, spec_of
 from flashllm.arch.spec import Architecture, BlockSpec
 from flashllm.base.files import is_there, read_json_object
+from flashllm.convert.checkpoint.gguf.file import SUFFIX
+from flashllm.convert.checkpoint.opened import open_checkpoint
+from flashllm.convert.outline import find_well_known
 from flashllm.errors import FormatError, UnsupportedModelError, UsageError
 from flashllm.format.manifest import MANIFEST
 
@@ -250,28 +253,38 @@ def shape_from_config(config: dict[str, Any], *, name: str, assembled: bool = Fa
         raise UnsupportedModelError(f"{name}: cannot plan: {error}") from None
     except (FormatError, TypeError) as error:
         raise FormatError(f"{name}: {error}") from None
-    missing = next((key for key in (*_SIZES, *_FFN_SIZES) if key in spec.defaults and key not in config), None)
-    if missing is not None:
-        raise FormatError(f"{name}: config.json has no {missing!r}; is it a whole Hugging Face config?")
     if config.get("word_embed_proj_dim", block.d_model) != block.d_model:
         raise UnsupportedModelError(f"{name}: a projected embedding (opt-350m) is not planned for")
     dtype = str(config.get("dtype", config.get("torch_dtype")))
     layers, known = range(architecture.num_layers), dtype if dtype in _DTYPE_BYTES else None
-    return shape_of(architecture, block, layers, name=name, dtype=known, assembled=assembled)
+    shape = shape_of(architecture, block, layers, name=name, dtype=known, assembled=assembled)
+    missing = next((key for key in (*_SIZES, *_FFN_SIZES) if key in spec.defaults and key not in config), None)
+    if missing is not None:
+        raise FormatError(f"{name}: config.json has no {missing!r}; is it a whole Hugging Face config?")
+    return shape
 
 
 def load_shape(model: str) -> ModelShape:
-    """The shape of `model`: a built-in name (opt-1.3b … opt-175b), a folder with a config.json, or that file.
+    """The shape of `model`: a name (opt-1.3b … opt-175b, or one of `flashllm models`), a folder with a config.json,
+    that file, or a GGUF file.
 
     Raises UsageError when it is none of these, FormatError and FlashIOError when the file is damaged or cannot be read.
     """
     if model.lower() in BUILTIN:
         return BUILTIN[model.lower()]
-    path = Path(model)
+    known, path = find_well_known(model), Path(model)
+    if known is not None:
+        return shape_from_config(dict(known.config), name=known.name)
     if path.is_dir():
         path = path / "config.json"
     if not is_there(path):
-        raise UsageError(f"{model}: no such folder, config.json or built-in model ({', '.join(BUILTIN)})")
+        raise UsageError(
+            f"{model}: no such folder, config.json, GGUF file or known model: {', '.join(BUILTIN)}, or a name of "
+            "`flashllm models`"
+        )
+    if path.suffix.lower() == SUFFIX:
+        with open_checkpoint(path) as checkpoint:
+            return shape_from_config(dict(checkpoint.config), name=path.stem)
     name, assembled = path.parent.name if path.name == "config.json" else path.stem, is_assembled(path.parent)
     return shape_from_config(read_json_object(path), name=name, assembled=assembled)
 

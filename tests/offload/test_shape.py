@@ -1,8 +1,11 @@
 """`ModelShape`: sizes of the paper's models and of configs, and what is refused."""
 
+import dataclasses
 import json
 
 import pytest
+from arch_models import Variant, make_checkpoint
+from gguf_files import write_gguf
 
 from flashllm.errors import FormatError, UnsupportedModelError, UsageError
 from flashllm.offload.shape import BUILTIN, load_shape, shape_from_config
@@ -84,6 +87,17 @@ def test_impossible_configs_are_refused(change, error):
 def test_missing_size_names_its_key():
     with pytest.raises(FormatError, match="vocab_size"):
         shape_from_config({key: value for key, value in LLAMA_8B.items() if key != "vocab_size"}, name="x")
+
+
+def test_known_models_and_gguf_files_are_planned_by_what_they_say(tmp_path):
+    known = load_shape("Qwen3-30B-A3B")
+    assert (known.layers, known.experts, known.ffn_active) == (48, 128, 8 * 768)
+    with pytest.raises(UnsupportedModelError, match="state"):
+        load_shape("qwen3.6-35b-a3b")
+    folder = make_checkpoint(tmp_path / "tiny", Variant("llama", {"hidden_act": "silu"}))
+    file = write_gguf(folder, tmp_path / "tiny.gguf", tokenizer=False)
+    ours, theirs = (dataclasses.replace(load_shape(str(each)), dtype=None, dtype_bytes=2) for each in (file, folder))
+    assert ours == theirs
 
 
 def test_unknown_models_and_damaged_files(tmp_path):
