@@ -115,7 +115,7 @@ def _answer_file(args: argparse.Namespace, options: "LaunchOptions", ring: "Ring
     check_output(args.output, source=args.input, resume=args.resume)
     defaults = Defaults(max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed)
     model = ModelText.load(args.model)
-    settings = {"model": model.name, "config": model.fingerprint, **options.answers_depend_on}
+    settings = {"model": model.name, "config": model.fingerprint, **options.answers_depend_on(model.shape)}
     settings |= {"max_new": args.max_new_tokens, "temperature": args.temperature, "seed": args.seed}
     with ProgressBar("check") as bar:
         batch = BatchFile.read(

@@ -91,11 +91,11 @@ class LaunchOptions:
         """The folder of scratch files; it may not exist yet."""
         return user_cache_dir() / "scratch" if self.scratch is None else self.scratch
 
-    @property
-    def answers_depend_on(self) -> dict[str, Any]:
-        """The settings that change answers: memory, tiers, batches and threads do not."""
+    def answers_depend_on(self, shape: ModelShape) -> dict[str, Any]:
+        """The settings that change a model's answers: memory, tiers, batches and threads do not."""
+        bits = self.weight_bits if self.compress_weights else None
         return {
-            "weights": [self.weight_bits, PACKING] if self.compress_weights else None,
+            "weights": [bits, PACKING] if bits or shape.stored else None,
             "cache": ["kivi", self.cache_bits] if self.compress_cache else None,
             "sparse_attention": self.attention_sparsity,
         }
@@ -168,6 +168,8 @@ def prepare(
     if options.policy is None:
         load_search()
     accelerator = find_accelerator(options, stages=stages)
+    if accelerator is not None:  # where codes are widened
+        shape = replace(shape, stored=(), scale_bytes=0)
     gpu_memory = _device_limit(options, accelerator)  # before memory is counted, of which a GPU's context takes some
     limit, memory = memory_limits(options)
     folder = options.scratch_folder

@@ -18,7 +18,7 @@ from flashllm.generate.grammar import Grammars
 from flashllm.generate.templates.chat_template import ChatTemplate
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.offload.jobs.prompts import PromptEncoder
-from flashllm.offload.shape import ModelShape, is_assembled, shape_from_config
+from flashllm.offload.shape import ModelShape, shape_in
 from flashllm.replies.formats import find
 
 _MAX_CONFIG_NBYTES = 64 << 20
@@ -61,7 +61,7 @@ class ModelText:
             path=path,
             name=name,
             fingerprint=hashlib.sha256(raw).hexdigest()[:16],
-            shape=shape_from_config(config, name=name, assembled=is_assembled(path)),
+            shape=shape_in(path, config, name=name),
             encoder=PromptEncoder(
                 tokenizer=tokenizer,
                 template=template,

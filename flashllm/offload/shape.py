@@ -5,18 +5,23 @@ It counts bytes and operations of one transformer layer; it does not know weight
 
 import dataclasses
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from flashllm.arch.mixers import Attention
 from flashllm.arch.registry import block_spec, resolve, spec_of
 from flashllm.arch.spec import Architecture, BlockSpec
+from flashllm.base.codes.carried import SCALE_FORMS, plane_shapes
 from flashllm.base.files import is_there, read_json_object
 from flashllm.convert.checkpoint.gguf.file import SUFFIX
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.outline import find_well_known
 from flashllm.errors import FormatError, UnsupportedModelError, UsageError
-from flashllm.format.manifest import MANIFEST
+from flashllm.format.manifest import MANIFEST, Manifest
+from flashllm.format.model_files import CONFIG, resident_encoding
+from flashllm.format.safetensors import ITEMSIZES
+from flashllm.offload.planner.packing import CODES, WeightPacking
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # The paper plans every model in 16 bit, whatever dtype its config was saved in (section 3).
@@ -49,6 +54,8 @@ class ModelShape:
     gated: bool = False
     assembled: bool = False  # matrices of the FFN are nowhere in the model's files as they are
     tied: bool = True
+    stored: tuple[tuple[str, str], ...] = ()  # matrix, codes that it is in
+    scale_bytes: int = 0  # of a layer, beside codes
     dtype_bytes: int = _PLAN_DTYPE_BYTES
     dtype: str | None = dataclasses.field(default=None, compare=False)  # of the weights; rates differ by it
 
@@ -112,9 +119,24 @@ class ModelShape:
     def ffn_params(self) -> int:
         return self.hidden * self.ffn * (3 if self.gated else 2)
 
+    def packed_bytes(self, packing: WeightPacking, layer: int) -> int:
+        """Bytes of a layer's matrices as they are packed."""
+        stored, total = dict(self.stored), 0
+        for name, (rows, columns) in self.matrices.items():
+            packed = packing.of(name, layer, stored.get(name))
+            total += rows * columns * self.dtype_bytes if packed is None else packed.nbytes(rows, columns)
+        return total
+
     @property
     def layer_bytes(self) -> int:
-        return self.layer_params * self.dtype_bytes
+        """Bytes of a layer's matrices as the model has them."""
+        return self.packed_bytes(WeightPacking(bits=None, layers=self.layers, shares_keys=False), 0)
+
+    @property
+    def wide_bytes(self) -> int:
+        """Of those that are not in codes."""
+        stored = dict(self.stored)
+        return sum(prod(size) * self.dtype_bytes for name, size in self.matrices.items() if name not in stored)
 
     @property
     def head_bytes(self) -> int:
@@ -276,7 +298,7 @@ def load_shape(model: str) -> ModelShape:
     if known is not None:
         return shape_from_config(dict(known.config), name=known.name)
     if path.is_dir():
-        path = path / "config.json"
+        path = path / CONFIG
     if not is_there(path):
         raise UsageError(
             f"{model}: no such folder, config.json, GGUF file or known model: {', '.join(BUILTIN)}, or a name of "
@@ -285,8 +307,34 @@ def load_shape(model: str) -> ModelShape:
     if path.suffix.lower() == SUFFIX:
         with open_checkpoint(path) as checkpoint:
             return shape_from_config(dict(checkpoint.config), name=path.stem)
-    name, assembled = path.parent.name if path.name == "config.json" else path.stem, is_assembled(path.parent)
-    return shape_from_config(read_json_object(path), name=name, assembled=assembled)
+    name = path.parent.name if path.name == CONFIG else path.stem
+    return shape_in(path.parent, read_json_object(path), name=name)
+
+
+def shape_in(folder: Path, config: dict[str, Any], *, name: str) -> ModelShape:
+    """The shape of the model in a folder, with the codes that a model directory has its matrices in."""
+    assembled = is_assembled(folder)
+    shape = shape_from_config(config, name=name, assembled=assembled)
+    if not assembled:
+        return shape
+    manifest = Manifest.load(folder, check_files=False)
+    encodings = {}
+    for matrix in shape.matrices:
+        if matrix in manifest.rows.matrices:
+            encodings[matrix] = manifest.rows.encoding_of(matrix).name
+        else:
+            tensor, rows = f"layers.0.{matrix}.weight", manifest.rows.encoding
+            stored = resident_encoding(
+                tensor, manifest.dtype, manifest.resident_encoding, rows, manifest.other_encodings
+            )
+            encodings[matrix] = stored.name
+    scales = 0
+    if manifest.rows.has_plane:
+        parts = plane_shapes(SCALE_FORMS[manifest.down_scales[0]], shape.largest.ffn, shape.hidden).values()
+        scales = sum(prod(size) * ITEMSIZES[dtype] for dtype, size in parts)
+    return dataclasses.replace(
+        shape, stored=tuple((name, one) for name, one in encodings.items() if one in CODES), scale_bytes=scales
+    )
 
 
 def is_assembled(folder: Path) -> bool:

@@ -1,5 +1,6 @@
 """Quantised GGUF files keep their bits: every weight is the file's, and so are logits and tokens."""
 
+import itertools
 import json
 import re
 
@@ -9,8 +10,10 @@ import torch
 from arch_models import Variant, make_checkpoint
 from arch_reference import ReferenceDecoder
 from gguf_files import write_gguf
+from offload_runs import DEVICE, DISK, MIXED, answers, policy
 from safetensors.torch import save_file
 
+from flashllm import _core
 from flashllm.base.codes.carried import PACKED_AS
 from flashllm.cli import main
 from flashllm.config import Ablation, RunConfig
@@ -22,7 +25,10 @@ from flashllm.format.install import change_manifest
 from flashllm.format.manifest import MANIFEST, Manifest
 from flashllm.format.report.inspect import format_inspection, inspect
 from flashllm.format.report.verify import verify
+from flashllm.offload.runtime.host_ops import HostOps
 from flashllm.offload.runtime.tiers.source import open_weights
+from flashllm.offload.runtime.tiers.weight_plan import plan_weights
+from flashllm.offload.runtime.tiers.weights import WeightStore
 
 ENCODED_AS = {
     "Q8_0": "int8_32",
@@ -105,6 +111,11 @@ def make(root, kind, model_type="llama"):
     return path, source
 
 
+def fresh(folder):
+    folder.mkdir()
+    return folder
+
+
 def logits_of(directory, mode, **config):
     """With activations in fp32: 8 bits would hide what the weights are."""
     change_manifest(directory, activations=None)
@@ -129,6 +140,61 @@ def test_every_weight_and_every_logit_is_the_files(tmp_path, kind):
             expected.read({tensor: two})
             np.testing.assert_array_equal(one, two, err_msg=tensor)
     np.testing.assert_array_equal(logits_of(tmp_path / "kept", "dense"), logits_of(tmp_path / "wide", "dense"))
+
+
+def attend_queries(first, projected, out):
+    """In the place of attention: what it gives are the queries."""
+    out[:] = projected.queries[:, : out.shape[1]]
+
+
+def layers_of(directory, x, first=0):
+    """What the throughput engine's layers make of states x, as a prompt and as tokens; the bytes of its matrices."""
+    pool, found = _core.ThreadPool(2), []
+    with open_weights(directory) as source:
+        plan = plan_weights(source, policy())
+        ops = HostOps(source.block, source.dtype.name, pool)
+        with WeightStore(source, plan, pool=pool) as store:
+            for layer, decoding in itertools.product(range(source.num_layers), (False, True)):
+                states = x.copy()
+
+                ops.layer(
+                    layer,
+                    store.layer(layer, 0),
+                    states,
+                    np.arange(first, first + len(x)),
+                    attend_queries,
+                    decoding=decoding,
+                )
+                found.append(states)
+    matrices = [one for bundle in plan.bundles[:-1] for one in bundle.tensors.values()]
+    return np.array(found), sum(one.nbytes for one in matrices)
+
+
+@pytest.mark.parametrize(
+    ("kind", "model_type"),
+    [*((kind, "llama") for kind in ("Q8_0", "Q4_0", "Q5_1", "Q2_K", "Q3_K", "IQ4_XS", "TQ2_0", mixed)),
+     ("Q4_K", "olmoe"), (mixed, "qwen2_moe"), (experts_alone, "gpt_oss")],
+)  # fmt: skip
+def test_the_throughput_engine_multiplies_them_as_they_are(tmp_path, kind, model_type):
+    path, folder = make(tmp_path, kind, model_type)
+    convert(path, tmp_path / "kept", dtype="float32", keep=True)
+    convert(folder, tmp_path / "wide")
+    x = np.random.default_rng(0).standard_normal((40, WIDE["hidden_size"]), np.float32)
+    (kept, small), (wide, large) = (layers_of(tmp_path / each, x) for each in ("kept", "wide"))
+    assert small < 0.3 * large
+    changed = wide - x
+    error = np.linalg.norm(kept - wide, axis=(1, 2)) / np.linalg.norm(changed, axis=(1, 2))
+    assert error.max() < 0.02, error  # inputs in codes of 8 bits
+    for first, count in ((0, 1), (7, 2)):  # whatever is computed beside them
+        rows = slice(first, first + count)
+        alone, _ = layers_of(tmp_path / "kept", x[rows], first)
+        np.testing.assert_array_equal(alone[1::2], kept[1::2, rows])
+    ids = [list(range(4, 4 + count)) for count in (1, 7, 65)]
+    told = [
+        answers(tmp_path / "kept", ids, fresh(tmp_path / str(place)), policy(weights=place), new=5)
+        for place in (DEVICE, DISK, MIXED)
+    ]
+    assert told[0] == told[1] == told[2]
 
 
 @pytest.mark.parametrize("kind", ["Q2_K", "Q6_K", "TQ2_0"])

@@ -14,6 +14,7 @@ from offload_host import GB, HOST, PLACES, RATE, policy_of
 from tiny_models import make_tiny_opt
 
 from flashllm import _core
+from flashllm.convert.run import convert
 from flashllm.errors import BudgetError
 from flashllm.offload.planner import host_peaks
 from flashllm.offload.planner.host_costs import HostCostModel, cost_model
@@ -63,6 +64,14 @@ def mixed(tmp_path_factory):
     return folder, load_shape(str(folder))
 
 
+@pytest.fixture(scope="module")
+def coded(mixture, tmp_path_factory):
+    """The mixture as a model directory in 4 bits."""
+    folder = tmp_path_factory.mktemp("coded") / "model"
+    convert(mixture[0], folder, encoding="int4_32", resident_encoding="int4_32")
+    return folder, load_shape(str(folder))
+
+
 def host(shape, policy, work=WORK, hardware=HOST):
     model = cost_model(shape, hardware, work, policy)
     assert isinstance(model, HostCostModel)
@@ -71,7 +80,7 @@ def host(shape, policy, work=WORK, hardware=HOST):
 
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("compress", [False, True])
-@pytest.mark.parametrize("kind", ["model", "mixture", "mixed"])
+@pytest.mark.parametrize("kind", ["model", "mixture", "mixed", "coded"])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_weights_take_what_the_store_plans(request, kind, where, compress, overlap):
     folder, shape = request.getfixturevalue(kind)

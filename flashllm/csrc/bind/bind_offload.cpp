@@ -111,7 +111,10 @@ class PyBatchModel {
     neurons.down_by_inputs = down_by_inputs;
     neurons.down = down_by_inputs ? from.linear("down", count, width) : from.linear("down", width, count);
     neurons.down.bias = from.floats("ffn.down_bias", width);
+    if (has_plane(neurons.down.codec)) neurons.plane = from.plane("down.", count, width);
     weights.router = read_router(from, "", weights.block.spec.experts, width);
+    require(down_by_inputs || !has_plane(neurons.down.codec),
+            "columns with scales apart are an input's each");
     require(weights.router == nullptr || down_by_inputs || !is_coded(neurons.down.codec),
             "the columns of an expert cannot be taken out of rows of codes");
     check_block(of_.model, weights.block);

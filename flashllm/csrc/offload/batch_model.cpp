@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "ffn/token_ffn.h"
+
 namespace flashllm {
 
 namespace {
@@ -59,8 +61,25 @@ void LentFfn::compute(const LentNeurons& of, const float* x, std::size_t count, 
     });
   arithmetic_.round(up_.data(), count * neurons);
   arithmetic_.take_inputs(up_.data(), count, neurons, many, of.first);
+  if (of.plane.is_there()) return add_columns_of(of, count, y);
   of.down_by_inputs ? arithmetic_.project_by_columns(of.down, count, y)
                     : arithmetic_.project(of.down, count, y);
+}
+
+// y = what the neurons' columns are worth, whose scales lie apart, times up_
+void LentFfn::add_columns_of(const LentNeurons& of, std::size_t count, float* y) {
+  const RowMatrix& down = of.down;
+  RowFormat format;
+  format.down_codec = down.codec;
+  format.stride = static_cast<std::uint32_t>(down.stride);
+  format.d_model = static_cast<std::uint32_t>(down.columns);
+  format.inputs = of.up.inputs;
+  std::fill_n(y, count * down.columns, 0.0F);
+  add_columns(format, down.data, down.rows, static_cast<std::int32_t>(of.first), &of.plane,
+              {up_.data(), down.rows, 1}, count, y, arithmetic_.pool(), arithmetic_.level());
+  if (down.bias != nullptr)
+    for (std::size_t i = 0; i < count * down.columns; ++i) y[i] += down.bias[i % down.columns];
+  arithmetic_.round(y, count * down.columns);
 }
 
 // up_ = activation(up_), or activation(gate_) * up_, where the activation is rounded before the product.

@@ -16,6 +16,7 @@
 #include "model/ends.h"
 #include "model/layer.h"
 #include "model/spec.h"
+#include "planes/scale_planes.h"
 
 namespace flashllm {
 
@@ -23,6 +24,7 @@ namespace flashllm {
 struct LentNeurons {
   RowMatrix up, gate, down;     // the gate has no data where there is none
   bool down_by_inputs = false;  // as linear_by_columns has it
+  ScalePlane plane;             // of the layer's down columns, where their scales lie apart
   std::ptrdiff_t first = 0;     // of the layer's neurons
 
   // `count` neurons from `first` on, without what `down` adds of its own.
@@ -46,6 +48,7 @@ class LentFfn final : public FfnPart {
 
  private:
   void compute(const LentNeurons& neurons, const float* x, std::size_t count, bool many, float* y);
+  void add_columns_of(const LentNeurons& neurons, std::size_t count, float* y);
   void activate(std::size_t n, bool gated);
   void run_experts(const FfnTurn& turn);
 

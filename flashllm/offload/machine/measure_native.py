@@ -182,7 +182,7 @@ class NativeProbe:
         array = np.repeat(self._random(1, columns), rows, axis=0)  # alike: making them takes longer than timing
         if bits is None:
             return Matrix.of(array)
-        packing = WeightPacking(bits=bits, layers=1, shares_keys=False).of(name, -1)
+        packing = WeightPacking(bits=bits, layers=1, shares_keys=False).made(name, -1, bits)
         packed = _core.allocate(packing.nbytes(rows, columns))
         pack(array, self.dtype, packing, packed, self.pool)
         return Matrix(packed, rows, columns, packing)

@@ -46,11 +46,9 @@ class HostCostModel(CostModel):
         return self._layer_bytes(self.shape, late=True) - self._layer_bytes(self.shape, late=False)
 
     def _layer_bytes(self, shape: ModelShape, *, late: bool) -> float:
-        if not self.method.compress_weights:
-            return shape.layer_bytes
-        packing = WeightPacking(bits=self.weight_bits, layers=shape.layers, shares_keys=shape.kv_heads < shape.heads)
-        layer = shape.layers - 1 if late else -1  # before the first, none is late
-        return sum(packing.of(name, layer).nbytes(*size) for name, size in shape.matrices.items())
+        bits = self.weight_bits if self.method.compress_weights else None
+        packing = WeightPacking(bits=bits, layers=shape.layers, shares_keys=shape.kv_heads < shape.heads)
+        return shape.packed_bytes(packing, shape.layers - 1 if late else -1)  # before the first, none is late
 
     @property
     def head_bytes(self) -> float:
@@ -98,7 +96,7 @@ class HostCostModel(CostModel):
         """Seconds that a batch's rows take in a layer, but for attention."""
         shape = self.shape
         values = 10 * shape.hidden + 6 * shape.query_dim + 10 * shape.kv_dim + (2 + shape.gated) * shape.ffn_active
-        packed = self.method.compress_weights
+        packed = self.method.compress_weights or bool(shape.stored)
         # An expert is multiplied by the tokens that go to it; those that no token goes to are not.
         used = shape.ffn_active / shape.ffn
         touched = 1 - (1 - used) ** rows

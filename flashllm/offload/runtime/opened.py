@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 
 from flashllm import _core
 from flashllm.base.files import Closing
+from flashllm.base.group_codes import GROUP_CODES
 from flashllm.base.machine import num_cores
 from flashllm.base.units import format_size
 from flashllm.errors import BudgetError
+from flashllm.offload.planner.packing import CODES
 from flashllm.offload.policy import Policy
 from flashllm.offload.runtime.device_tier import HostTier, Need, Sizes
 from flashllm.offload.runtime.host_ops import batch_attention
@@ -37,7 +39,8 @@ class OpenModel(Closing):
         self.policy, self.options, self.memory = policy, options, memory
         self.pool = _core.ThreadPool(options.threads or num_cores())
         with ExitStack() as parts:
-            self.source = parts.enter_context(open_weights(model, stage))
+            codes = CODES if options.accelerator is None else GROUP_CODES if policy.compress_weights else ()
+            self.source = parts.enter_context(open_weights(model, stage, codes=codes))
             self.block = self.source.block
             dtype = self.source.dtype.name
             cache_bits = options.cache_bits if policy.compress_cache else 0

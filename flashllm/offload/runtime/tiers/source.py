@@ -8,7 +8,7 @@ Of a stage of a pipeline only its own tensors are there, and its layers are numb
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from flashllm.arch.registry import block_spec, bundle_names, claims, complete_config, resident_shapes, resolve
 from flashllm.arch.spec import Architecture, BlockSpec
 from flashllm.arch.tensors import Shape, is_wide
+from flashllm.base.codes.carried import PLANE_CODES
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, WeightDtype, cast
 from flashllm.base.files import Closing, drop_page_cache
-from flashllm.base.group_codes import GROUP_CODES
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.checkpoint.pieces import read_rows
 from flashllm.convert.checkpoint.source import Checkpoint
@@ -31,9 +31,10 @@ from flashllm.convert.plan import checked_tensors
 from flashllm.errors import ChecksumError, UnsupportedModelError
 from flashllm.format.manifest import MANIFEST
 from flashllm.format.model_dir import ModelDir, read_plane
-from flashllm.format.model_files import FFN, RESIDENT, checksums_tensor, ffn_tensor, resident_encoding
+from flashllm.format.model_files import FFN, RESIDENT, checksums_tensor, ffn_tensor, plane_tensors, resident_encoding
 from flashllm.format.rows import RowEncoding, row_checksums, unpack_rows, widened
 from flashllm.format.safetensors import SafetensorsFile, TensorInfo, open_safetensors
+from flashllm.offload.planner.packing import CODES
 from flashllm.offload.shape import ModelShape, check_mixers, is_assembled, shape_of
 from flashllm.offload.stages import Stage, whole
 
@@ -55,8 +56,11 @@ class Extent:
 class WeightSource(ABC, Closing):
     """An open model. A context manager; tensors are in `dtype.storage` (bfloat16: its bits, uint16)."""
 
-    def __init__(self, path: Path, config: Mapping[str, Any], dtype: WeightDtype, stage: Stage | None) -> None:
+    def __init__(
+        self, path: Path, config: Mapping[str, Any], dtype: WeightDtype, stage: Stage | None, codes: Collection[str]
+    ) -> None:
         self.path = path
+        self._codes = codes
         self.config = complete_config(config)
         self.block: BlockSpec = block_spec(config)
         check_mixers(self.block, str(path))
@@ -102,8 +106,18 @@ class WeightSource(ABC, Closing):
         return self._extent(self._model_names[name])
 
     def encoding(self, name: str) -> str | None:
-        """The codes in groups (base/group_codes.py) that a layer's matrix is stored in; None for another."""
-        return self._encoding(self._model_names[name])
+        """The codes that a layer's matrix is stored in, and may stay in; None for another."""
+        code = self._encoding(self._model_names[name])
+        return code if code in self._codes else None
+
+    def plane_nbytes(self, layer: int) -> int:
+        """Bytes of `plane`."""
+        has_plane = self.encoding(matrix_name(layer, "down")) in PLANE_CODES
+        return self._plane_nbytes(self.stage.first + layer) if has_plane else 0
+
+    def plane(self, layer: int) -> Mapping[str, Array]:
+        """The scales of a layer's down columns that lie beside their codes, by name; none of others."""
+        return self._plane(self.stage.first + layer) if self.plane_nbytes(layer) else {}
 
     def read(self, targets: Mapping[str, Array]) -> None:
         """Fill contiguous arrays of the storage of `read_dtype` with the tensors of these names, which are of one layer
@@ -122,6 +136,14 @@ class WeightSource(ABC, Closing):
     def _encoding(self, _name: str) -> str | None:
         """`encoding`, by the name in the whole model."""
         return None
+
+    def _plane_nbytes(self, _layer: int) -> int:
+        """Of a layer of the whole model."""
+        return 0
+
+    def _plane(self, _layer: int) -> Mapping[str, Array]:
+        """`plane`, of a layer of the whole model."""
+        return {}
 
     @abstractmethod
     def _read(self, targets: Mapping[str, Array]) -> None:
@@ -167,13 +189,16 @@ def _stage_name(name: str, stage: Stage, *, tied: bool) -> str | None:
     return name if stage.is_first else None
 
 
-def open_weights(path: Path, stage: Stage | None = None) -> WeightSource:
+def open_weights(path: Path, stage: Stage | None = None, *, codes: Collection[str] = tuple(CODES)) -> WeightSource:
     """The model in the folder `path`, or a stage of it: a flashllm directory, or a Hugging Face safetensors folder.
 
-    UsageError where it is neither, FormatError where it is damaged, UnsupportedModelError for what `arch` lacks.
+    `codes`: that its matrices may stay in; those in others are read in the model's dtype. UsageError where it is
+    neither, FormatError where it is damaged, UnsupportedModelError for what `arch` lacks.
     """
     path = Path(path)
-    return _ModelDirWeights(path, stage) if (path / MANIFEST).exists() else _CheckpointWeights(path, stage)
+    if (path / MANIFEST).exists():
+        return _ModelDirWeights(path, stage, codes)
+    return _CheckpointWeights(path, stage)
 
 
 class _CheckpointWeights(WeightSource):
@@ -189,7 +214,7 @@ class _CheckpointWeights(WeightSource):
                 if checkpoint.tensors[name].dtype not in WEIGHT_DTYPE_BY_CODE:
                     found, known = checkpoint.tensors[name].dtype, ", ".join(WEIGHT_DTYPE_BY_CODE)
                     raise UnsupportedModelError(f"{checkpoint.where(name)}: has dtype {found}; supported: {known}")
-            super().__init__(path, checkpoint.config, self._dtype_of("embedding.weight"), stage)
+            super().__init__(path, checkpoint.config, self._dtype_of("embedding.weight"), stage, ())
             self._files = stack.pop_all()
 
     def _info(self, name: str) -> TensorInfo:
@@ -246,7 +271,7 @@ class _CheckpointWeights(WeightSource):
 class _ModelDirWeights(WeightSource):
     """A model directory: matrices of the FFN are put together from the neurons' rows, whose checksums are compared."""
 
-    def __init__(self, path: Path, stage: Stage | None) -> None:
+    def __init__(self, path: Path, stage: Stage | None, codes: Collection[str]) -> None:
         model = ModelDir.open(path)
         if model.manifest.sparsity is not None:
             raise UnsupportedModelError(
@@ -258,7 +283,7 @@ class _ModelDirWeights(WeightSource):
                 f"{path}: its experts lie in {model.manifest.in_place.files[0].path}, where this engine does not read "
                 "them; give it that file"
             )
-        super().__init__(path, model.config, model.dtype, stage)
+        super().__init__(path, model.config, model.dtype, stage, codes)
         self._manifest = model.manifest
         with ExitStack() as stack:
             self._resident: SafetensorsFile = stack.enter_context(open_safetensors(path / RESIDENT))
@@ -274,7 +299,15 @@ class _ModelDirWeights(WeightSource):
     def _encoding(self, name: str) -> str | None:
         info = self._resident.header.tensors.get(name)
         stored = self._manifest.rows.encoding_of(name.split(".")[2]) if info is None else self._of_resident(info)
-        return stored.name if stored.name in GROUP_CODES else None
+        return stored.name
+
+    def _plane_nbytes(self, layer: int) -> int:
+        described = plane_tensors(layer, self._manifest.down_scales[layer], self._manifest.layout(layer))
+        return sum(self._resident.header.tensors[name].nbytes for name in described)
+
+    def _plane(self, layer: int) -> Mapping[str, Array]:
+        plane = read_plane(self.path, self._manifest, layer)
+        return {} if plane is None else plane.arrays
 
     def _of_resident(self, info: TensorInfo) -> RowEncoding:
         manifest = self._manifest

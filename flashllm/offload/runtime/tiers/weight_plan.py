@@ -1,8 +1,9 @@
 """Which tier each weight lives on, and how many bytes that takes: known before anything is allocated or read.
 
 Each matrix of a layer is whole on one tier, the same in all layers. Those of the disk lie in the model's own file where
-its bytes are the matrix, else in a scratch file. Norms, biases, positions and narrow embeddings' projections are always
-the device's. The embedding and the head stay in 16 bits: gathered rows and a few per cent of the bytes.
+its bytes are the matrix, else in a scratch file. Norms, biases, positions, scales that lie beside codes and narrow
+embeddings' projections are always the device's. The embedding and the head stay in 16 bits: gathered rows and a few
+per cent of the bytes.
 """
 
 from collections.abc import Mapping
@@ -10,7 +11,6 @@ from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 
-from flashllm.base.group_codes import GROUP_CODES
 from flashllm.errors import UsageError
 from flashllm.offload.planner.packing import PACKED_BITS, Packing, WeightPacking
 from flashllm.offload.policy import Policy
@@ -122,7 +122,9 @@ def plan_weights(
     *,
     bits: int | None = None,
 ) -> WeightPlan:
-    """Give each tensor of the model a place under `policy`, its layers' matrices in `bits` bits (None: as they are).
+    """Give each tensor of the model a place under `policy`, its layers' matrices in `bits` bits.
+
+    None: as they are, those in codes too.
 
     UsageError for widths that there are not.
     """
@@ -145,7 +147,6 @@ def plan_weights(
     if source.stage.is_first and "embedding.weight" not in (name for name, _ in outer.values()):
         outer["table"] = ("embedding.weight", table)
     layout.add(outer)
-    itemsize = source.dtype.itemsize
     small = _small_nbytes(source)
     return WeightPlan(
         homes=homes,
@@ -158,13 +159,13 @@ def plan_weights(
         device_nbytes=layout.held[DEVICE] + small,
         cpu_nbytes=layout.held[CPU],
         scratch_nbytes=layout.scratch_nbytes,
-        start_nbytes=0 if bits is None else max(sum(each.values()) for each in layers) * itemsize,
+        start_nbytes=layout.start_nbytes,
         arriving_nbytes=layout.arriving_nbytes,
         bundles=tuple(layout.bundles),
     )
 
 
-def weight_packing(source: WeightSource, bits: int) -> WeightPacking:
+def weight_packing(source: WeightSource, bits: int | None) -> WeightPacking:
     shared = any(layer.attention.kv_heads < layer.attention.heads for layer in source.block.layers)
     return WeightPacking(bits=bits, layers=source.stage.layers, shares_keys=shared)
 
@@ -174,25 +175,27 @@ class _Layout:
 
     def __init__(self, source: WeightSource, bits: int | None) -> None:
         self._source = source
-        self._packing = None if bits is None else weight_packing(source, bits)
+        self._packing = weight_packing(source, bits)
         self.held = {DEVICE: 0, CPU: 0}
+        self.start_nbytes = 0
         self.buffer_nbytes = self.read_nbytes = self.arriving_nbytes = self.scratch_nbytes = 0
         self.bundles: list[Bundle] = []
-
-    def _packing_of(self, short: str, name: str, layer: int) -> Packing:
-        """The packing of a layer's matrix; one that is stored in codes of as few bits stays as it is."""
-        assert self._packing is not None
-        packing, stored = self._packing.of(short, self._source.stage.first + layer), self._source.encoding(name)
-        if stored is None or GROUP_CODES[stored].bits > GROUP_CODES[packing.encoding].bits:
-            return packing
-        return Packing(stored, packing.by_inputs)
 
     def add(self, wanted: Mapping[str, tuple[str, str]], *, layer: int | None = None) -> None:
         """Tensors by short name: (canonical name, tier). Those of a layer of the stage are packed as the plan says."""
         packings: dict[str, Packing] = {}
-        if self._packing is not None and layer is not None:
-            packings = {short: self._packing_of(short, name, layer) for short, (name, _) in wanted.items()}
-        extents = {short: None if packings else self._source.extent(name) for short, (name, _) in wanted.items()}
+        if layer is not None:
+            widened = 0
+            for short, (name, _) in wanted.items():
+                stored = self._source.encoding(name)
+                packing = self._packing.of(short, self._source.stage.first + layer, stored)
+                if packing is not None:
+                    packings[short] = packing
+                    widened += 0 if packing.encoding == stored else prod(self._source.shapes[name])
+            self.start_nbytes = max(self.start_nbytes, widened * self._source.dtype.itemsize)
+        extents = {
+            short: None if short in packings else self._source.extent(name) for short, (name, _) in wanted.items()
+        }
         tensors: dict[str, TieredTensor] = {}
         end = read = 0  # of the staging buffer
         held = self.held[DEVICE]
@@ -226,12 +229,12 @@ class _Layout:
 
 
 def _small_nbytes(source: WeightSource) -> int:
-    """Norms and biases in fp32; positions, projections and routers in their dtype."""
+    """Norms and biases in fp32; positions, projections and routers in their dtype; scales that lie beside codes."""
     nbytes = 0
     for name in small_tensors(source):
         shape = source.shapes[name]
         nbytes += prod(shape) * (4 if is_vector(name) else source.read_dtype(name).itemsize)
-    return nbytes
+    return nbytes + sum(source.plane_nbytes(layer) for layer in range(source.num_layers))
 
 
 def is_vector(name: str) -> bool:

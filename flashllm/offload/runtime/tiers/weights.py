@@ -78,6 +78,10 @@ class WeightStore(Closing):
         self._reserve()
         self._gathered = allocate(self.plan.gather_nbytes)
         self._small: dict[str, Array] = {name: self._read_small(source, name) for name in small_tensors(source)}
+        self._planes = [
+            source.plane(layer) if (one := bundle.tensors["down"].packing) is not None and one.has_plane else {}
+            for layer, bundle in enumerate(self.plan.bundles[:-1])
+        ]
         if self.plan.scratch_nbytes:
             self._scratch = cast(Scratch, scratch).create("weights", self.plan.scratch_nbytes)
         self._fill(source)
@@ -103,7 +107,8 @@ class WeightStore(Closing):
                 if name.startswith(prefix) and not is_vector(name):
                     short = name.removeprefix(prefix).removesuffix(".weight")
                     matrices[short] = Matrix.of(one)
-            self._lent[layer, buffer] = Tensors(matrices, self._vectors(prefix))
+            planes = {f"down.{name}": one for name, one in self._planes[layer].items()}
+            self._lent[layer, buffer] = Tensors(matrices, self._vectors(prefix) | planes)
         return self._lent[layer, buffer]
 
     def ends(self, buffer: int | None = None) -> Tensors:
@@ -197,29 +202,26 @@ class WeightStore(Closing):
                 self.notices.append(f"{reason}: weights are read through the page cache")
 
     def _make(self, source: WeightSource, made: list[TieredTensor], places: Mapping[str, Bytes]) -> None:
-        """Put tensors together, and pack them where they are to be packed: all of a bundle, or none."""
-        storage = self._dtype.storage
-        if all(one.packing is None for one in made):
-            source.read({one.name: places[one.name].view(storage).reshape(one.rows, one.columns) for one in made})
-            return
-        kept = {
-            one.name: places[one.name].reshape(cast(Packing, one.packing).vectors(one.rows, one.columns)[0], -1)
-            for one in made
-            if source.encoding(one.name) == cast(Packing, one.packing).encoding
-        }
-        # Not from the heap, which would keep the room of what it has once freed.
-        sizes = {one.name: one.rows * one.columns * self._dtype.itemsize for one in made if one.name not in kept}
-        wide = {
-            one.name: allocate(sizes[one.name])[: sizes[one.name]].view(storage).reshape(one.rows, one.columns)
-            for one in made
-            if one.name not in kept
-        }
-        source.read({**kept, **wide})
+        """Put tensors together, and pack those that are to be packed."""
+        targets: dict[str, Array] = {}
+        to_pack = {}
         for one in made:
-            if one.name in kept:
+            place, packing = places[one.name], one.packing
+            if packing is not None and packing.encoding == source.encoding(one.name):
+                targets[one.name] = place.reshape(packing.vectors(one.rows, one.columns)[0], -1)
+                continue
+            if packing is not None:
+                to_pack[one.name] = packing
+                # Not from the heap, which would keep the room of what it has once freed.
+                size = one.rows * one.columns * self._dtype.itemsize
+                place = allocate(size)[:size]
+            targets[one.name] = place.view(self._dtype.storage).reshape(one.rows, one.columns)
+        source.read(targets)
+        for one in made:
+            if one.name not in to_pack:
                 continue
             try:
-                pack(wide.pop(one.name), self._dtype.name, cast(Packing, one.packing), places[one.name], self._pool)
+                pack(targets.pop(one.name), self._dtype.name, to_pack[one.name], places[one.name], self._pool)
             except OverflowError as error:
                 raise UnsupportedModelError(f"{one.name} cannot be packed: {error}") from error
 

@@ -245,7 +245,7 @@ def test_packed_matrices_are_the_packers(folders, tmp_path, where, bits, kind):
                 store.load(layer, layer % 2)
                 for name, matrix in store.layer(layer, layer % 2).matrices.items():
                     weights = tensors[matrix_name(layer, name)]
-                    packing = weight_packing(source, bits).of(name, layer)
+                    packing = weight_packing(source, bits).made(name, layer, bits)
                     vectors = np.ascontiguousarray(weights.T) if name == "down" else weights
                     wide = cast(vectors, WEIGHT_DTYPES["bfloat16"], WEIGHT_DTYPES["float32"])
                     packed = GROUP_CODES[packing.encoding].encode(wide)
@@ -291,7 +291,7 @@ def test_codes_of_a_directory_are_kept(tmp_path):
 def test_weights_have_more_bits_where_four_lose_most() -> None:
     def packings(layers: int, layer: int, shares_keys: bool, bits: int = 4) -> dict[str, str]:
         packing = WeightPacking(bits=bits, layers=layers, shares_keys=shares_keys)
-        found = {name: packing.of(name, layer) for name in ("query", "key", "value", "up", "down")}
+        found = {name: packing.made(name, layer, bits) for name in ("query", "key", "value", "up", "down")}
         assert [name for name, one in found.items() if one.by_inputs] == ["down"]
         return {name: one.encoding for name, one in found.items()}
 
