@@ -272,9 +272,9 @@ def write_config(writer: gguf.GGUFWriter, architecture: str, config: dict[str, A
     if config["model_type"] in WITH_MAMBA:
         write_mamba(writer, config)
     for key in ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"):
-        if key in config and "conv_L_cache" not in config:
+        if key in config and "conv_L_cache" not in config and not (key == "layer_norm_eps" and config.get("rms_norm_eps")):
             writer.add_layer_norm_eps(config[key])
-    if "rms_norm_eps" in config:
+    if config.get("rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     rope = config.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
