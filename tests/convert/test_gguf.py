@@ -411,7 +411,7 @@ def test_a_router_of_glm_4_7_flash_is_told_by_its_shape(tmp_path, monkeypatch, l
 
 
 def test_scales_of_whole_tensors_are_refused(tmp_path):
-    """NVFP4's: without them every weight would be another."""
+    """Of others than NVFP4: without them every weight would be another."""
     path = write_gguf(make_checkpoint(tmp_path / "hf", Variant("qwen2")), tmp_path / "model.gguf")
     with ExitStack() as stack:
         content = open_gguf(path, stack)
