@@ -29,13 +29,19 @@ ARCHITECTURES = {
     "falcon_h1": "falcon-h1",
     "lfm2_moe": "lfm2moe",
     "kimi_linear": "kimi-linear",
+    "cohere2_moe": "cohere2moe",
+    "bamba": "granitehybrid",
 }
-TABLES = {"bamboo": "llama", "laguna": "dots1"}  # architectures that the gguf package lacks -> one with such names
+TABLES = {
+    "bamboo": "llama",
+    "laguna": "dots1",
+    "cohere2moe": "dots1",
+}  # architectures that the gguf package lacks -> one with such names
 WITH_LATENT = ("deepseek2", "kimi-linear", "mistral4", "minicpm3")
 _DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _SIGMOID = ("deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1", "minimax_m2", "exaone_moe", "afmoe", "laguna")
-_SIGMOID = (*_SIGMOID, "bailing_moe", "kimi_linear", "lfm2_moe")
-WITH_MAMBA = ("granitemoehybrid", "falcon_h1", "nemotron_h")
+_SIGMOID = (*_SIGMOID, "bailing_moe", "kimi_linear", "lfm2_moe", "cohere2_moe")
+WITH_MAMBA = ("granitemoehybrid", "falcon_h1", "nemotron_h", "bamba")
 _COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 
 
@@ -157,6 +163,10 @@ def write_mamba(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_ssm_group_count(groups)
     writer.add_ssm_inner_size(heads * dim)
     writer.add_ssm_time_step_rank(heads)
+    if config["model_type"] == "bamba":
+        writer.add_rope_scaling_finetuned(True)
+        attends = config["attn_layer_indices"]
+        kinds = ["full_attention" if i in attends else "" for i in range(config["num_hidden_layers"])]
     if config["model_type"] != "falcon_h1":
         writer.add_head_count_kv([config["num_key_value_heads"] * (kind == "full_attention") for kind in kinds])
 
@@ -224,7 +234,7 @@ def write_convolutions(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 def write_windows(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     """Which layers have one: EXAONE's, and Laguna's, which turn by another rule."""
-    if writer.arch in ("exaone4", "exaone-moe", "laguna") and config.get("sliding_window"):
+    if writer.arch in ("exaone4", "exaone-moe", "laguna", "cohere2moe") and config.get("sliding_window"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     if writer.arch == "laguna":
         rope = config["rope_parameters"]["sliding_attention"]
@@ -389,7 +399,7 @@ def write_router(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if config["model_type"] == "hunyuan_v1_moe":
         writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
-    if config["model_type"] in ("minimax_m2", "hunyuan_v1_moe"):
+    if config["model_type"] in ("minimax_m2", "hunyuan_v1_moe", "cohere2_moe"):
         writer.add_expert_feed_forward_length(config["intermediate_size"])
     norms = config.get("norm_topk_prob") or config["model_type"] in ("afmoe", "laguna", "bailing_moe")
     if config["model_type"] in (*_SIGMOID, "deepseek_v2", "mistral4", "nemotron_h") and norms:

@@ -79,6 +79,8 @@ HALVES = {
 
 def coded(values: np.ndarray, kind: str) -> np.ndarray:
     """`values` in this kind; random blocks of about their size where the gguf package cannot quantise."""
+    if kind == "NVFP4":
+        return nvfp4_blocks(values)
     if kind not in HALVES:
         return gguf.quantize(values, KINDS[kind])
     weights, nbytes = gguf.GGML_QUANT_SIZES[KINDS[kind]]
@@ -89,6 +91,26 @@ def coded(values: np.ndarray, kind: str) -> np.ndarray:
         scales = values.std() * random.uniform(0.5, 1.5, len(blocks)) / largest
         blocks[:, at : at + 2] = scales.astype("<f2")[:, None].view(np.uint8)
     return blocks.reshape(*values.shape[:-1], -1)
+
+
+def nvfp4_blocks(values: np.ndarray) -> np.ndarray:
+    """`values` in NVFP4, whose largest of 16 become 6 times a number in E4M3."""
+    rule = gguf.quants.NVFP4
+    groups = values.reshape(-1, 4, 16)
+    bytes_of = rule.fp32_to_ue4m3(np.abs(groups).max(axis=2) / 6)
+    scales = rule.ue4m3_to_fp32(bytes_of)[:, :, None]
+    steps = groups / np.where(scales > 0, scales, 1)
+    table = np.asarray(rule.kvalues, np.float32)
+    codes = np.abs(steps[..., None] - table).argmin(axis=-1).astype(np.uint8)
+    packed = (codes[:, :, :8] | codes[:, :, 8:] << 4).reshape(len(groups), 32)
+    return np.concatenate([bytes_of.astype(np.uint8), packed], axis=1).reshape(*values.shape[:-1], -1)
+
+
+def whole_scales(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(a scale of a tensor, or of each expert, no power of two; the values that are multiplied by it)."""
+    every = tuple(range(values.ndim - 2, values.ndim))
+    scales = np.asarray(np.abs(values).max(axis=every) / 2000, np.float32).reshape(-1)
+    return scales, (values / scales.reshape(-1, *[1] * (values.ndim - 1))).astype(np.float32)
 
 
 def write_gguf(
@@ -156,6 +178,10 @@ def write_gguf(
             vectors_of = (".bias", ".ssm_a", ".ssm_d", ".ssm_norm.weight", "shortconv.conv.weight")
             is_matrix = values.ndim > 1 and not name.endswith(vectors_of)
             of_kind = (kind if isinstance(kind, str) else kind(name)) if is_matrix else vectors
+            if of_kind == "NVFP4":
+                scales, values = whole_scales(values)
+                writer.add_tensor(name.replace(".weight", ".scale"), scales)
+                writer.add_tensor(name.replace(".weight", ".input_scale"), np.full_like(scales, 0.7))
             writer.add_tensor(name, coded(values, of_kind), raw_dtype=KINDS[of_kind])
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -272,9 +298,13 @@ def write_config(writer: gguf.GGUFWriter, architecture: str, config: dict[str, A
     if config["model_type"] in WITH_MAMBA:
         write_mamba(writer, config)
     for key in ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"):
-        if key in config and "conv_L_cache" not in config:
+        if (
+            key in config
+            and "conv_L_cache" not in config
+            and not (key == "layer_norm_eps" and config.get("rms_norm_eps"))
+        ):
             writer.add_layer_norm_eps(config[key])
-    if "rms_norm_eps" in config:
+    if config.get("rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     rope = config.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)

@@ -60,6 +60,7 @@ _GEMMA3N = {  # llama.cpp knows the published models' numbers alone, whose layer
     "vocab_size_per_layer_input": 300,
 }
 _WINDOWS = {"num_hidden_layers": 5, "layer_types": None, "sliding_window": 50}
+_COMMAND = {**_WINDOWS, "num_hidden_layers": 6, "expert_selection_fn": "sigmoid", "mlp_layer_types": None}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name -> variant, its config, how written
     "llama": ("llama", {}, {}),
     "qwen3moe": ("qwen3_moe", {"norm_topk_prob": True}, {}),
@@ -100,6 +101,12 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name
     ),
     "exaone4": ("exaone4 without windows", {}, {}),
     "cohere2": ("cohere2", _WINDOWS, {}),
+    "cohere2moe": ("cohere2_moe", _COMMAND, {}),
+    "cohere2moe, root mean squares, dense layers": (
+        "cohere2_moe",
+        _COMMAND | {"first_k_dense_replace": 2, "rms_norm_eps": 1e-5, "norm_topk_prob": True, "intermediate_size": 80},
+        {},
+    ),
     "glm4": ("glm4", {}, {}),
     "seed_oss": ("seed_oss", {"attention_out_bias": False, "mlp_bias": False}, {}),
     "ernie4_5": ("ernie4_5", {"use_bias": False}, {}),
@@ -112,6 +119,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name
     "nemotron_h_moe, one group": ("nemotron_h", {"hybrid_override_pattern": "ME*EMM", "n_groups": 1}, {}),
     "granitehybrid": ("granitemoehybrid", _TWICE, {}),
     "granitehybrid, dense": ("granitemoehybrid", _TWICE | {"num_local_experts": 0, "intermediate_size": 80}, {}),
+    "granitehybrid, Bamba turned whole": (  # of half a head llama.cpp turns other pairs than the model's own code
+        "bamba",
+        {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default", "partial_rotary_factor": 1.0}, **_TWICE},
+        {},
+    ),
     "falcon-h1": ("falcon_h1", {}, {}),
     "falcon-h1, norm": ("falcon_h1 gate first", {"projectors_bias": False}, {}),
     "hunyuan-dense": ("hunyuan_v1_dense", {"attention_bias": False}, {}),

@@ -119,7 +119,11 @@ def test_every_architecture_converts_to_the_same_weights_and_block(tmp_path, arc
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
 def test_mixtures_convert_to_the_same_weights_and_block(tmp_path, architecture, kind):
     """Q8_0: the values that the codes mean. Experts' widths are whole blocks."""
-    said = {"qwen3moe": {"norm_topk_prob": True}, "afmoe": {"mup_enabled": True}}.get(architecture, {})
+    said = {
+        "qwen3moe": {"norm_topk_prob": True},
+        "afmoe": {"mup_enabled": True},
+        "cohere2moe": {"expert_selection_fn": "sigmoid"},
+    }.get(architecture, {})
     sizes = dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 64)
     if architecture in ("deepseek2", "mistral4"):
         sizes |= dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"), 32)
@@ -187,6 +191,8 @@ WINDOWED = {
     name: Variant(name, {"num_hidden_layers": 5, "layer_types": None, "sliding_window": 50, **config})
     for name, config in (("afmoe", {"mup_enabled": True, "route_scale": 2.5}), ("cohere2", {"logit_scale": 0.5}))
 }
+_COMMAND = {"expert_selection_fn": "sigmoid", "sliding_window": 50, "logit_scale": 0.5, "num_hidden_layers": 6}
+WINDOWED["cohere2_moe sigmoid"] = Variant("cohere2_moe", {**_COMMAND, "first_k_dense_replace": 2, "rms_norm_eps": 1e-5})
 WINDOWED["laguna, all full"] = Variant("laguna", {"gating": "per-element", "sliding_window": 0})
 _YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 16}
 WINDOWED["laguna, two rotations"] = Variant(
@@ -212,7 +218,7 @@ WINDOWED["phimoe, long"] = Variant(
 )
 GEMMA4 = ["gemma3n", "gemma4", "gemma4 experts", "gemma4 shared keys, rows of ids"]
 MORE = [*WINDOWED, *GEMMA4, "exaone4", "exaone4 without windows", "seed_oss", "ernie4_5", "hunyuan_v1_dense", "glm4"]
-MORE += ["lfm2", "lfm2_moe", "ministral3"]
+MORE += ["lfm2", "lfm2_moe", "ministral3", "cohere2_moe sigmoid"]
 
 
 @pytest.mark.parametrize("variant", ROUTED + MORE)
@@ -286,6 +292,8 @@ MAMBA = {
     "granitehybrid biases": Variant("granitemoehybrid", {"attention_bias": True, "mamba_conv_bias": False}),
     "granitehybrid dense": Variant("granitemoehybrid", {"num_local_experts": 0, "tie_word_embeddings": True}),
     "falcon-h1": VARIANTS_OF_FOLDERS["falcon_h1"],
+    "bamba": Variant("bamba", {"partial_rotary_factor": 0.5}),
+    "bamba turned whole": Variant("bamba", {"rope_parameters": {**ROPE, "partial_rotary_factor": 1.0}}),
     "falcon-h1 normed": Variant(
         "falcon_h1",
         {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "attention_bias": True, "mlp_bias": True},
@@ -313,10 +321,10 @@ def test_squared_neurons_of_codes_are_in_bfloat16(tmp_path):
 
 
 def test_a_hybrid_that_rotates_is_refused(tmp_path):
-    """Bamba's, whose rows llama.cpp's converter reorders as if heads were rotated whole."""
+    """But Bamba, which has no experts and no multipliers."""
     source = make_checkpoint(tmp_path / "hf", MAMBA["granitehybrid"])
     path = write_gguf(source, tmp_path / "model.gguf", metadata={"granitehybrid.rope.scaling.finetuned": True})
-    with pytest.raises(UnsupportedModelError, match="rotation"):
+    with pytest.raises(UnsupportedModelError, match="rotates and is not Bamba"):
         _open(path)
 
 
@@ -403,7 +411,7 @@ def test_a_router_of_glm_4_7_flash_is_told_by_its_shape(tmp_path, monkeypatch, l
 
 
 def test_scales_of_whole_tensors_are_refused(tmp_path):
-    """NVFP4's: without them every weight would be another."""
+    """Of others than NVFP4: without them every weight would be another."""
     path = write_gguf(make_checkpoint(tmp_path / "hf", Variant("qwen2")), tmp_path / "model.gguf")
     with ExitStack() as stack:
         content = open_gguf(path, stack)

@@ -4,6 +4,8 @@ import itertools
 import json
 import re
 
+import gguf
+import gguf_files
 import numpy as np
 import pytest
 import torch
@@ -40,6 +42,7 @@ ENCODED_AS = {
     "Q5_K": "q5_k",
     "Q6_K": "q6_k",
     "MXFP4": "mxfp4",
+    "NVFP4": "nvfp4",
     "Q2_K": "q2_k",
     "Q3_K": "q3_k",
     "IQ4_NL": "iq4_nl",
@@ -172,7 +175,7 @@ def layers_of(directory, x, first=0):
 
 @pytest.mark.parametrize(
     ("kind", "model_type"),
-    [*((kind, "llama") for kind in ("Q8_0", "Q4_0", "Q5_1", "Q2_K", "Q3_K", "IQ4_XS", "TQ2_0", mixed)),
+    [*((kind, "llama") for kind in ("Q8_0", "Q4_0", "Q5_1", "Q2_K", "Q3_K", "IQ4_XS", "TQ2_0", "NVFP4", mixed)),
      ("Q4_K", "olmoe"), (mixed, "qwen2_moe"), (experts_alone, "gpt_oss")],
 )  # fmt: skip
 def test_the_throughput_engine_multiplies_them_as_they_are(tmp_path, kind, model_type):
@@ -197,12 +200,12 @@ def test_the_throughput_engine_multiplies_them_as_they_are(tmp_path, kind, model
     assert told[0] == told[1] == told[2]
 
 
-@pytest.mark.parametrize("kind", ["Q2_K", "Q6_K", "TQ2_0"])
+@pytest.mark.parametrize("kind", ["Q2_K", "Q6_K", "TQ2_0", "NVFP4"])
 def test_a_prompt_in_codes_is_near_to_one_in_fp32(tmp_path, kind):
     """Of 2 bits the down columns keep 2; those with a minimum for 16 neurons are not multiplied as codes."""
     path, _ = make(tmp_path, kind)
     kept = convert(path, tmp_path / "kept", dtype="float32", keep=True)
-    assert kept.rows.down == ("codes6" if kind == "Q6_K" else "codes2")
+    assert kept.rows.down == {"Q6_K": "codes6", "NVFP4": "codes_fp4"}.get(kind, "codes2")
     found = []
     for activations in (kept.activations, None):
         change_manifest(tmp_path / "kept", activations=activations)
@@ -211,7 +214,7 @@ def test_a_prompt_in_codes_is_near_to_one_in_fp32(tmp_path, kind):
     assert np.abs(found[0] - found[1]).max() < 2e-3 * found[1].std()
 
 
-@pytest.mark.parametrize("kind", ["Q5_0", "Q6_K", "TQ2_0", mixed], ids=["Q5_0", "Q6_K", "TQ2_0", "mixed"])
+@pytest.mark.parametrize("kind", ["Q5_0", "Q6_K", "TQ2_0", "NVFP4", mixed], ids=lambda kind: str(kind)[:5])
 def test_single_tokens_are_multiplied_in_8_bits_unless_asked_otherwise(tmp_path, kind):
     path, folder = make(tmp_path, kind)
     kept = convert(path, tmp_path / "kept", dtype="float32", keep=True)
@@ -253,7 +256,7 @@ def test_sparse_passes_compute_the_same(tmp_path, kind):
 
 
 @pytest.mark.parametrize("model_type", MIXTURES)
-@pytest.mark.parametrize("kind", ["Q4_0", experts_alone, mixed], ids=["Q4_0", "MXFP4", "mixed"])
+@pytest.mark.parametrize("kind", ["Q4_0", experts_alone, mixed, "NVFP4"], ids=["Q4_0", "MXFP4", "mixed", "NVFP4"])
 def test_experts_keep_their_bits(tmp_path, kind, model_type):
     path, folder = make(tmp_path, kind, model_type)
     kept = convert(path, tmp_path / "kept", dtype="float32", keep=True)
@@ -266,6 +269,46 @@ def test_experts_keep_their_bits(tmp_path, kind, model_type):
         np.testing.assert_array_equal(logits_of(tmp_path / "kept", mode), expected, err_msg=mode)
     small = logits_of(tmp_path / "kept", "sparse", cache_policy="window", window=1)
     np.testing.assert_array_equal(small, expected)
+
+
+def test_weights_in_nvfp4_are_what_its_numbers_mean(tmp_path):
+    """Codes in E2M1, a number in E4M3 for sixteen, and one for a tensor or an expert; not what is for inputs."""
+    path, _ = make(tmp_path, "NVFP4", "qwen2_moe")
+    file = gguf.GGUFReader(path)
+    stored = {tensor.name: tensor for tensor in file.tensors}
+    with open_checkpoint(path) as checkpoint:
+        for ours, theirs, expert in (
+            ("model.layers.1.self_attn.o_proj.weight", "blk.1.attn_output", None),
+            ("model.layers.1.mlp.experts.3.down_proj.weight", "blk.1.ffn_down_exps", 3),
+        ):
+            raw, scales = stored[f"{theirs}.weight"].data, stored[f"{theirs}.scale"].data
+            assert len(scales) == (1 if expert is None else len(raw))
+            raw, scale = (raw, scales[0]) if expert is None else (raw[expert], scales[expert])
+            plain = gguf.dequantize(raw, gguf.GGMLQuantizationType.NVFP4).astype(np.float64) * float(scale)
+            values = np.empty(plain.shape, np.float32)
+            checkpoint.read(ours, 0, values)
+            np.testing.assert_allclose(values, plain, rtol=2**-22, atol=0)
+            assert np.abs(values).max() > 0
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [([1.0, 2.0], "is of 2 tensors"), ([float("nan")], "is not finite")],
+)
+def test_scales_of_tensors_in_nvfp4_that_make_no_sense_are_named(tmp_path, monkeypatch, values, message):
+    monkeypatch.setattr(gguf_files, "whole_scales", lambda weights: (np.array(values, np.float32), weights))
+    source = make_checkpoint(tmp_path / "hf", Variant("llama", {**WIDE, "hidden_act": "silu"}))
+    path = write_gguf(source, tmp_path / "model.gguf", lambda name: "NVFP4" if "attn_q" in name else "F32")
+    with pytest.raises(FormatError, match=message), open_checkpoint(path):
+        pass
+
+
+def test_experts_in_nvfp4_are_not_read_where_they_lie(tmp_path):
+    """Their scales are not in the blocks."""
+    path, _ = make(tmp_path, "NVFP4", "qwen3_moe")
+    lines = []
+    convert(path, tmp_path / "model", keep=True, in_place=True, say=lines.append)
+    assert any("scales that lie apart" in line for line in lines)
 
 
 def of_narrow_experts(name):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from flashllm import _core
-from flashllm.base.codes.carried import CARRIED_CODES, SHARED, TABLES, UNIT, Quantised, zero_of
+from flashllm.base.codes.carried import CARRIED_CODES, SHARED, TABLES, UNIT, WHOLE, Quantised, zero_of
 from flashllm.base.group_codes import GROUP_CODES
 
 CODES = {**GROUP_CODES, **CARRIED_CODES}
@@ -32,9 +32,10 @@ def encoded(name, n, length, seed=0):
     whole = -(-length // together) * together
     scales = {}
     for part, (weights, dtype) in code.form.parts().items():
-        shape = (n, whole // weights)
-        if dtype == np.uint8:
-            scales[part] = source.integers(122, 126, shape).astype(dtype)
+        shape = (n, whole // weights if weights != WHOLE else 1)
+        if dtype == np.uint8:  # 1 at most
+            least, most = (40, 57) if code.form.is_e4m3 else (122, 126)
+            scales[part] = source.integers(least, most, shape).astype(dtype)
         elif dtype == np.int8:
             least = 0 if code.form.has_minimum else -64
             scales[part] = source.integers(least, 64, shape).astype(dtype)
@@ -186,7 +187,7 @@ def test_zeros_tiny_and_broken_inputs():
         assert np.isnan(products("int4_32_min", rows, x)).all()
 
 
-@pytest.mark.parametrize("name", ["int4_32", "int4_64_min", "q2_k", "q6_k", "mxfp4", "iq4_xs"])
+@pytest.mark.parametrize("name", ["int4_32", "int4_64_min", "q2_k", "q6_k", "mxfp4", "iq4_xs", "nvfp4"])
 def test_weights_of_other_bits_than_8_take_8_where_a_model_says_16(name):
     rows, x = encoded(name, 7, 96), random(2, 96, seed=1)
     np.testing.assert_array_equal(products(name, rows, x, inputs="int16"), products(name, rows, x, inputs="int8"))

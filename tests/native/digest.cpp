@@ -47,12 +47,14 @@ void add_planes(SimdLevel level, std::mt19937& random, Digest& digest) {
   for (std::int8_t& factor : factors) factor = static_cast<std::int8_t>(random());
   std::vector<std::uint8_t> powers(kGroups * kWidth);
   for (std::uint8_t& power : powers) power = static_cast<std::uint8_t>(110 + random() % 20);
+  const float whole[kGroups] = {3e-3F, 7e-5F};
   for (std::size_t i = 0; i < kPlaneCodecs * kPlaneForms; ++i) {
     const auto codec = static_cast<RowCodec>(kFirstPlane + i / kPlaneForms);
     ScalePlane plane;
     if (codec == RowCodec::codes_fp4) {
-      if (i % kPlaneForms != 0) continue;  // it has one form
-      plane.powers = powers.data();
+      if (i % 2 != 0) continue;  // it has no minimums
+      (i % kPlaneForms == 0 ? plane.powers : plane.quarters) = powers.data();
+      plane.whole = whole;
     } else {
       plane.scales = scales.data();
       if (i % 2 != 0 && codec == RowCodec::codes_iq4) continue;  // it has no minimums

@@ -16,6 +16,8 @@ inline std::vector<std::byte> random_rows(RowCodec codec, std::size_t rows, std:
   const auto byte = [&](std::size_t at) {
     if (codec == RowCodec::bf12) return random() & 0x3F;  // exponents of numbers up to 1
     if (codec == RowCodec::mxfp4) return at < units ? 110 + random() % 20 : random();
+    if (codec == RowCodec::nvfp4 && at >= sizeof(float) && at < sizeof(float) + 2 * units)
+      return random() % 127;
     return at % 2 == 0 ? random() : random() % 60;  // small scales
   };
   std::vector<std::byte> found(rows * stride);

@@ -177,6 +177,7 @@ std::vector<float> many_tokens(int threads, SimdLevel level, Dtype dtype, std::s
 // Columns of neurons whose scales lie in a plane, times values in codes: near the exact sums, the same bits
 // at every level that has such products, whatever the threads and blocks.
 void plane_columns(RowCodec codec, std::size_t group, bool minimums, bool factors, std::size_t tokens) {
+  const bool quarters = codec == RowCodec::codes_fp4 && group == 16;
   constexpr std::size_t kWidth = 160, kAll = 608, kPadded = 32;
   std::mt19937 random(5);
   const std::size_t stride = vector_nbytes(codec, kWidth), scaled = factors ? kSharedFactors : group;
@@ -189,11 +190,16 @@ void plane_columns(RowCodec codec, std::size_t group, bool minimums, bool factor
   std::vector<std::uint16_t> halves(2 * ((kAll + scaled - 1) / scaled) * kWidth);
   for (std::uint16_t& half : halves) half = static_cast<std::uint16_t>(random() % 0x3C00);
   std::vector<std::uint8_t> powers(kAll / group * kWidth);
-  for (std::uint8_t& power : powers) power = static_cast<std::uint8_t>(110 + random() % 20);
+  for (std::uint8_t& power : powers)
+    power = static_cast<std::uint8_t>(quarters ? random() % 127 : 110 + random() % 20);
   ScalePlane plane;
   plane.group = group;
   const auto* factor = reinterpret_cast<const std::int8_t*>(by.data());
-  if (codec == RowCodec::codes_fp4)
+  const std::vector<float> whole(kAll / group, 1e-3F);
+  if (quarters) {
+    plane.quarters = powers.data();
+    plane.whole = whole.data();
+  } else if (codec == RowCodec::codes_fp4)
     plane.powers = powers.data();
   else
     plane.scales = halves.data();
@@ -353,5 +359,6 @@ void test_kernels(int scale) {
         for (const bool minimums : {false, true}) plane_columns(codec, 32, minimums, factors, tokens);
     plane_columns(RowCodec::codes6, 16, false, true, tokens);
     plane_columns(RowCodec::codes_fp4, 32, false, false, tokens);
+    plane_columns(RowCodec::codes_fp4, 16, false, false, tokens);
   }
 }

@@ -6,7 +6,8 @@ scale is shared by 256 weights, and a group's own is that times its int8 factor;
 `code * scale`, or `code * scale + minimum`: exact in fp32 but for the last sum.
 
 Codes may be numbers of a table (`TABLES`). MXFP4 (Open Compute Project, Microscaling Formats 1.0) has a byte for 32
-weights, which stands for 2^(byte - 127), and codes in FP4; ggml's IQ4_NL and IQ4_XS have sixteen integers of their own.
+weights, which stands for 2^(byte - 127), and codes in FP4; NVFP4 a byte in E4M3 for 16, and one fp32 scale for all of a
+vector, or of a group of columns; ggml's IQ4_NL and IQ4_XS have sixteen integers of their own.
 
 A down column's scales may lie apart, as a checkpoint's groups are along the neurons: a row then holds the column's
 codes alone (`PlaneCode`), and `Plane` the scales of a layer, [groups of neurons, d_model].
@@ -31,6 +32,7 @@ TABLES = {"fp4": FP4, "iq4": IQ4}
 _POWER_BIAS = 127  # of the byte of a scale that is a power of two
 UNIT = 32  # codes that lie together
 SHARED = 256  # weights that share a scale which groups have factors of
+WHOLE = 0  # of all weights of a vector
 CODE_BITS = (2, 4, 5, 6, 8)  # of down columns
 # Bits of codes that lie apart, behind halves of bytes: the first of them, and how many.
 _APART = {2: ((0, 2),), 3: ((0, 2), (2, 1)), 4: (), 5: ((4, 1),), 6: ((4, 2),)}
@@ -45,6 +47,7 @@ class ScaleForm:
     has_minimum: bool = False
     has_factors: bool = False
     is_power: bool = False  # a byte: the scale is 2^(byte - 127)
+    is_e4m3: bool = False  # factors are bytes in E4M3, their scale is fp32 and all of a vector's
     table: str = ""  # the name of what codes are numbers of; "": they are integers
 
     @property
@@ -53,7 +56,9 @@ class ScaleForm:
         return self.has_minimum or bool(self.table)
 
     def parts(self) -> Mapping[str, tuple[int, np.dtype[np.generic]]]:
-        """Name -> (weights an item is for, its type) of each array, in the order of a vector's bytes."""
+        """Name -> (weights an item is for, or WHOLE; its type) of each array, in the order of a vector's bytes."""
+        if self.is_e4m3:
+            return {"scales": (WHOLE, np.dtype("<f4")), "factors": (self.group, np.dtype(np.uint8))}
         if self.is_power:
             return {"scales": (self.group, np.dtype(np.uint8))}
         shared = SHARED if self.has_factors else self.group
@@ -77,6 +82,7 @@ SCALE_FORMS = {
         ScaleForm(name="shared_16", group=16, has_factors=True),
         ScaleForm(name="shared_16_min", group=16, has_minimum=True, has_factors=True),
         ScaleForm(name="power_32", is_power=True, table="fp4"),
+        ScaleForm(name="e4m3_16", group=16, is_e4m3=True, table="fp4"),
         ScaleForm(name="half_32_iq4", table="iq4"),
         ScaleForm(name="shared_32_iq4", has_factors=True, table="iq4"),
     )
@@ -116,9 +122,18 @@ def _numbers(form: ScaleForm, codes: Codes) -> Floats:
 def _spread(form: ScaleForm, scales: Mapping[str, NDArray[np.generic]], half: str, factor: str, length: int) -> Floats:
     """The scale (or minimum) of each weight, [n, length]."""
     parts = form.parts()
+    if form.is_e4m3:
+        factors = np.repeat(e4m3_values(scales[factor]), form.group, axis=1)[:, :length]
+        return scales[half].astype(np.float32) * factors
     found: Floats = np.repeat(scales[half].astype(np.float32), parts[half][0], axis=1)[:, :length]
     if form.has_factors:
         found = found * np.repeat(scales[factor].astype(np.float32), parts[factor][0], axis=1)[:, :length]
+    return found
+
+
+def e4m3_values(factors: NDArray[np.generic]) -> Floats:
+    """The numbers that bytes in E4M3 (four bits of exponent, three of mantissa) stand for, which have no sign."""
+    found: Floats = (factors.astype(np.uint16) << 7).view(np.float16).astype(np.float32) * np.float32(256)
     return found
 
 
@@ -211,7 +226,10 @@ class CarriedCode:
         whole = -(-length // max(UNIT, together)) * max(UNIT, together)
         parts = self.form.parts().items()
         wide = np.dtype("<f4")
-        return {name: (whole // weights, wide if self.wide else dtype) for name, (weights, dtype) in parts}
+        return {
+            name: (1 if weights == WHOLE else whole // weights, wide if self.wide else dtype)
+            for name, (weights, dtype) in parts
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,10 +255,13 @@ class Plane:
         """The weights [n, length] of the columns of neurons `first` on, uint8 [n, vector_nbytes(length)]."""
         codes = unpack_codes(packed, code.bits, length, unsigned=self.form.unsigned)
         neurons = np.arange(first, first + len(packed))
-        rows = {name: self.arrays[name][neurons // weights] for name, (weights, _) in self.form.parts().items()}
+        parts = self.form.parts().items()
+        rows = {name: self.arrays[name][neurons // (weights or self.form.group)] for name, (weights, _) in parts}
         if self.form.is_power:
             return _fp4(codes, rows["scales"])
         scale: Floats = rows["scales"].astype(np.float32)
+        if self.form.is_e4m3:
+            scale = scale * e4m3_values(rows["factors"])
         if self.form.has_factors:
             scale = scale * rows["factors"].astype(np.float32)
         found: Floats = _numbers(self.form, codes) * scale
@@ -252,13 +273,16 @@ class Plane:
         return found
 
 
-_SAFETENSORS_DTYPES = {"float16": "F16", "int8": "I8", "uint8": "U8"}
+_SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "int8": "I8", "uint8": "U8"}
 
 
 def plane_shapes(form: ScaleForm, neurons: int, length: int) -> dict[str, tuple[str, tuple[int, int]]]:
     """Name -> (safetensors' dtype, shape) of the arrays of a layer of `neurons` whose columns have `length` weights."""
     return {
-        name: (_SAFETENSORS_DTYPES[dtype.name], (-(-neurons // weights), length))
+        name: (
+            _SAFETENSORS_DTYPES[dtype.name],
+            (-(-neurons // (weights or form.group)), 1 if weights == WHOLE else length),
+        )
         for name, (weights, dtype) in form.parts().items()
     }
 
@@ -272,6 +296,7 @@ CARRIED_CODES = {
         CarriedCode(name="q5_k", bits=5, form=SCALE_FORMS["shared_32_min"]),
         CarriedCode(name="q6_k", bits=6, form=SCALE_FORMS["shared_16"]),
         CarriedCode(name="mxfp4", bits=4, form=SCALE_FORMS["power_32"]),
+        CarriedCode(name="nvfp4", bits=4, form=SCALE_FORMS["e4m3_16"]),
         CarriedCode(name="q2_k", bits=2, form=SCALE_FORMS["shared_16_min"]),
         CarriedCode(name="q3_k", bits=3, form=SCALE_FORMS["shared_16"]),
         CarriedCode(name="iq4_nl", bits=4, form=SCALE_FORMS["half_32_iq4"]),

@@ -66,6 +66,10 @@ class QuantisedTensor(Protocol):
         """How: a kind that flashllm/convert/kept knows, or does not; or an encoding, whose vectors `raw` gives."""
 
     @property
+    def scale(self) -> float:
+        """What its weights are multiplied by besides: 1, but of NVFP4."""
+
+    @property
     def transposed(self) -> bool:
         """True where the file has the tensor's columns as rows."""
 

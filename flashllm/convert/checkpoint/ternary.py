@@ -67,6 +67,7 @@ class _Matrix:
     transposed: bool
     factor: np.float32 | None = None  # of three values; None: of a master, not known yet
     kind: str = _CODE.name
+    scale: float = 1.0
     _master: bool = False
     _whole: Codes | None = None  # of a transposed one, while it is read
 

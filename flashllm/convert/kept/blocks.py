@@ -1,8 +1,8 @@
 """Blocks of GGUF files taken apart: codes and scales of whole rows. Knows bytes and numpy, no files and no models.
 
-The layouts are ggml's (ggml-common.h, block_q4_0 to block_q6_K, block_mxfp4, block_iq4_nl, block_iq4_xs, block_tq1_0,
-block_tq2_0): 32 weights to an fp16 scale, or to a power of two, or 256 to an fp16 scale (and minimum), but in TQ1_0 and
-TQ2_0 with factors of 4 to 8 bits for their groups.
+The layouts are ggml's (ggml-common.h, block_q4_0 to block_q6_K, block_mxfp4, block_nvfp4, block_iq4_nl, block_iq4_xs,
+block_tq1_0, block_tq2_0): 32 weights to an fp16 scale, or to a power of two, 16 to a number in E4M3, or 256 to an fp16
+scale (and minimum), but in TQ1_0 and TQ2_0 with factors of 4 to 8 bits for their groups.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from flashllm.base.codes.carried import SCALE_FORMS, Quantised, ScaleForm, zero_of
 
 _ONE, _LEAST_POWER, _LARGEST_POWER = 127, 2, 252  # scales of MXFP4 whose weights are normal fp32 numbers
+_E4M3_NAN = 127  # which ggml takes for 0
 
 Bytes = NDArray[np.uint8]
 Parts = tuple[NDArray[np.uint8], dict[str, NDArray[np.generic]]]
@@ -29,14 +30,17 @@ class Kind:
     nbytes: int  # of a block
     take: Callable[[Bytes], Parts]  # blocks [n, nbytes] -> stored codes [n, weights], scales [n, items] by name
 
-    def quantised(self, raw: Bytes) -> Quantised:
-        """Rows of blocks, uint8 [n, bytes]. OverflowError where a scale is not finite."""
+    def quantised(self, raw: Bytes, scale: float = 1.0) -> Quantised:
+        """Rows of blocks, uint8 [n, bytes], of a tensor whose weights are multiplied by `scale`, where the form has one
+        for all. OverflowError where a scale is not finite."""
         n = len(raw)
         stored, scales = self.take(np.ascontiguousarray(raw).reshape(-1, self.nbytes))
         for values in scales.values():
             if values.dtype == np.float16 and not bool(np.all(np.isfinite(values.astype(np.float32)))):
                 raise OverflowError("a scale is not finite")
         codes = stored.view(np.int8).reshape(n, -1)
+        if self.form.is_e4m3:
+            scales = {"scales": np.full((n, 1), scale, np.float32), **scales}
         if not self.form.unsigned:
             codes = codes - np.int8(zero_of(self.bits))
         return Quantised(
@@ -181,6 +185,12 @@ def _mxfp4(blocks: Bytes) -> Parts:
     return codes, {"scales": scales}
 
 
+def _nvfp4(blocks: Bytes) -> Parts:
+    """Four bytes for 16 weights each, whose codes are in the lower halves of eight bytes, then in the upper ones."""
+    factors = np.where(blocks[:, :4] == _E4M3_NAN, 0, blocks[:, :4] & 127).astype(np.uint8)
+    return _nibbles(blocks[:, 4:].reshape(-1, 4, 8)).reshape(len(blocks), -1), {"factors": factors}
+
+
 KINDS: Mapping[str, Kind] = {
     "Q4_0": Kind(bits=4, form=SCALE_FORMS["half_32"], weights=32, nbytes=18, take=_q4_0),
     "Q4_1": Kind(bits=4, form=SCALE_FORMS["half_32_min"], weights=32, nbytes=20, take=_q4_1),
@@ -190,6 +200,7 @@ KINDS: Mapping[str, Kind] = {
     "Q4_K": Kind(bits=4, form=SCALE_FORMS["shared_32_min"], weights=256, nbytes=144, take=_q4_k),
     "Q5_K": Kind(bits=5, form=SCALE_FORMS["shared_32_min"], weights=256, nbytes=176, take=_q5_k),
     "MXFP4": Kind(bits=4, form=SCALE_FORMS["power_32"], weights=32, nbytes=17, take=_mxfp4),
+    "NVFP4": Kind(bits=4, form=SCALE_FORMS["e4m3_16"], weights=64, nbytes=36, take=_nvfp4),
     "Q2_K": Kind(bits=2, form=SCALE_FORMS["shared_16_min"], weights=256, nbytes=84, take=_q2_k),
     "Q3_K": Kind(bits=3, form=SCALE_FORMS["shared_16"], weights=256, nbytes=110, take=_q3_k),
     "IQ4_NL": Kind(bits=4, form=SCALE_FORMS["half_32_iq4"], weights=32, nbytes=18, take=_iq4_nl),

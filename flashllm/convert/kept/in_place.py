@@ -23,6 +23,8 @@ def choose_in_place(kept: KeptWeights | None, architecture: Architecture, layout
         return "its neurons are read one by one"
     if kept is None or kept.rows is None or not layout.has_plane:
         return "its experts' codes are not all kept"
+    if kept.has_scales_apart:
+        return "its experts' matrices have scales that lie apart from them"
     if size % PIECE_ROWS or architecture.d_model % PIECE_ROWS:
         return f"its experts' matrices are no multiples of {PIECE_ROWS}"
     found = [

@@ -23,6 +23,7 @@ from flashllm.arch.spec import Architecture
 from flashllm.base.codes.carried import (
     PACKED_AS,
     PLANE_CODES,
+    SCALE_FORMS,
     UNIT,
     CarriedCode,
     Floats,
@@ -61,6 +62,12 @@ class KeptWeights:
     def fingerprint(self) -> Any:
         """As of `CodedWeights`; the source's own fingerprint says the rest."""
         return ["kept", self.rows, self.down, list(self.down_scales), dict(self.resident)]
+
+    @property
+    def has_scales_apart(self) -> bool:
+        """True where matrices of neurons have a scale for all their weights."""
+        of_rows = [] if self.rows is None else [PACKED_AS[self.rows].form]
+        return any(form.is_e4m3 for form in (*of_rows, *(SCALE_FORMS[name] for name in self.down_scales)))
 
     def vectors(self, name: str) -> Vectors | None:
         if name.endswith(".down.weight"):
@@ -119,6 +126,9 @@ class KeptWeights:
             quantised = self._quantised(name, claim, first, min(_ROWS_TOGETHER, claim.rows - first))
             for part, values in quantised.scales.items():
                 parts.setdefault(part, []).append(values)
+        form = self._stored_kind(name).form
+        if form.is_e4m3:  # one for all of the tensor, which each group of neurons has
+            parts["scales"] = [np.repeat(parts["scales"][0][:1], claim.shape[1] // form.group, axis=1)]
         return {part: np.concatenate(values).T for part, values in parts.items()}
 
     def _columns_of(self, name: str) -> NDArray[np.uint8]:
@@ -163,7 +173,7 @@ class KeptWeights:
 
     def _taken(self, name: str, kind: Kind, start: int, length: int) -> Quantised:
         try:
-            return kind.quantised(self._tensors[name].raw(start, length))
+            return kind.quantised(self._tensors[name].raw(start, length), self._tensors[name].scale)
         except OverflowError as error:
             raise FormatError(f"{self._where[name]}: {error}: damaged; get the file again") from error
 

@@ -39,6 +39,7 @@ constexpr Named<RowCodec> kCodecs[] = {{"float32", RowCodec::f32},
                                        {"codes5", RowCodec::codes5},
                                        {"codes6", RowCodec::codes6},
                                        {"codes8", RowCodec::codes8},
+                                       {"nvfp4", RowCodec::nvfp4},
                                        {"codes_fp4", RowCodec::codes_fp4},
                                        {"codes_iq4", RowCodec::codes_iq4}};
 

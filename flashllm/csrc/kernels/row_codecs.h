@@ -25,7 +25,10 @@
 //
 // mxfp4 is MXFP4 (Open Compute Project, Microscaling Formats 1.0, 2023): 32 weights share a byte e, which
 // stands for 2^(e - 127), 2 <= e <= 252; a code is a number of one sign, two exponent bits and one of
-// mantissa (kFp4), and codes lie as other codes of 4 bits. First the bytes e, then the codes.
+// mantissa (kFp4), and codes lie as other codes of 4 bits. First the bytes e, then the codes. nvfp4 is
+// NVIDIA's NVFP4: the same codes, an fp32 scale for all of a vector, and for 16 weights a byte in E4M3, whose
+// sign is 0: four bits of exponent, three of mantissa. First the fp32 scale, then the bytes, then the codes.
+// The scale of a group is the product of both, rounded to fp32.
 //
 // Coded weights, but those of bf12 and those whose scales lie apart, are multiplied by inputs in fp32, or
 // in 8 bits, those of int8_32 and int8_64 in 16 too: 32 inputs together are int8 (int16) codes and an fp32
@@ -36,11 +39,11 @@
 // lane u modulo 8. Codes of mxfp4 are kFp4FromZero there, offset by -12 scales, which are half of what
 // they stand for. Codes of 6 bits are less 32, without an offset, and of a unit's two scales the first
 // multiplies the first four of its sums and the second the others, before the inputs' scale does; so of 3
-// bits, less 4, and of 2 bits, whose minimums multiply the same sums of the inputs alone. The four of lane
-// i are 4i to 4i + 3 of int8 inputs; of int16 ones 2i, 2i + 1, 2i + 16 and 2i + 17, and their sum fits 24
-// bits: 4 * 128 * 32767. Inputs of ternary weights, whose models are trained so (BitNet b1.58: Ma et al.,
-// 2024), have one scale a token, and the products of the 256 codes that share a scale are summed exactly,
-// to eight lanes in all.
+// bits, less 4, of nvfp4, and of 2 bits, whose minimums multiply the same sums of the inputs alone. The four
+// of lane i are 4i to 4i + 3 of int8 inputs; of int16 ones 2i, 2i + 1, 2i + 16 and 2i + 17, and their sum
+// fits 24 bits: 4 * 128 * 32767. Inputs of ternary weights, whose models are trained so (BitNet b1.58: Ma et
+// al., 2024), have one scale a token, and the products of the 256 codes that share a scale are summed
+// exactly, to eight lanes in all.
 #pragma once
 
 #include <cstddef>
@@ -75,6 +78,7 @@ enum class RowCodec {
   iq4_nl,
   iq4_xs,
   ternary,
+  nvfp4,
   // Down columns whose scales are in a plane (planes/scale_planes.h).
   codes2,
   codes4,
@@ -84,7 +88,7 @@ enum class RowCodec {
   codes_fp4,
   codes_iq4,
 };
-constexpr std::size_t kFirstCoded = static_cast<std::size_t>(RowCodec::int8_32), kCodedCodecs = 18;
+constexpr std::size_t kFirstCoded = static_cast<std::size_t>(RowCodec::int8_32), kCodedCodecs = 19;
 constexpr std::size_t kFirstPlane = static_cast<std::size_t>(RowCodec::codes2), kPlaneCodecs = 7,
                       kPlaneForms = 4;
 constexpr std::size_t kSharedFactors =
@@ -115,6 +119,10 @@ alignas(16) constexpr std::int8_t kIq4[16] = {-127, -104, -83, -65, -49, -35, -2
 // Half of what a scale of mxfp4 stands for, as the bits of a float.
 constexpr std::uint32_t bits_of_half_power(std::uint8_t e) { return (std::uint32_t{e} - 1) << 23; }
 
+// A number in E4M3 as fp16: this is 2^-8 of it. Times kOfCodes it is half of it, as kFp4 wants it.
+constexpr std::uint16_t half_of_e4m3(std::uint8_t byte) { return static_cast<std::uint16_t>(byte << 7); }
+constexpr float kOfCodes = 128.0F;
+
 // Places for escapes in a bf12 vector.
 constexpr std::size_t bf12_escapes(std::size_t k) { return k / 128 < 4 ? 4 : k / 128; }
 
@@ -142,7 +150,7 @@ using UnpackCodes = void (*)(const void* vector, std::size_t k, std::size_t firs
 // nullptr: weights of the codec are widened for products of many tokens at this level.
 UnpackCodes unpack_kernel(SimdLevel level, RowCodec codec);
 constexpr std::size_t code_unit(RowCodec codec) {
-  return codec == RowCodec::q6_k || codec == RowCodec::q3_k ? 16 : kCodeUnit;
+  return codec == RowCodec::q6_k || codec == RowCodec::q3_k || codec == RowCodec::nvfp4 ? 16 : kCodeUnit;
 }
 // Whether a unit's products by codes of 16 bits may sum to more than 2^24, up to which fp32 has all integers.
 constexpr bool has_wide_codes(RowCodec codec) {

@@ -48,6 +48,8 @@ std::size_t carried_nbytes(RowCodec codec, std::size_t length) {
       return shared * (2 + 8) + units * 16;
     case RowCodec::ternary:
       return shared * sizeof(float) + units * 8;
+    case RowCodec::nvfp4:
+      return sizeof(float) + units * (2 + 16);
     case RowCodec::codes2:
       return units * 8;
     case RowCodec::codes4:

@@ -49,6 +49,13 @@ ScalePlane NamedTensors::plane(const std::string& prefix, std::size_t neurons, s
   plane.group = factors && factors->size() * kUnit > neurons * width   ? kUnit / 2
                 : !factors && scales->size() * kUnit < neurons * width ? kSharedFactors
                                                                        : kUnit;
+  if (scales->element == Element::f32) {
+    require(factors && !minimums && !minimum_factors && scales->is(Element::f32, {neurons / plane.group, 1}),
+            "a plane of scales does not fit the layer");
+    plane.quarters = reinterpret_cast<const std::uint8_t*>(values(factors, plane.group, Element::u8));
+    plane.whole = reinterpret_cast<const float*>(scales->data);
+    return plane;
+  }
   if (scales->element == Element::u8) {
     require(!minimums && !factors && !minimum_factors, "a plane of scales does not fit the layer");
     plane.powers = reinterpret_cast<const std::uint8_t*>(values(scales, kUnit, Element::u8));

@@ -13,10 +13,11 @@ namespace flashllm {
 
 const PlaneKernels& plane_kernels(SimdLevel level, RowCodec codec, const ScalePlane& plane) {
   if (!has_plane(codec)) throw CoreError(ErrorKind::usage, "these weights have scales of their own");
-  if ((codec == RowCodec::codes_fp4) != (plane.powers != nullptr))
+  if ((codec == RowCodec::codes_fp4) != plane.of_fp4())
     throw CoreError(ErrorKind::usage, "these scales are of other codes");
   const std::size_t index = static_cast<std::size_t>(codec) - kFirstPlane;
-  const std::size_t form = (plane.has_minimums() ? 1 : 0) + (plane.factors != nullptr ? 2 : 0);
+  const std::size_t form =
+      (plane.has_minimums() ? 1 : 0) + (plane.factors != nullptr || plane.quarters != nullptr ? 2 : 0);
   const PlaneKernels& found = level_kernels(level).planes[index][form];
   if (found.widen == nullptr) throw CoreError(ErrorKind::usage, "these scales are of other codes");
   return found;

@@ -10,9 +10,10 @@
 // units of 32 codes.
 //
 // A weight is (code - zero) * scale, or code * scale + minimum; zero is half the number of codes, of 2 bits
-// it is 1, of int8 0. Of codes_fp4 it is what mxfp4 has (kernels/row_codecs.h), whose scales are bytes; of
-// codes_iq4 what iq4_nl and iq4_xs have, which have no minimums. Every product is exact in fp32, so that all
-// levels have the same weights, those of the checkpoint.
+// it is 1, of int8 0. Of codes_fp4 it is what mxfp4 has (kernels/row_codecs.h), whose scales are bytes; or
+// what nvfp4 has, whose factors are E4M3 with an fp32 scale for a group of neurons; of codes_iq4 what iq4_nl
+// and iq4_xs have, which have no minimums. Every product is exact in fp32, but that of nvfp4's scales rounded
+// to it, so that all levels have the same weights, those of the checkpoint.
 #pragma once
 
 #include <cstddef>
@@ -31,11 +32,14 @@ struct ScalePlane {
   const std::uint16_t* minimums = nullptr;       // the same, or nullptr
   const std::int8_t* factors = nullptr;          // [neurons / group, k]: of the scales; or nullptr
   const std::int8_t* minimum_factors = nullptr;  // the same of the minimums
-  const std::uint8_t* powers = nullptr;          // [neurons / group, k]: of codes_fp4, which has no other
+  const std::uint8_t* powers = nullptr;          // [neurons / group, k]: of codes_fp4, without others; or
+  const std::uint8_t* quarters = nullptr;        // the same in E4M3, and
+  const float* whole = nullptr;                  // [neurons / group]: what they are factors of
   std::size_t group = 32;                        // neurons
 
   bool has_minimums() const { return minimums != nullptr; }
-  bool is_there() const { return scales != nullptr || powers != nullptr; }
+  bool is_there() const { return scales != nullptr || of_fp4(); }
+  bool of_fp4() const { return powers != nullptr || quarters != nullptr; }
 };
 
 // Columns of `count` neurons from `id` on, `stride` bytes apart.

@@ -50,18 +50,30 @@ struct PlaneScales {
   }
 };
 
-// Of FP4, whose scales are powers of two.
+// Of FP4, whose scales are powers of two, or have factors in E4M3.
+template <bool kQuarters>
 struct Fp4Scales {
   static constexpr std::size_t kBits = 4;
   static constexpr bool kMinimums = false;
   static constexpr const std::int8_t* kTable = kFp4;
   std::size_t group_row = 0;
+  float whole = 0.0F;
   Fp4Scales() = default;
-  Fp4Scales(const ScalePlane& plane, std::size_t id, std::size_t k) : group_row(id / plane.group * k) {}
+  Fp4Scales(const ScalePlane& plane, std::size_t id, std::size_t k) : group_row(id / plane.group * k) {
+    if constexpr (kQuarters) whole = plane.whole[id / plane.group] * kOfCodes;
+  }
 
   void load(const ScalePlane& plane, std::size_t j, UnitScales& to) const {
-    for (std::size_t v = 0; v < kUnitVectors; ++v)
-      to.scale[v] = Vec::half_powers(plane.powers + group_row + j + v * Vec::kWidth);
+    for (std::size_t v = 0; v < kUnitVectors; ++v) {
+      const std::size_t at = group_row + j + v * Vec::kWidth;
+      if constexpr (kQuarters) {
+        std::uint16_t halves[Vec::kWidth];
+        for (std::size_t i = 0; i < Vec::kWidth; ++i) halves[i] = half_of_e4m3(plane.quarters[at + i]);
+        to.scale[v] = Vec::load_f16(halves) * Vec::set(whole);
+      } else {
+        to.scale[v] = Vec::half_powers(plane.powers + at);
+      }
+    }
   }
   static void decode(const std::uint8_t* unit, const UnitScales& scales, Vec* to) {
     Vec::look_up_nibbles<kUnitVectors / 2>(unit, kFp4, Vec::set(1.0F), to);
@@ -357,7 +369,7 @@ const PlaneKernels kPlanes[kPlaneCodecs][kPlaneForms] = {
     FLASHLLM_PLANES(6),
     FLASHLLM_PLANES(8),
 #undef FLASHLLM_PLANES
-    {plane_kernels_of<Fp4Scales>(), {}, {}, {}},
+    {plane_kernels_of<Fp4Scales<false>>(), {}, plane_kernels_of<Fp4Scales<true>>(), {}},
     {plane_kernels_of<PlaneScales<4, false, false, true>>(),
      {},
      plane_kernels_of<PlaneScales<4, false, true, true>>(),

@@ -9,8 +9,10 @@ from flashllm.convert.checkpoint.gguf.row import (
     ARCHITECTURE,
     CONVOLUTION,
     DELTA,
+    GROUPED,
     INTERLEAVED,
     LATENT,
+    LAYER_NORM,
     MAMBA,
     RMS,
     SIGMOID,
@@ -143,6 +145,14 @@ def _laguna(config: dict[str, Any], content: GgufContent) -> None:
 def _nemotron_h(config: dict[str, Any], content: GgufContent) -> None:
     nemotron_h(config, content)
     _routed(config, content)
+
+
+def _cohere2(config: dict[str, Any], content: GgufContent) -> None:
+    """Dense layers, whose width their tensors say, turn with a window or without; shared experts are averaged."""
+    windows(config, content, first=0, drafting=False)
+    _dense_first(config)
+    if (dense := content.tensors.get("blk.0.ffn_up.weight")) is not None:
+        config["prefix_dense_intermediate_size"] = dense.shape[0]
 
 
 def _dense_first(config: dict[str, Any]) -> None:
@@ -430,6 +440,29 @@ MIXTURES: dict[str, GgufModel] = {
         table="dots1",
         names={"self_attn.g_proj.weight": "attn_gate.weight"},
         finish=_laguna,
+        score=SIGMOID,
+    ),
+    "cohere2moe": GgufModel(
+        model_type="cohere2_moe",
+        keys=GROUPED
+        | {
+            "intermediate_size": "expert_feed_forward_length",
+            "num_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "logit_scale": "logit_scale",
+            "sliding_window": "attention.sliding_window",
+        },
+        optional=_NORMALIZED
+        | {
+            "layer_norm_eps": LAYER_NORM,
+            "rms_norm_eps": RMS["rms_norm_eps"],
+            "num_shared_experts": "expert_shared_count",
+            "first_k_dense_replace": "leading_dense_block_count",
+        },
+        constants={"hidden_act": "silu", "expert_selection_fn": "sigmoid", "norm_topk_prob": False}
+        | {"num_shared_experts": 0, "first_k_dense_replace": 0},
+        table="dots1",
+        finish=_cohere2,
         score=SIGMOID,
     ),
     "granitehybrid": GgufModel(

@@ -21,6 +21,7 @@ from flashllm.convert.checkpoint.gguf.header import read_header
 from flashllm.convert.checkpoint.gguf.layout import PLAIN, dequantized, placed_tensors
 from flashllm.convert.checkpoint.gguf.metadata import Metadata
 from flashllm.convert.checkpoint.source import check_start
+from flashllm.convert.kept.blocks import KINDS
 from flashllm.errors import FormatError
 from flashllm.format.safetensors import TensorInfo
 
@@ -42,6 +43,7 @@ class StoredTensor:
     shape: tuple[int, ...]  # as in numpy, the rows' length last
     offset: int
     nbytes: int
+    scales: tuple[float, ...] = (1.0,)  # by which its weights are multiplied, all or each expert's; of NVFP4
 
     @property
     def code(self) -> str:
@@ -71,6 +73,8 @@ class StoredTensor:
         raw = self.raw(first, count)
         if self.kind in PLAIN:
             return raw.view(f"<u{self.itemsize}" if self.kind == "BF16" else f"<f{self.itemsize}")
+        if self.kind == "NVFP4":  # as a model directory has them
+            return KINDS[self.kind].quantised(raw, self.scales[0]).widened()
         return dequantized(raw, self.kind)
 
     def numbers(self, first: int, count: int) -> NDArray[np.float32]:
@@ -103,6 +107,10 @@ class GgufTensor:
     @property
     def kind(self) -> str:
         return self._stored.kind
+
+    @property
+    def scale(self) -> float:
+        return self._stored.scales[0]
 
     @property
     def is_quantised(self) -> bool:

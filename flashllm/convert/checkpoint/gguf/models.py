@@ -193,11 +193,10 @@ def _falcon_h1(config: dict[str, Any], content: GgufContent) -> None:
 def granite_hybrid(config: dict[str, Any], content: GgufContent) -> None:
     """Which layers keep a state. Where nothing is routed, all neurons are what are shared otherwise.
 
-    UnsupportedModelError where it rotates, as it does if the file does not say otherwise: Bamba's files are such, whose
-    rows llama.cpp's converter puts in an order for heads that are rotated whole.
+    One that rotates, as it does if the file does not say otherwise, is Bamba. Its rows lie as if heads were rotated
+    whole, where half of each is: so llama.cpp, but not Bamba's own code nor we, turns other pairs than were trained.
+    UnsupportedModelError for another that rotates.
     """
-    if content.metadata.flag(own_key(content, "rope.scaling.finetuned"), True):
-        raise UnsupportedModelError(f"{content.path}: a hybrid with rotation (Bamba); convert its Hugging Face folder")
     inner = inner_size(content, config["mamba_n_heads"])
     if inner % config["hidden_size"]:
         raise ValueError(f"a mixer of {inner} is no multiple of the width {config['hidden_size']}")
@@ -206,6 +205,13 @@ def granite_hybrid(config: dict[str, Any], content: GgufContent) -> None:
     config["attention_bias"] = any(having(config, content, "attn_q.bias"))
     config["layer_types"] = state_types(config, content)
     routed = config["num_local_experts"] > 0
+    if content.metadata.flag(own_key(content, "rope.scaling.finetuned"), True):
+        if routed or config.keys() & MULTIPLIERS.keys():
+            raise UnsupportedModelError(f"{content.path}: a hybrid that rotates and is not Bamba is not supported")
+        config["model_type"], kinds = "bamba", enumerate(config.pop("layer_types"))
+        config["attn_layer_indices"] = [layer for layer, kind in kinds if kind == "full_attention"]
+        config["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
+        return
     config.setdefault("shared_intermediate_size", 0 if routed else config["intermediate_size"])
 
 

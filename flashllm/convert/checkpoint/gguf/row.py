@@ -98,14 +98,17 @@ def own_key(content: GgufContent, name: str) -> str:
     return f"{content.metadata.text(ARCHITECTURE)}.{name}"
 
 
-def windows(config: dict[str, Any], content: GgufContent, *, first: int = 3, period: int = 4) -> None:
+def windows(
+    config: dict[str, Any], content: GgufContent, *, first: int = 3, period: int = 4, drafting: bool = True
+) -> None:
     """Types of layers: those that the metadata marks have a window, or all but every `period`-th from `first`; none
-    without one."""
+    without one. `drafting`: layers that draft tokens are marked too."""
     count, key = config["num_hidden_layers"], own_key(content, "attention.sliding_window_pattern")
     if not config.get("sliding_window"):
         slides = [False] * count
     elif key in content.metadata:
-        slides = content.metadata.flags(key, count + content.metadata.integer(own_key(content, NEXT), 0, least=0))
+        more = content.metadata.integer(own_key(content, NEXT), 0, least=0) if drafting else 0
+        slides = content.metadata.flags(key, count + more)
     else:
         slides = [(layer - first) % period != 0 for layer in range(count)]
     config["sliding_window"] = config.get("sliding_window") or None

@@ -29,7 +29,7 @@ from flashllm.errors import FormatError, UnsupportedModelError
 
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _OWN_KEYS = re.compile(r"blk\.(\d+)\.attn_(?:k|v|k_norm)\.")
-_OF_WHOLE = (".scale", ".input_scale")
+_OF_WHOLE, _OF_INPUTS = ".scale", ".input_scale"  # of tensors in NVFP4; the latter are of processors that code inputs
 _PREDICTORS = (".fc1.", ".fc2.")  # parts of their tensors' names there
 
 
@@ -85,6 +85,7 @@ def named_tensors(content: GgufContent, config: Mapping[str, Any]) -> tuple[dict
     if drafting := content.metadata.integer(own_key(content, NEXT), 0, least=0):
         left = {name: stored for name, stored in left.items() if name not in behind}
     said = f"left out: {drafting} layers that draft tokens ({len(behind)} tensors)" if drafting and behind else None
+    left = _scaled(left, model)
     first = layers - config.get("num_kv_shared_layers", 0)
     in_vain = {name for name in left if (match := _OWN_KEYS.match(name)) and int(match[1]) >= first}
     if in_vain:
@@ -105,12 +106,34 @@ def named_tensors(content: GgufContent, config: Mapping[str, Any]) -> tuple[dict
             found[name] = GgufTensor(left.pop(columns), transposed=columns.endswith(".weight"))
         elif key in left:
             found[name] = _as_transformers(_shaped(left.pop(key), shape), key, model, config)
-    if scale := next((name for name in left if name.endswith(_OF_WHOLE)), None):
+    if scale := next((name for name in left if name.endswith((_OF_WHOLE, _OF_INPUTS))), None):
         raise UnsupportedModelError(
-            f"{content.path}: tensor {scale[:80]} scales a whole tensor, as files in NVFP4 have it, which is not "
-            "read; give the model's Hugging Face folder, or a file of another kind (Q4_K_M, MXFP4)"
+            f"{content.path}: tensor {scale[:80]} scales a whole tensor, which is read of those in NVFP4 alone; give "
+            "the model's Hugging Face folder, or a file of another kind (Q4_K_M, MXFP4)"
         )
     return found | {name: GgufTensor(stored) for name, stored in left.items()}, said
+
+
+def _scaled(left: Mapping[str, StoredTensor], model: GgufModel) -> dict[str, StoredTensor]:
+    """The tensors, those in NVFP4 with what their weights are multiplied by: one number, or one for each expert.
+
+    A number that the model has a name for is left to it: of Gemma 4's experts it means the same.
+    """
+    found = dict(left)
+    for name, stored in left.items():
+        stem = name.removesuffix(".weight")
+        if stored.kind != "NVFP4" or (stem + _OF_WHOLE).split(".", 2)[-1] in model.names.values():
+            continue
+        found.pop(stem + _OF_INPUTS, None)
+        if (scales := found.pop(stem + _OF_WHOLE, None)) is None:
+            continue
+        values = scales.numbers(0, math.prod(scales.shape) // scales.shape[-1]).reshape(-1)
+        if len(values) != 1 and (len(stored.shape) != 3 or len(values) != stored.shape[0]):
+            raise FormatError(f"{scales.path}: {stem[:80]}{_OF_WHOLE} is of {len(values)} tensors; get the file again")
+        if not np.isfinite(values).all():
+            raise FormatError(f"{scales.path}: {stem[:80]}{_OF_WHOLE} is not finite; get the file again")
+        found[name] = replace(stored, scales=tuple(values.tolist()))
+    return found
 
 
 def _shaped(stored: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:

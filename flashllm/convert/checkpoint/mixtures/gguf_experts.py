@@ -44,7 +44,10 @@ def cut_apart(whole: StoredTensor, experts: int, parts: int = 1) -> list[StoredT
     if len(whole.shape) != 3 or whole.shape[0] != experts or whole.shape[1] % parts:
         raise FormatError(f"{whole.path}: a tensor of experts is {list(whole.shape)}, though there are {experts}")
     nbytes, shape = whole.nbytes // (experts * parts), (whole.shape[1] // parts, whole.shape[2])
+    scales = whole.scales * experts if len(whole.scales) == 1 else whole.scales
     return [
-        dataclasses.replace(whole, shape=shape, offset=whole.offset + at * nbytes, nbytes=nbytes)
+        dataclasses.replace(
+            whole, shape=shape, offset=whole.offset + at * nbytes, nbytes=nbytes, scales=(scales[at // parts],)
+        )
         for at in range(experts * parts)
     ]

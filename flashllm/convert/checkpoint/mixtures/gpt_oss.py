@@ -118,6 +118,7 @@ class _Blocks:
     step: int
     kind: str = "MXFP4"
     transposed: bool = False
+    scale: float = 1.0
 
     def place(self) -> None:
         return None

@@ -157,6 +157,43 @@ struct Mxfp4 {
   }
 };
 
+// As row_codecs.h says of nvfp4.
+struct Nvfp4 {
+  static constexpr bool kReorders = false;
+  static constexpr std::size_t kGroup = 16;
+  struct Row {
+    const std::uint8_t *first, *factors, *codes;
+    // By which groups' factors, as fp16, are multiplied.
+    float scale() const {
+      float found;
+      __builtin_memcpy(&found, first, sizeof found);
+      return found * kOfCodes;
+    }
+  };
+  static Row at(const void* vector, std::size_t k) {
+    const auto* first = static_cast<const std::uint8_t*>(vector);
+    const std::uint8_t* factors = first + sizeof(float);
+    return {first, factors, factors + (k + kCodeUnit - 1) / kCodeUnit * (kCodeUnit / kGroup)};
+  }
+
+  static void decode(const Row& row, std::size_t j, Vec* to) {
+    const float scale = row.scale();
+    Vec::look_up_nibbles<kUnitVectors / 2>(row.codes + j / 2, kFp4, Vec::set(1.0F), to);
+    for (std::size_t v = 0; v < kUnitVectors; ++v) {
+      const std::uint8_t factor = row.factors[(j + v * Vec::kWidth) / kGroup];
+      to[v] = to[v] * Vec::set(Vec::half(half_of_e4m3(factor)) * scale);
+    }
+  }
+
+  static void prefetch_codes(const Row& row, std::size_t j) {
+    if (j % (2 * kCacheLine) == 0) __builtin_prefetch(row.codes + j / 2, 0, 2);
+  }
+  static void prefetch_groups(const Row& row) {
+    for (const std::uint8_t* line = row.first; line < row.codes; line += kCacheLine)
+      __builtin_prefetch(line, 0, 2);
+  }
+};
+
 // As row_codecs.h says of ternary; a vector may begin anywhere.
 struct Ternary {
   static constexpr bool kReorders = false;

@@ -86,8 +86,8 @@ struct Eight {
     return {_mm256_cvtepi32_ps(sum_by_fours(looked_up(kFp4FromZero, codes),
                                             _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))))};
   }
-  static Eight dot_iq4_unit(const std::uint8_t* codes, const std::int8_t* x) {
-    return dot_signed(looked_up(kIq4, codes), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
+  static Eight dot_table_unit(const std::int8_t* table, const std::uint8_t* codes, const std::int8_t* x) {
+    return dot_signed(looked_up(table, codes), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
   }
   static Eight unit_sums(const std::int8_t* x) {
     const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
@@ -245,8 +245,8 @@ struct Sixteen {
   static Sixteen dot_fp4_unit(const std::uint8_t* codes, const std::int8_t* x) {
     return dot<0>(looked_up(kFp4FromZero, codes, codes + kCodeUnit / 2), x);
   }
-  static Sixteen dot_iq4_unit(const std::uint8_t* codes, const std::int8_t* x) {
-    return dot<128>(_mm512_xor_si512(looked_up(kIq4, codes, codes + kCodeUnit / 2), _mm512_set1_epi8(-128)),
+  static Sixteen dot_table_unit(const std::int8_t* table, const std::uint8_t* codes, const std::int8_t* x) {
+    return dot<128>(_mm512_xor_si512(looked_up(table, codes, codes + kCodeUnit / 2), _mm512_set1_epi8(-128)),
                     x);
   }
   static Sixteen unit_sums(const std::int8_t* x) { return dot<0>(_mm512_set1_epi8(1), x); }

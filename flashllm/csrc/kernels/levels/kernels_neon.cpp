@@ -183,8 +183,8 @@ struct Eight : Vec {
   static Eight dot_fp4_unit(const std::uint8_t* codes, const std::int8_t* x) {
     return dot_looked_up(kFp4FromZero, codes, x);
   }
-  static Eight dot_iq4_unit(const std::uint8_t* codes, const std::int8_t* x) {
-    return dot_looked_up(kIq4, codes, x);
+  static Eight dot_table_unit(const std::int8_t* table, const std::uint8_t* codes, const std::int8_t* x) {
+    return dot_looked_up(table, codes, x);
   }
   static Eight unit_sums(const std::int8_t* x) { return dot_halves(vdupq_n_s8(1), vdupq_n_s8(1), x); }
   static Eight dot_pairs(const std::uint8_t* codes, const std::int8_t* x, std::size_t units) {

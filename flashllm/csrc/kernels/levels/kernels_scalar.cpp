@@ -167,8 +167,8 @@ struct Eight : Vec {
   static Eight dot_fp4_unit(const std::uint8_t* codes, const std::int8_t* x) {
     return sums_by_fours([&](std::size_t i) { return kFp4FromZero[code_of_unit<4>(codes, i)] * x[i]; });
   }
-  static Eight dot_iq4_unit(const std::uint8_t* codes, const std::int8_t* x) {
-    return sums_by_fours([&](std::size_t i) { return kIq4[code_of_unit<4>(codes, i)] * x[i]; });
+  static Eight dot_table_unit(const std::int8_t* table, const std::uint8_t* codes, const std::int8_t* x) {
+    return sums_by_fours([&](std::size_t i) { return table[code_of_unit<4>(codes, i)] * x[i]; });
   }
   static Eight unit_sums(const std::int8_t* x) {
     return sums_by_fours([&](std::size_t i) { return x[i]; });

@@ -423,4 +423,5 @@ const CodecKernels kCodecs[kCodedCodecs] = {
     kernels_of<Carried<4, 32, false, false, true>>(),
     kernels_of<Carried<4, 32, false, true, true>>(),
     kernels_of<Ternary>(),
+    kernels_of<Nvfp4>(),
 };

@@ -2,9 +2,9 @@
 // row_codecs_impl.h. Of `Eight` (eight floats) it wants zero, set, load, store, load_halves, load_i8,
 // half_powers, set_halves (two floats, four lanes each), first, *, +, fma (which rounds once), sum, and
 // dot_unit<bits>: the sums of a unit's products by fours, of int8 inputs and, where the weights have 8 bits,
-// of int16 ones. Codes of 2, 4 and 5 bits begin at 0, those of 3 and 6 at -4 and -32. dot_fp4_unit and
-// dot_iq4_unit: the same of kFp4FromZero and kIq4. unit_sums: of int8 inputs by fours. dot_pairs: dot_unit<2>
-// of at most kScaled units, added before they are floats.
+// of int16 ones. Codes of 2, 4 and 5 bits begin at 0, those of 3 and 6 at -4 and -32. dot_fp4_unit: the
+// same of kFp4FromZero; dot_table_unit: of another table's. unit_sums: of int8 inputs by fours. dot_pairs:
+// dot_unit<2> of at most kScaled units, added before they are floats.
 
 #if !defined(__AVX512VNNI__)
 namespace {  // as Eight is
@@ -28,8 +28,9 @@ struct Sixteen {
   static Sixteen dot_fp4_unit(const std::uint8_t* codes, const std::int8_t* x) {
     return {Eight::dot_fp4_unit(codes, x), Eight::dot_fp4_unit(codes + kCodeUnit / 2, x + kCodeUnit)};
   }
-  static Sixteen dot_iq4_unit(const std::uint8_t* codes, const std::int8_t* x) {
-    return {Eight::dot_iq4_unit(codes, x), Eight::dot_iq4_unit(codes + kCodeUnit / 2, x + kCodeUnit)};
+  static Sixteen dot_table_unit(const std::int8_t* table, const std::uint8_t* codes, const std::int8_t* x) {
+    return {Eight::dot_table_unit(table, codes, x),
+            Eight::dot_table_unit(table, codes + kCodeUnit / 2, x + kCodeUnit)};
   }
   static Sixteen unit_sums(const std::int8_t* x) {
     return {Eight::unit_sums(x), Eight::unit_sums(x + kCodeUnit)};
@@ -106,7 +107,7 @@ struct CarriedUnits : Carried<kCodeBits, kGroup, kMinimum, kFactors, kOfTable> {
   }
   template <typename Lanes>
   static Lanes products(const std::uint8_t* codes, const std::int8_t* x) {
-    if constexpr (kOfTable) return Lanes::dot_iq4_unit(codes, x);
+    if constexpr (kOfTable) return Lanes::dot_table_unit(kIq4, codes, x);
     return Lanes::template dot_unit<kBits>(codes, x);
   }
 
@@ -130,6 +131,27 @@ struct Mxfp4Units : Mxfp4 {
   template <typename Lanes>
   static Lanes products(const std::uint8_t* codes, const std::int8_t* x) {
     return Lanes::dot_fp4_unit(codes, x);
+  }
+};
+
+struct Nvfp4Units : Nvfp4 {
+  static constexpr std::size_t kBits = 4, kScales = 2;
+  static constexpr bool kWhole = false;
+  static constexpr bool kMinimums = false, kOffset = false;
+  static constexpr const std::int8_t* kTable = kFp4;
+
+  static Eight scales(const Row& row, std::size_t u) { return of_groups(row, kScales * u); }
+  static Eight later_scales(const Row& row, std::size_t u) { return of_groups(row, kScales * u + kScaled); }
+  template <typename Lanes>
+  static Lanes products(const std::uint8_t* codes, const std::int8_t* x) {
+    return Lanes::dot_table_unit(kFp4, codes, x);
+  }
+
+ private:
+  static Eight of_groups(const Row& row, std::size_t group) {
+    std::uint16_t halves[kScaled];
+    for (std::size_t i = 0; i < kScaled; ++i) halves[i] = half_of_e4m3(row.factors[group + i]);
+    return Eight::template load_halves<1>(halves) * Eight::set(row.scale());
   }
 };
 
@@ -329,6 +351,7 @@ const CodedInputKernels kInt8[kCodedCodecs] = {
     input_kernels_of<std::int8_t, CarriedUnits<4, 32, false, false, true>>(),
     input_kernels_of<std::int8_t, CarriedUnits<4, 32, false, true, true>>(),
     input_kernels_of<std::int8_t, TernaryUnits>(),
+    input_kernels_of<std::int8_t, Nvfp4Units>(),
 };
 const CodedInputKernels kInt16[kInt16Codecs] = {
     input_kernels_of<std::int16_t, GroupedUnits<8, 32, false>>(),

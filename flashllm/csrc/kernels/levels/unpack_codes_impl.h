@@ -47,4 +47,5 @@ const UnpackCodes kUnpack[kCodedCodecs] = {
     unpack_codes<CarriedUnits<4, 32, false, false, true>>,
     unpack_codes<CarriedUnits<4, 32, false, true, true>>,
     unpack_codes<TernaryUnits>,
+    unpack_codes<Nvfp4Units>,
 };
