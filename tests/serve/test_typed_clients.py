@@ -61,6 +61,30 @@ def test_anthropics_messages(anthropic, say):
     assert (last.content[0].text, last.stop_reason) == ("It rains.", "end_turn")
 
 
+def test_a_coding_agents_requests(anthropic, say):
+    """As Claude Code's: beta headers, cache marks, tools that Anthropic runs, and a header that changes every time."""
+    say(SAID)
+    tools = [{**TOOL, "cache_control": {"type": "ephemeral"}}, {"type": "web_search_20250305", "name": "web_search"}]
+
+    def ask(changes, messages):
+        system = [
+            {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2; cch={changes};"},
+            {"type": "text", "text": "You write code.", "cache_control": {"type": "ephemeral"}},
+        ]
+        body = asked(system=system, messages=messages, tools=tools, metadata={"user_id": "one"})
+        with anthropic.beta.messages.stream(**body, betas=["interleaved-thinking-2025-05-14"]) as stream:
+            started = next(event for event in stream if event.type == "message_start").message.usage
+            usage = (started.input_tokens, started.cache_read_input_tokens)
+            return stream.get_final_message(), usage
+
+    first, (new, cached) = ask("a1b2c", ASK)
+    assert (first.stop_reason, first.content[-1].input) == ("tool_use", ARGUMENTS)
+    assert ask("9f8e7", ASK)[1] == (1, new + cached - 1)
+    result = {"type": "tool_result", "tool_use_id": first.content[-1].id, "content": [{"type": "text", "text": "rain"}]}
+    turns = [*ASK, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+    assert ask("00000", turns)[1][1] >= new + cached - 1
+
+
 def test_anthropics_form_and_errors(anthropic, say):
     import anthropic as module
 
