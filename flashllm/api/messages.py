@@ -10,6 +10,8 @@ from flashllm.replies.written import dump, load
 Message = dict[str, Any]
 
 MAX_TOOLS = 256
+# Stands for an image in a tool's result: a client sends the conversation again with every turn, and could not go on.
+UNSEEN_IMAGE = "[an image, which this model cannot see]"
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _KEYS = {  # beside the role
     "assistant": {"content", "name", "tool_calls", "reasoning_content"},

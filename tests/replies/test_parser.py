@@ -3,24 +3,35 @@
 import json
 import random
 from collections import Counter
+from importlib.resources import files
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutated import check, mutated, parsed
 from recorded import ANSWERS, BROKEN, MALFORMED, TEMPLATES, TOOLS
+from tokenizers import Tokenizer
 
 from flashllm.errors import UsageError
 from flashllm.replies.formats import FORMATS, find
 from flashllm.replies.parser import Parser, new_id
 
+_DEMO = Tokenizer.from_file(str(files("flashllm") / "demo" / "tokenizer.json"))
+# What stands for a byte in a token of GPT-2's.
+_PLAIN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = [byte for byte in range(256) if byte not in _PLAIN]
+_BYTES = {chr(byte): byte for byte in _PLAIN} | {chr(256 + at): byte for at, byte in enumerate(_OTHERS)}
+
 
 def cuts(text):
-    """The whole, each cut in two at a byte, all bytes apart, all characters apart."""
+    """The whole, each cut in two at a byte, all bytes apart, all characters apart, all tokens apart."""
     raw = text.encode()
     yield from ([raw[:at], raw[at:]] for at in range(len(raw)))
     yield [raw[at : at + 1] for at in range(len(raw))]
     yield list(text)
+    tokens = [bytes(_BYTES[char] for char in token) for token in _DEMO.encode(text, add_special_tokens=False).tokens]
+    assert b"".join(tokens) == raw
+    yield tokens
 
 
 @pytest.mark.parametrize("recorded", ANSWERS, ids=lambda recorded: recorded[0])

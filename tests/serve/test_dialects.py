@@ -97,7 +97,11 @@ def test_a_conversation_goes_on(http, say, seen):
         {
             "role": "user",
             "content": [
-                {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "rain"}]},
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "toolu_1",
+                    "content": [{"type": "text", "text": "rain"}, {"type": "image"}],
+                },
                 {"type": "text", "text": "So?", "cache_control": {"type": "ephemeral"}},
             ],
         },
@@ -109,7 +113,7 @@ def test_a_conversation_goes_on(http, say, seen):
     assert "web_search" not in seen[-1]
     assert "billing" not in seen[-1]
     assert ";system:Help.;user:Rain?;assistant:<think>Hm.</think><tool_call>[('city', 'Köln')]" in seen[-1]
-    assert ";tool:<get_weather/toolu_1>rain;user:So?;assistant:" in seen[-1]
+    assert ";tool:<get_weather/toolu_1>rain\n[an image, which this model cannot see];user:So?;assistant:" in seen[-1]
 
 
 def test_the_end_of_an_answer_is_named(http, say):

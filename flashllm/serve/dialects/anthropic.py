@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from flashllm.api.fields import BadRequest, check_names, flag, mapping, objects, short, text
+from flashllm.api.messages import UNSEEN_IMAGE
 from flashllm.api.requests import parse_body
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.replies import written
@@ -121,12 +122,13 @@ def _blocks(where: str, value: Any) -> list[Mapping[str, Any]]:
 
 
 def _texts(where: str, value: Any, kinds: Sequence[str]) -> list[str]:
-    """The texts of content that has nothing else."""
+    """The texts of content that has nothing but these kinds of blocks."""
     texts = []
     for block in _blocks(where, value):
         if block.get("type") not in kinds:
             raise BadRequest(f"{where}: a block of type {short(block.get('type'))} is not supported", param=where)
-        texts.append(text(f"{where}: text", block.get("text")))
+        seen = block["type"] != "image"
+        texts.append(text(f"{where}: text", block.get("text")) if seen else UNSEEN_IMAGE)
     return texts
 
 
@@ -146,7 +148,7 @@ def _messages(value: Any) -> list[Document]:
                 case _, "text":
                     said.append(text(f"{where}: text", block.get("text")))
                 case "user", "tool_result":
-                    result = "\n".join(_texts(where, block.get("content") or "", ("text",)))
+                    result = "\n".join(_texts(where, block.get("content") or "", ("text", "image")))
                     messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
                 case "assistant", "tool_use":
                     function = {"name": block.get("name"), "arguments": written.dump(block.get("input", {}))}

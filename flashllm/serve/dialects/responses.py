@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from flashllm.api.fields import BadRequest, check_names, flag, mapping, objects, short, text
+from flashllm.api.messages import UNSEEN_IMAGE
 from flashllm.api.requests import parse_body
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.replies import written
@@ -84,13 +85,16 @@ class Responses:
         return Asked.chat(request, stream=flag(body, "stream"), model=model_of(body))
 
 
-def _text_of(where: str, value: Any) -> str:
-    """Content as one text."""
+def _text_of(where: str, value: Any, *, of_tool: bool = False) -> str:
+    """Content as one text; that of a tool may have images."""
     if not isinstance(value, list):
         return text(where, value)
     texts = []
     for part in value:
         kind = mapping(where, part).get("type")
+        if of_tool and kind == "input_image":
+            texts.append(UNSEEN_IMAGE)
+            continue
         if kind not in _TEXTS:
             raise BadRequest(f"{where}: a part of type {short(kind)} is not supported; only text is", param="input")
         texts.append(text(where, part.get("refusal" if kind == "refusal" else "text")))
@@ -129,7 +133,7 @@ def _messages(given: Any) -> list[Document]:
                 call = {"type": "function", "id": item.get("call_id"), "function": function}
                 answer().setdefault("tool_calls", []).append(call)
             case "function_call_output" | "custom_tool_call_output":
-                result = _text_of(where, item.get("output"))
+                result = _text_of(where, item.get("output"), of_tool=True)
                 messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": result})
     return messages
 
