@@ -73,11 +73,13 @@ void TokenCodes::set(std::size_t token, std::size_t id, std::size_t count, const
 void PlaneRows::add_codes(std::size_t count, TileRows values, std::size_t tokens, float* y,
                           std::size_t y_stride, ThreadPool& pool) const {
   TokenCodes all;
-  if (tokens == 1) {
-    all.begin(1, first_ % kWindow + count);
-    all.set(0, first_, count, values.data, values.step);
-    pool.parallel_for(k_, column_share(k_, pool),
-                      [&](std::size_t begin, std::size_t end) { add_codes(count, all, begin, end, y); });
+  if (tokens <= 2) {  // for which pairing pays less than it costs
+    all.begin(tokens, first_ % kWindow + count);
+    for (std::size_t m = 0; m < tokens; ++m)
+      all.set(m, first_, count, values.data + m * values.row, values.step);
+    pool.parallel_for(k_, column_share(k_, pool), [&](std::size_t begin, std::size_t end) {
+      for (std::size_t m = 0; m < tokens; ++m) add_codes(count, all, m, begin, end, y + m * y_stride);
+    });
     return;
   }
   const AddCodes add = add_codes_kernel(level_);
