@@ -40,6 +40,7 @@ void sum_scattered(const PlaneColumns& columns, const float* values, float* y, T
 namespace {
 
 constexpr std::size_t kWindow = 32;     // neurons whose values share a scale
+constexpr std::size_t kAlone = 4;       // tokens, up to which pairing the codes once costs more than it saves
 constexpr std::size_t kTokenGrain = 8;  // tokens a thread takes at a time
 constexpr std::size_t kColumnGrain = 4 * kCodeColumns;
 
@@ -73,7 +74,7 @@ void TokenCodes::set(std::size_t token, std::size_t id, std::size_t count, const
 void PlaneRows::add_codes(std::size_t count, TileRows values, std::size_t tokens, float* y,
                           std::size_t y_stride, ThreadPool& pool) const {
   TokenCodes all;
-  if (tokens <= 2) {  // for which pairing pays less than it costs
+  if (tokens <= kAlone) {
     all.begin(tokens, first_ % kWindow + count);
     for (std::size_t m = 0; m < tokens; ++m)
       all.set(m, first_, count, values.data + m * values.row, values.step);
