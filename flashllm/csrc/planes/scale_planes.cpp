@@ -41,6 +41,7 @@ void sum_scattered(const PlaneColumns& columns, const float* values, float* y, T
 namespace {
 
 constexpr std::size_t kWindow = 32;     // neurons whose values share a scale
+constexpr std::size_t kAlone = 4;       // tokens, up to which pairing the codes once costs more than it saves
 constexpr std::size_t kTokenGrain = 8;  // tokens a thread takes at a time
 constexpr std::size_t kColumnGrain = 4 * kCodeColumns;
 
@@ -74,11 +75,13 @@ void TokenCodes::set(std::size_t token, std::size_t id, std::size_t count, const
 void PlaneRows::add_codes(std::size_t count, TileRows values, std::size_t tokens, float* y,
                           std::size_t y_stride, ThreadPool& pool) const {
   TokenCodes all;
-  if (tokens == 1) {
-    all.begin(1, first_ % kWindow + count);
-    all.set(0, first_, count, values.data, values.step);
-    pool.parallel_for(k_, column_share(k_, pool),
-                      [&](std::size_t begin, std::size_t end) { add_codes(count, all, begin, end, y); });
+  if (tokens <= kAlone) {
+    all.begin(tokens, first_ % kWindow + count);
+    for (std::size_t m = 0; m < tokens; ++m)
+      all.set(m, first_, count, values.data + m * values.row, values.step);
+    pool.parallel_for(k_, column_share(k_, pool), [&](std::size_t begin, std::size_t end) {
+      for (std::size_t m = 0; m < tokens; ++m) add_codes(count, all, m, begin, end, y + m * y_stride);
+    });
     return;
   }
   const AddCodes add = add_codes_kernel(level_);

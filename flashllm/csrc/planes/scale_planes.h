@@ -134,9 +134,9 @@ class PlaneRows : public WideRows {
   void add_codes(std::size_t count, TileRows values, std::size_t tokens, float* y, std::size_t y_stride,
                  ThreadPool& pool) const;
   // The same of a token whose values are codes already; j in [begin, end), by the calling thread.
-  void add_codes(std::size_t count, const TokenCodes& values, std::size_t begin, std::size_t end,
-                 float* y) const {
-    kernels_.add_run({data_, stride_, first_, count}, values.of(0), plane_, k_, begin, end, y);
+  void add_codes(std::size_t count, const TokenCodes& values, std::size_t token, std::size_t begin,
+                 std::size_t end, float* y) const {
+    kernels_.add_run({data_, stride_, first_, count}, values.of(token), plane_, k_, begin, end, y);
   }
 
  private:

@@ -34,7 +34,6 @@ struct Eight {
     const __m256i e = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
     return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23))};
   }
-  static Eight set_units(const float* p) { return set(*p); }
   // Two floats, four lanes each.
   static Eight set_halves(const float* p) {
     const __m256 both = _mm256_castpd_ps(_mm256_broadcast_sd(reinterpret_cast<const double*>(p)));
@@ -93,39 +92,13 @@ struct Eight {
     const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
     return {_mm256_cvtepi32_ps(sum_by_fours(_mm256_set1_epi8(1), bytes))};
   }
-  // With VNNI lanes 2 q and 2 q + 1 are of codes where they lie, 4^q times what they are, until the end.
   static Eight dot_pairs(const std::uint8_t* p, const std::int8_t* x, std::size_t units) {
     __m256i sums = _mm256_setzero_si256();
-#if defined(__AVX512VNNI__)
-    constexpr std::int64_t kEach = 0x0303030303030303;
-    const __m256i places = _mm256_setr_epi64x(
-        kEach, kEach << 2, kEach << 4, static_cast<std::int64_t>(static_cast<std::uint64_t>(kEach) << 6));
-    if (units == 8) {  // two at a time
-      const __m512i all = _mm512_loadu_si512(p), both = _mm512_broadcast_i64x4(places);
-      __m512i some = _mm512_setzero_si512(), others = some;
-      const auto add = [&](__m512i to, long long u) {
-        const __m512i pair =
-            _mm512_permutexvar_epi64(_mm512_setr_epi64(u, u, u, u, u + 1, u + 1, u + 1, u + 1), all);
-        return _mm512_dpbusd_epi32(to, _mm512_and_si512(pair, both), _mm512_loadu_si512(x + 32 * u));
-      };
-      some = add(add(some, 0), 4), others = add(add(others, 2), 6);
-      some = _mm512_add_epi32(some, others);
-      sums = _mm256_add_epi32(_mm512_castsi512_si256(some), _mm512_extracti64x4_epi64(some, 1));
-    } else {
-      for (std::size_t u = 0; u < units; ++u)
-        sums = _mm256_dpbusd_epi32(
-            sums, _mm256_and_si256(_mm256_set1_epi64x(load_as<std::int64_t>(p + 8 * u)), places),
-            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 32 * u)));
-    }
-    const __m256 by = _mm256_setr_ps(1, 1, 0.25F, 0.25F, 0.0625F, 0.0625F, 0.015625F, 0.015625F);
-    return {_mm256_mul_ps(_mm256_cvtepi32_ps(sums), by)};
-#else
     for (std::size_t u = 0; u < units; ++u) {
       const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 32 * u));
       sums = _mm256_add_epi32(sums, sum_by_fours(codes_of<2>(p + 8 * u), bytes));
     }
     return {_mm256_cvtepi32_ps(sums)};
-#endif
   }
   // The same with 32 words.
   template <std::size_t kBits>
@@ -136,13 +109,8 @@ struct Eight {
     const __m256i low = _mm256_cvtepi8_epi16(_mm_loadu_si128(bytes));
     const __m256i high = _mm256_cvtepi8_epi16(_mm_loadu_si128(bytes + 1));
     const __m256i first = _mm256_loadu_si256(words), second = _mm256_loadu_si256(words + 1);
-#if defined(__AVX512VNNI__)
-    const __m256i some = _mm256_dpwssd_epi32(_mm256_setzero_si256(), low, first);
-    return {_mm256_cvtepi32_ps(_mm256_dpwssd_epi32(some, high, second))};
-#else
     return {
         _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_madd_epi16(low, first), _mm256_madd_epi16(high, second)))};
-#endif
   }
 
  private:
@@ -169,11 +137,7 @@ struct Eight {
     return {_mm256_cvtepi32_ps(sum_by_fours(_mm256_abs_epi8(weights), _mm256_sign_epi8(bytes, weights)))};
   }
   static __m256i sum_by_fours(__m256i magnitudes, __m256i bytes) {
-#if defined(__AVX512VNNI__)
-    return _mm256_dpbusd_epi32(_mm256_setzero_si256(), magnitudes, bytes);
-#else
     return _mm256_madd_epi16(_mm256_maddubs_epi16(magnitudes, bytes), _mm256_set1_epi16(1));
-#endif
   }
 };
 
@@ -182,25 +146,18 @@ inline Eight operator+(Eight a, Eight b) { return {_mm256_add_ps(a.v, b.v)}; }
 inline Eight operator*(Eight a, Eight b) { return {_mm256_mul_ps(a.v, b.v)}; }
 
 #if defined(__AVX512VNNI__)
-// The same of two units that follow each other.
+constexpr std::size_t kLaneRows = 2;
+
+// The same of two rows.
 struct Sixteen {
   __m512 v;
+  // A unit's in each.
+  struct Codes {
+    const std::uint8_t *first, *second;
+  };
 
   static Sixteen zero() { return {_mm512_setzero_ps()}; }
-  // A float for each unit, and two.
-  static Sixteen set_units(const float* p) {
-    const __m512 both =
-        _mm512_castpd_ps(_mm512_set1_pd(load_as<double>(reinterpret_cast<const std::uint8_t*>(p))));
-    return {_mm512_permutevar_ps(both, _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1))};
-  }
-  static Sixteen set_halves(const float* p) {
-    const __m512 four = _mm512_broadcast_f32x4(_mm_loadu_ps(p));
-    return {_mm512_permutevar_ps(four, _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3))};
-  }
-  Eight lower() const { return {_mm512_castps512_ps256(v)}; }
-  Eight upper() const { return {_mm512_extractf32x8_ps(v, 1)}; }
-  void set_lower(Eight half) { v = _mm512_insertf32x8(v, half.v, 0); }
-
+  static Sixteen set(float value) { return {_mm512_set1_ps(value)}; }
   // Codes a byte each, from 0 on; those of 8 bits more by 128.
   template <std::size_t kBits>
   static __m512i codes_of(const std::uint8_t* p, const std::uint8_t* q) {
@@ -232,41 +189,74 @@ struct Sixteen {
   // Codes that are `kZero` more than what they stand for.
   template <int kZero>
   static Sixteen dot(__m512i codes, const std::int8_t* x) {
-    const __m512i bytes = _mm512_loadu_si512(x), none = _mm512_setzero_si512();
+    const __m512i bytes = twice(x), none = _mm512_setzero_si512();
     if constexpr (kZero == 0) return {_mm512_cvtepi32_ps(_mm512_dpbusd_epi32(none, codes, bytes))};
     const __m512i too_many = _mm512_dpbusd_epi32(none, _mm512_set1_epi8(static_cast<char>(kZero)), bytes);
     return {_mm512_cvtepi32_ps(_mm512_dpbusd_epi32(_mm512_sub_epi32(none, too_many), codes, bytes))};
   }
   template <std::size_t kBits>
-  static Sixteen dot_unit(const std::uint8_t* p, const std::int8_t* x) {
+  static Sixteen dot_unit(const Codes& codes, const std::int8_t* x) {
     constexpr int kZero = kBits == 8 ? 128 : kBits == 3 || kBits == 6 ? 1 << (kBits - 1) : 0;
-    return dot<kZero>(codes_of<kBits>(p, p + kCodeUnit * kBits / 8), x);
+    return dot<kZero>(codes_of<kBits>(codes.first, codes.second), x);
   }
-  static Sixteen dot_fp4_unit(const std::uint8_t* codes, const std::int8_t* x) {
-    return dot<0>(looked_up(kFp4FromZero, codes, codes + kCodeUnit / 2), x);
+  static Sixteen dot_fp4_unit(const Codes& codes, const std::int8_t* x) {
+    return dot<0>(looked_up(kFp4FromZero, codes.first, codes.second), x);
   }
-  static Sixteen dot_table_unit(const std::int8_t* table, const std::uint8_t* codes, const std::int8_t* x) {
-    return dot<128>(_mm512_xor_si512(looked_up(table, codes, codes + kCodeUnit / 2), _mm512_set1_epi8(-128)),
-                    x);
+  static Sixteen dot_table_unit(const std::int8_t* table, const Codes& codes, const std::int8_t* x) {
+    const __m512i values = looked_up(table, codes.first, codes.second);
+    return dot<128>(_mm512_xor_si512(values, _mm512_set1_epi8(-128)), x);
   }
   static Sixteen unit_sums(const std::int8_t* x) { return dot<0>(_mm512_set1_epi8(1), x); }
+  // Lanes 2 q and 2 q + 1 are of codes where they lie, 4^q times what they are, until the end.
+  static Sixteen dot_pairs(const Codes& codes, const std::int8_t* x, std::size_t units) {
+    const auto load = [units](const std::uint8_t* p) {
+      return _mm512_maskz_loadu_epi64(static_cast<__mmask8>((1U << units) - 1), p);
+    };
+    const __m512i first = load(codes.first), second = load(codes.second);
+    constexpr long long kEach = 0x0303030303030303, kLast = static_cast<long long>(0xC0C0C0C0C0C0C0C0);
+    const __m512i places =
+        _mm512_setr_epi64(kEach, kEach << 2, kEach << 4, kLast, kEach, kEach << 2, kEach << 4, kLast);
+    __m512i sums[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+#pragma GCC unroll 8
+    for (int u = 0; u < 8; ++u) {
+      const __m512i from = _mm512_setr_epi64(u, u, u, u, u + 8, u + 8, u + 8, u + 8);
+      const __m512i pairs = _mm512_and_si512(_mm512_permutex2var_epi64(first, from, second), places);
+      sums[u % 2] = _mm512_dpbusd_epi32(sums[u % 2], pairs, twice(x + kCodeUnit * u));
+    }
+    const __m256 by = _mm256_setr_ps(1, 1, 0.25F, 0.25F, 0.0625F, 0.0625F, 0.015625F, 0.015625F);
+    return {
+        _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_add_epi32(sums[0], sums[1])), _mm512_broadcast_f32x8(by))};
+  }
   template <std::size_t kBits>
-  static Sixteen dot_unit(const std::uint8_t* codes, const std::int16_t* x) {
-    const Eight first = Eight::dot_unit<kBits>(codes, x),
-                second = Eight::dot_unit<kBits>(codes + kCodeUnit, x + kCodeUnit);
-    return {_mm512_insertf32x8(_mm512_castps256_ps512(first.v), second.v, 1)};
+  static Sixteen dot_unit(const Codes& codes, const std::int16_t* x) {
+    static_assert(kBits == 8);
+    const auto words = [&](std::size_t at) {
+      const auto load = [at](const std::uint8_t* p) {
+        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + at));
+      };
+      return _mm512_cvtepi8_epi16(
+          _mm256_inserti128_si256(_mm256_castsi128_si256(load(codes.first)), load(codes.second), 1));
+    };
+    const __m512i some = _mm512_dpwssd_epi32(_mm512_setzero_si512(), words(0), twice(x));
+    return {_mm512_cvtepi32_ps(_mm512_dpwssd_epi32(some, words(16), twice(x + 16)))};
   }
 
  private:
+  // 32 bytes, for both rows.
+  template <typename Input>
+  static __m512i twice(const Input* x) {
+    return _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
+  }
   static __m512i both(__m256i low, __m256i high) {
     return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
   }
   static __m512i nibbles(const std::uint8_t* p, const std::uint8_t* q) {
-    const auto twice = [](const std::uint8_t* at) {
+    const auto nibbles_at = [](const std::uint8_t* at) {
       return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
     };
     const __m512i down = _mm512_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4, 0, 0, 0, 0, 4, 4, 4, 4);
-    return _mm512_and_si512(_mm512_srlv_epi32(both(twice(p), twice(q)), down), _mm512_set1_epi8(15));
+    return _mm512_and_si512(_mm512_srlv_epi32(both(nibbles_at(p), nibbles_at(q)), down),
+                            _mm512_set1_epi8(15));
   }
   // Bits that lie apart, turned to `kMask`'s place and put above others.
   template <int kMask>
@@ -285,4 +275,58 @@ struct Sixteen {
 };
 inline Sixteen fma(Sixteen a, Sixteen b, Sixteen c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline Sixteen operator*(Sixteen a, Sixteen b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Sixteen operator+(Sixteen a, Sixteen b) { return {_mm512_add_ps(a.v, b.v)}; }
+using Lanes = Sixteen;
+
+inline Lanes each_row(const float* p) { return {_mm512_broadcast_f32x8(_mm256_loadu_ps(p))}; }
+template <typename Row, typename Of>
+inline Lanes of_rows(const Row* row, const Of& of) {
+  return {_mm512_insertf32x8(_mm512_castps256_ps512(of(row[0]).v), of(row[1]).v, 1)};
+}
+template <typename Row>
+inline Sixteen::Codes codes_of_rows(const Row* row, std::size_t at) {
+  return {row[0].codes + at, row[1].codes + at};
+}
+inline void put_sums(const Lanes& lanes, std::size_t rows, float* to) {
+  __m512 s = _mm512_add_ps(lanes.v, _mm512_shuffle_f32x4(lanes.v, lanes.v, 0xB1));
+  s = _mm512_add_ps(s, _mm512_permute_ps(s, 0xEE));
+  s = _mm512_add_ps(s, _mm512_movehdup_ps(s));
+  to[0] = _mm512_cvtss_f32(s);
+  if (rows > 1) to[1] = _mm_cvtss_f32(_mm512_extractf32x4_ps(s, 2));
+}
+
+// Scales of eight units, times those of their inputs: of the first four in each quarter of a register, the
+// quarters two rows', and of the others.
+struct TokenScales {
+  __m512 units[2];
+  TokenScales() = default;
+  TokenScales(const Sixteen& of_rows, const float* of_inputs) {
+    const auto inputs = [of_inputs](std::size_t u) {
+      return _mm512_broadcast_f32x4(_mm_loadu_ps(of_inputs + u));
+    };
+    units[0] = _mm512_mul_ps(_mm512_shuffle_f32x4(of_rows.v, of_rows.v, 0xA0), inputs(0));
+    units[1] = _mm512_mul_ps(_mm512_shuffle_f32x4(of_rows.v, of_rows.v, 0xF5), inputs(4));
+  }
+  template <std::size_t kUnit>
+  Sixteen of() const {
+    return {_mm512_permute_ps(units[kUnit / 4], kUnit % 4 * 0x55)};
+  }
+};
+// Two scales of each of eight units, those of the last four in `later`.
+struct PairScales {
+  __m512 units[4];
+  PairScales() = default;
+  PairScales(const Sixteen& scales, const Sixteen& later) {
+    units[0] = _mm512_shuffle_f32x4(scales.v, scales.v, 0xA0);
+    units[1] = _mm512_shuffle_f32x4(scales.v, scales.v, 0xF5);
+    units[2] = _mm512_shuffle_f32x4(later.v, later.v, 0xA0);
+    units[3] = _mm512_shuffle_f32x4(later.v, later.v, 0xF5);
+  }
+  template <std::size_t kUnit>
+  Sixteen of() const {
+    constexpr int i = kUnit % 2 * 2, j = i + 1;
+    const __m512i places = _mm512_setr_epi32(i, i, i, i, j, j, j, j, i, i, i, i, j, j, j, j);
+    return {_mm512_permutevar_ps(units[kUnit / 2], places)};
+  }
+};
 #endif

@@ -137,7 +137,6 @@ struct Eight : Vec {
 
   static Eight load_i8(const std::int8_t* p) { return {Vec::load_i8(p)}; }
   static Eight half_powers(const std::uint8_t* p) { return {Vec::half_powers(p)}; }
-  static Eight set_units(const float* p) { return set(*p); }
   // Two floats, four lanes each.
   static Eight set_halves(const float* p) { return {Vec{vdupq_n_f32(p[0]), vdupq_n_f32(p[1])}}; }
 

@@ -6,51 +6,63 @@
 // same of kFp4FromZero; dot_table_unit: of another table's. unit_sums: of int8 inputs by fours. dot_pairs:
 // dot_unit<2> of at most kScaled units, added before they are floats.
 
+// `Lanes`: eight floats of each of kLaneRows rows. A level that has wider ones than `Eight` brings what is
+// here.
 #if !defined(__AVX512VNNI__)
+constexpr std::size_t kLaneRows = 1;
+
 namespace {  // as Eight is
 
-// The same of two units that follow each other.
-struct Sixteen {
-  Eight first, second;
+using Lanes = Eight;
 
-  static Sixteen zero() { return {Eight::zero(), Eight::zero()}; }
-  static Sixteen set_units(const float* p) { return {Eight::set(p[0]), Eight::set(p[1])}; }
-  static Sixteen set_halves(const float* p) { return {Eight::set_halves(p), Eight::set_halves(p + 2)}; }
-  Eight lower() const { return first; }
-  Eight upper() const { return second; }
-  void set_lower(Eight half) { first = half; }
+inline Lanes each_row(const float* p) { return Eight::load(p); }
+template <typename Row, typename Of>
+inline Lanes of_rows(const Row* row, const Of& of) {
+  return of(*row);
+}
+template <typename Row>
+inline const std::uint8_t* codes_of_rows(const Row* row, std::size_t at) {
+  return row->codes + at;
+}
+// The sum of each of the first `rows` rows.
+inline void put_sums(const Lanes& lanes, std::size_t, float* to) { *to = lanes.sum(); }
 
-  template <std::size_t kBits, typename Input>
-  static Sixteen dot_unit(const std::uint8_t* codes, const Input* x) {
-    return {Eight::template dot_unit<kBits>(codes, x),
-            Eight::template dot_unit<kBits>(codes + kCodeUnit * kBits / 8, x + kCodeUnit)};
+// Scales of eight units, times those of their inputs.
+struct TokenScales {
+  float each[8];
+  TokenScales() = default;
+  TokenScales(const Eight& of_rows, const float* of_inputs) {
+    (of_rows * Eight::load(of_inputs)).store(each);
+    __asm__("" : : "r"(each) : "memory");  // broadcast from there, not shuffled out of a register
   }
-  static Sixteen dot_fp4_unit(const std::uint8_t* codes, const std::int8_t* x) {
-    return {Eight::dot_fp4_unit(codes, x), Eight::dot_fp4_unit(codes + kCodeUnit / 2, x + kCodeUnit)};
-  }
-  static Sixteen dot_table_unit(const std::int8_t* table, const std::uint8_t* codes, const std::int8_t* x) {
-    return {Eight::dot_table_unit(table, codes, x),
-            Eight::dot_table_unit(table, codes + kCodeUnit / 2, x + kCodeUnit)};
-  }
-  static Sixteen unit_sums(const std::int8_t* x) {
-    return {Eight::unit_sums(x), Eight::unit_sums(x + kCodeUnit)};
+  template <std::size_t kUnit>
+  Eight of() const {
+    return Eight::set(each[kUnit]);
   }
 };
-inline Sixteen fma(const Sixteen& a, const Sixteen& b, const Sixteen& c) {
-  return {fma(a.first, b.first, c.first), fma(a.second, b.second, c.second)};
-}
-inline Sixteen operator*(const Sixteen& a, const Sixteen& b) {
-  return {a.first * b.first, a.second * b.second};
-}
+// Two scales of each of eight units, those of the last four in `later`.
+struct PairScales {
+  float each[16];
+  PairScales() = default;
+  PairScales(const Eight& scales, const Eight& later) {
+    scales.store(each);
+    later.store(each + 8);
+  }
+  template <std::size_t kUnit>
+  Eight of() const {
+    return Eight::set_halves(each + 2 * kUnit);
+  }
+};
 
 }  // namespace
 #endif
 
 constexpr std::size_t kScaled = 8;  // units whose scales are multiplied together
 template <std::size_t T>
-constexpr std::size_t kRowsOf = T == 1   ? kRows
-                                : T == 2 ? 2
-                                         : 1;  // rows that T tokens take together
+constexpr std::size_t kRowsOf = T == 1                     ? kRows
+                                : T == 2 && kLaneRows == 1 ? 2
+                                : T == 2                   ? kRows
+                                                           : kLaneRows;  // rows that T tokens take together
 
 // What is peculiar to a codec: bits a code, scales a unit, or one for kScaled (kWhole), what its codes are
 // offset by, products of a unit, and what codes that are no integers stand for. scales(row, u): those of
@@ -68,8 +80,8 @@ struct GroupedUnits : Grouped<kCodeBits, kGroup, kMinimum> {
   static Eight offsets(const Row& row, std::size_t u, const Eight& scale) {
     return kMinimum ? of_units(row.minimums, u) : scale * Eight::set(-8.0F);
   }
-  template <typename Lanes, typename Input>
-  static Lanes products(const std::uint8_t* codes, const Input* x) {
+  template <typename Codes, typename Input>
+  static Lanes products(const Codes& codes, const Input* x) {
     return Lanes::template dot_unit<kBits>(codes, x);
   }
 
@@ -105,8 +117,8 @@ struct CarriedUnits : Carried<kCodeBits, kGroup, kMinimum, kFactors, kOfTable> {
     return kMinimum ? of_units(row.minimums, row.minimum_factors, u)
                     : scale * Eight::set(-zero_code<kBits>());
   }
-  template <typename Lanes>
-  static Lanes products(const std::uint8_t* codes, const std::int8_t* x) {
+  template <typename Codes>
+  static Lanes products(const Codes& codes, const std::int8_t* x) {
     if constexpr (kOfTable) return Lanes::dot_table_unit(kIq4, codes, x);
     return Lanes::template dot_unit<kBits>(codes, x);
   }
@@ -128,8 +140,8 @@ struct Mxfp4Units : Mxfp4 {
   static Eight offsets(const Row&, std::size_t, const Eight& scale) {
     return scale * Eight::set(-static_cast<float>(kFp4Zero));
   }
-  template <typename Lanes>
-  static Lanes products(const std::uint8_t* codes, const std::int8_t* x) {
+  template <typename Codes>
+  static Lanes products(const Codes& codes, const std::int8_t* x) {
     return Lanes::dot_fp4_unit(codes, x);
   }
 };
@@ -142,8 +154,8 @@ struct Nvfp4Units : Nvfp4 {
 
   static Eight scales(const Row& row, std::size_t u) { return of_groups(row, kScales * u); }
   static Eight later_scales(const Row& row, std::size_t u) { return of_groups(row, kScales * u + kScaled); }
-  template <typename Lanes>
-  static Lanes products(const std::uint8_t* codes, const std::int8_t* x) {
+  template <typename Codes>
+  static Lanes products(const Codes& codes, const std::int8_t* x) {
     return Lanes::dot_table_unit(kFp4, codes, x);
   }
 
@@ -167,136 +179,140 @@ struct TernaryUnits : Ternary {
   }
 };
 
+namespace {  // as Lanes are
+
 template <typename Input, typename Units>
 struct CodedDot {
   using G = Units;
   using Row = typename Units::Row;
   static constexpr std::size_t kUnitNbytes = kCodeUnit * Units::kBits / 8;
-  static constexpr bool kPairs = Units::kScales == 2, kPairsOfMinimums = kPairs && Units::kMinimums;
-  static constexpr std::size_t kOwn = Units::kScales * kScaled,
-                               kScaleCount = (kPairsOfMinimums ? 2 : 1) * kOwn;
+  static constexpr bool kPairs = Units::kScales == 2;
   static_assert(Units::kScales == 1 || (kPairs && !Units::kOffset), "a unit has one scale, or two alone");
 
-  // The scales of kScaled units of a row for T tokens, times those of the inputs where a unit has one;
-  // `left`: units that the row still has. Adds what their codes are offset by.
+  // The scales of kScaled units of some rows, times those of T tokens' inputs where a unit has one.
   template <std::size_t T>
-  static void scale_units(const Row& row, const CodedInputs* x, std::size_t u, std::size_t left,
-                          float (*scales)[kScaleCount], Eight* offset) {
-    const Eight scale = Units::scales(row, u);
-    if constexpr (kPairs) {
-      scale.store(scales[0]);
-      Units::later_scales(row, u).store(scales[0] + kScaled);
-      if constexpr (kPairsOfMinimums) {
-        Units::minimums(row, u).store(scales[0] + kOwn);
-        Units::later_minimums(row, u).store(scales[0] + kOwn + kScaled);
-      }
-    } else {
-      for (std::size_t t = 0; t < T; ++t) (scale * Eight::load(x[t].scales + u)).store(scales[t]);
-      __asm__("" : : "r"(scales) : "memory");  // broadcast from there, not shuffled out of a register
-      if constexpr (Units::kOffset) {
-        const Eight all = Units::offsets(row, u, scale), by = left < kScaled ? all.first(left) : all;
-        for (std::size_t t = 0; t < T; ++t) offset[t] = fma(by, Eight::load(x[t].sums + u), offset[t]);
-      }
-    }
-  }
+  struct Scales {
+    TokenScales of_tokens[kPairs ? 1 : T];
+    PairScales own, minimums;
 
-  // sum + the terms of unit u + i, or of that and the next one, of one token, whose scales are `scales`.
-  template <typename Lanes>
-  static Lanes added(const Row& row, const CodedInputs& x, const float* scales, std::size_t u, std::size_t i,
-                     const Lanes& sum) {
-    const Input* inputs = static_cast<const Input*>(x.codes) + (u + i) * kCodeUnit;
-    const Lanes products = Units::template products<Lanes>(row.codes + (u + i) * kUnitNbytes, inputs);
-    if constexpr (kPairs) {
-      Lanes own = products * Lanes::set_halves(scales + 2 * i);
-      if constexpr (kPairsOfMinimums)
-        own = fma(Lanes::unit_sums(inputs), Lanes::set_halves(scales + kOwn + 2 * i), own);
-      return fma(own, Lanes::set_units(x.scales + u + i), sum);
-    } else
-      return fma(products, Lanes::set_units(scales + i), sum);
-  }
-  // The terms of two units from u + i on, or of one, for T tokens, which use their codes while they are
-  // unpacked.
-  template <std::size_t T>
-  static void add_two(const Row& row, const CodedInputs* x, const float (*scales)[kScaleCount], std::size_t u,
-                      std::size_t i, bool both, Sixteen* sum) {
-    for (std::size_t t = 0; t < T; ++t) {
-      const float* of_token = scales[kPairs ? 0 : t];
-      if (both)
-        sum[t] = added<Sixteen>(row, x[t], of_token, u, i, sum[t]);
-      else
-        sum[t].set_lower(added<Eight>(row, x[t], of_token, u, i, sum[t].lower()));
-    }
-  }
-
-  // The same of `count` units, which have one scale: their products are summed as integers.
-  template <std::size_t T>
-  static void add_units(const Row& row, const CodedInputs* x, const float (*scales)[kScaleCount],
-                        std::size_t u, std::size_t count, Sixteen* sum) {
-    for (std::size_t t = 0; t < T; ++t) {
-      const Input* inputs = static_cast<const Input*>(x[t].codes) + u * kCodeUnit;
-      const Eight sums = Eight::dot_pairs(row.codes + u * kUnitNbytes, inputs, count);
-      sum[t].set_lower(fma(sums, Eight::set(scales[t][0]), sum[t].lower()));
-    }
-  }
-
-  // out[t * out_stride + r] of R rows and T tokens, each sum in one order; next[r]: what to fetch while
-  // row[r] is read.
-  template <std::size_t R, std::size_t T>
-  static void dot(const Row* row, const Row* next, const CodedInputs* x, std::size_t k, float* out,
-                  std::size_t out_stride) {
-    const std::size_t units = (k + kCodeUnit - 1) / kCodeUnit;
-    Sixteen sum[R][T];
-    Eight offset[R][T];
-    float scales[R][kPairs ? 1 : T][kScaleCount];
-    for (std::size_t r = 0; r < R; ++r)
-      for (std::size_t t = 0; t < T; ++t) {
-        sum[r][t] = Sixteen::zero();
-        offset[r][t] = Eight::zero();
-      }
-    if (next != nullptr)
-      for (std::size_t r = 0; r < R; ++r) G::prefetch_groups(next[r]);
-    for (std::size_t u = 0; u < units; u += kScaled) {
-      const std::size_t left = units - u < kScaled ? units - u : kScaled;
-      for (std::size_t r = 0; r < R; ++r) {
-        scale_units<T>(row[r], x, u, left, scales[r], offset[r]);
-        if (next != nullptr)
-          for (std::size_t line = 0; line < kScaled * kUnitNbytes; line += kCacheLine)
-            __builtin_prefetch(next[r].codes + u * kUnitNbytes + line, 0, 2);
-      }
-      if constexpr (Units::kWhole) {
-        for (std::size_t r = 0; r < R; ++r) add_units<T>(row[r], x, scales[r], u, left, sum[r]);
+    // `left`: units that the rows still have. Adds what their codes are offset by.
+    void set(const Row* row, const CodedInputs* x, std::size_t u, std::size_t left, Lanes* offset) {
+      const auto scales = [u](const Row& of) { return Units::scales(of, u); };
+      if constexpr (kPairs) {
+        own = {of_rows(row, scales), of_rows(row, [u](const Row& of) { return Units::later_scales(of, u); })};
+        if constexpr (Units::kMinimums)
+          minimums = {of_rows(row, [u](const Row& of) { return Units::minimums(of, u); }),
+                      of_rows(row, [u](const Row& of) { return Units::later_minimums(of, u); })};
       } else {
-#pragma GCC unroll 4
-        for (std::size_t i = 0; i < kScaled; i += 2) {
-          if (i >= left) break;
-          for (std::size_t r = 0; r < R; ++r) add_two<T>(row[r], x, scales[r], u, i, i + 1 < left, sum[r]);
+        const Lanes scale = of_rows(row, scales);
+        for (std::size_t t = 0; t < T; ++t) of_tokens[t] = {scale, x[t].scales + u};
+        if constexpr (Units::kOffset) {
+          const Lanes by = of_rows(row, [&](const Row& of) {
+            const Eight all = Units::offsets(of, u, Units::scales(of, u));
+            return left < kScaled ? all.first(left) : all;
+          });
+          for (std::size_t t = 0; t < T; ++t) offset[t] = fma(by, each_row(x[t].sums + u), offset[t]);
         }
       }
     }
+  };
+
+  // sum + the terms of unit u + I, for T tokens, which use their codes while they are unpacked.
+  template <std::size_t I, std::size_t T>
+  __attribute__((always_inline)) static void add_unit(const Row* row, const CodedInputs* x,
+                                                      const Scales<T>& scales, std::size_t u,
+                                                      Lanes (*sum)[2]) {
+    for (std::size_t t = 0; t < T; ++t) {
+      const Input* inputs = static_cast<const Input*>(x[t].codes) + (u + I) * kCodeUnit;
+      const Lanes products = Units::products(codes_of_rows(row, (u + I) * kUnitNbytes), inputs);
+      Lanes& to = sum[t][I % 2];
+      if constexpr (kPairs) {
+        Lanes own = products * scales.own.template of<I>();
+        if constexpr (Units::kMinimums)
+          own = fma(Lanes::unit_sums(inputs), scales.minimums.template of<I>(), own);
+        to = fma(own, Lanes::set(x[t].scales[u + I]), to);
+      } else {
+        to = fma(products, scales.of_tokens[t].template of<I>(), to);
+      }
+    }
+  }
+  template <std::size_t R, std::size_t T, std::size_t... I>
+  __attribute__((always_inline)) static void add_units(const Row* row, const CodedInputs* x,
+                                                       const Scales<T>* scales, std::size_t u,
+                                                       std::size_t left, Lanes (*sum)[T][2],
+                                                       std::index_sequence<I...>) {
+    const auto add = [&](auto unit) __attribute__((always_inline)) {
+      if (unit >= left) return;
+      for (std::size_t r = 0; r < R; ++r) add_unit<unit, T>(row + r * kLaneRows, x, scales[r], u, sum[r]);
+    };
+    (add(std::integral_constant<std::size_t, I>()), ...);
+  }
+
+  // The same of `left` units at most kScaled, which have one scale: their products are summed as integers.
+  template <std::size_t T>
+  static void add_whole(const Row* row, const CodedInputs* x, const Scales<T>& scales, std::size_t u,
+                        std::size_t left, Lanes (*sum)[2]) {
+    for (std::size_t t = 0; t < T; ++t) {
+      const Input* inputs = static_cast<const Input*>(x[t].codes) + u * kCodeUnit;
+      const Lanes products = Lanes::dot_pairs(codes_of_rows(row, u * kUnitNbytes), inputs, left);
+      sum[t][0] = fma(products, scales.of_tokens[t].template of<0>(), sum[t][0]);
+    }
+  }
+
+  // out[t * out_stride + r] of R times kLaneRows rows, the first `rows` of which count, and T tokens, each
+  // sum in one order; next[r]: what to fetch while row[r] is read.
+  template <std::size_t R, std::size_t T>
+  static void dot(const Row* row, const Row* next, const CodedInputs* x, std::size_t k, std::size_t rows,
+                  float* out, std::size_t out_stride) {
+    const std::size_t units = (k + kCodeUnit - 1) / kCodeUnit;
+    Lanes sum[R][T][2], offset[R][T];
     for (std::size_t r = 0; r < R; ++r)
-      for (std::size_t t = 0; t < T; ++t)
-        out[t * out_stride + r] = ((sum[r][t].lower() + sum[r][t].upper()) + offset[r][t]).sum();
+      for (std::size_t t = 0; t < T; ++t) sum[r][t][0] = sum[r][t][1] = offset[r][t] = Lanes::zero();
+    if (next != nullptr)
+      for (std::size_t r = 0; r < R * kLaneRows; ++r) G::prefetch_groups(next[r]);
+    for (std::size_t u = 0; u < units; u += kScaled) {
+      const std::size_t left = units - u < kScaled ? units - u : kScaled;
+      Scales<T> scales[R];
+      for (std::size_t r = 0; r < R; ++r) scales[r].set(row + r * kLaneRows, x, u, left, offset[r]);
+      if (next != nullptr)
+        for (std::size_t r = 0; r < R * kLaneRows; ++r)
+          for (std::size_t line = 0; line < kScaled * kUnitNbytes; line += kCacheLine)
+            __builtin_prefetch(next[r].codes + u * kUnitNbytes + line, 0, 2);
+      if constexpr (Units::kWhole) {
+        for (std::size_t r = 0; r < R; ++r) add_whole<T>(row + r * kLaneRows, x, scales[r], u, left, sum[r]);
+      } else {
+        add_units<R, T>(row, x, scales, u, left, sum, std::make_index_sequence<kScaled>());
+      }
+    }
+    for (std::size_t r = 0; r < R; ++r)
+      for (std::size_t t = 0; t < T; ++t) {
+        const Lanes all = (sum[r][t][0] + sum[r][t][1]) + offset[r][t];
+        put_sums(all, rows - r * kLaneRows, out + t * out_stride + r * kLaneRows);
+      }
   }
 };
+
+}  // namespace
 
 // Rows [0, n) of at(r) with T tokens; while some are read, those `ahead` on are fetched, up to row `fetched`.
 template <typename D, std::size_t T, typename At>
 void dot_each_row(const At& at, std::size_t n, std::size_t ahead, std::size_t fetched, const CodedInputs* x,
                   std::size_t k, float* out, std::size_t out_stride) {
-  constexpr std::size_t R = kRowsOf<T>;
-  typename D::Row row[R], next[R];
+  constexpr std::size_t kTogether = kRowsOf<T>;
+  typename D::Row row[kTogether], next[kTogether];
   std::size_t r = 0;
-  for (; r + R <= n; r += R) {
-    const bool more = r + ahead + R <= fetched;
-    for (std::size_t i = 0; i < R; ++i) {
+  for (; r + kTogether <= n; r += kTogether) {
+    const bool more = r + ahead + kTogether <= fetched;
+    for (std::size_t i = 0; i < kTogether; ++i) {
       row[i] = D::G::at(at(r + i), k);
       if (more) next[i] = D::G::at(at(r + ahead + i), k);
     }
-    D::template dot<R, T>(row, more ? next : nullptr, x, k, out + r, out_stride);
+    D::template dot<kTogether / kLaneRows, T>(row, more ? next : nullptr, x, k, kTogether, out + r,
+                                              out_stride);
   }
-  for (; r < n; ++r) {
-    row[0] = D::G::at(at(r), k);
-    D::template dot<1, T>(row, nullptr, x, k, out + r, out_stride);
+  for (; r < n; r += kLaneRows) {
+    for (std::size_t i = 0; i < kLaneRows; ++i) row[i] = D::G::at(at(r + i < n ? r + i : r), k);
+    D::template dot<1, T>(row, nullptr, x, k, n - r, out + r, out_stride);
   }
 }
 
