@@ -14,8 +14,9 @@ namespace flashllm {
 
 namespace {
 
-constexpr std::size_t kUnpacked = 16;  // rows of a packed page that are unpacked together
-static_assert(kKvBlock % kUnpacked == 0, "pages must be whole");
+constexpr std::size_t kTogether = 16;  // rows of a page that are unpacked, or fetched, together
+static_assert(kKvBlock % kTogether == 0, "pages must be whole");
+constexpr std::size_t kCacheLine = 64;
 
 // Keys or values of one token's query, some rows at a time: where they are plain as they lie, where they are
 // packed unpacked into scratch.
@@ -30,7 +31,7 @@ class CachedRows {
         plain_(kernel_table(level, shape.dtype)),
         wide_(kernel_table(level, Dtype::f32)),
         group_kernels_(group_kernels(level)),
-        unpacked_(kv_.format == nullptr ? 0 : kUnpacked * kv_.format->unpacked_row()) {}
+        unpacked_(kv_.format == nullptr ? 0 : kTogether * kv_.format->unpacked_row()) {}
 
   struct Run {
     const std::byte* data;
@@ -39,8 +40,8 @@ class CachedRows {
     const KernelTable& kernels;
   };
   // From position p on.
-  Run keys(std::size_t p) const { return run(p, true, kUnpacked - p % kUnpacked, 0); }
-  Run values(std::size_t p) const { return run(p, false, kUnpacked - p % kUnpacked, 0); }
+  Run keys(std::size_t p) const { return run(p, true, kTogether - p % kTogether, 0); }
+  Run values(std::size_t p) const { return run(p, false, kTogether - p % kTogether, 0); }
   // One, where it is packed as row `at` of the scratch.
   Run value(std::size_t p, std::size_t at) const { return run(p, false, 1, at); }
 
@@ -48,14 +49,28 @@ class CachedRows {
   Run run(std::size_t p, bool is_key, std::size_t few, std::size_t to) const {
     const std::size_t page = p / kKvBlock, at = p % kKvBlock;
     if (p >= plain_from_) {
-      const std::byte* rows = is_key ? kv_.key_rows(kv_head_, page) : kv_.value_rows(kv_head_, page);
-      return {rows + at * plain_nbytes_, plain_nbytes_, std::min(kKvBlock - at, length_ - p), plain_};
+      fetch(p + kKvBlock, is_key, few);
+      return {plain_rows(p, is_key), plain_nbytes_, std::min(few, length_ - p), plain_};
     }
     float* unpacked = unpacked_.get() + to * kv_.format->unpacked_row();
     const auto unpack = is_key ? &KvBlockFormat::unpack_keys : &KvBlockFormat::unpack_values;
     (kv_.format->*unpack)(kv_.packed(page), kv_head_, at, few, unpacked, group_kernels_);
     return {reinterpret_cast<const std::byte*>(unpacked), kv_.format->unpacked_row() * sizeof(float), few,
             wide_};
+  }
+
+  const std::byte* plain_rows(std::size_t p, bool is_key) const {
+    const std::size_t page = p / kKvBlock;
+    const std::byte* rows = is_key ? kv_.key_rows(kv_head_, page) : kv_.value_rows(kv_head_, page);
+    return rows + p % kKvBlock * plain_nbytes_;
+  }
+  // Pages lie apart: the processor does not know where the next one is. Always inline: a call that only
+  // fetches changes nothing that GCC knows of, and goes.
+  __attribute__((always_inline)) void fetch(std::size_t p, bool is_key, std::size_t n) const {
+    if (p >= length_) return;
+    const std::byte* rows = plain_rows(p, is_key);
+    const std::size_t nbytes = std::min(n, length_ - p) * plain_nbytes_;
+    for (std::size_t at = 0; at < nbytes; at += kCacheLine) __builtin_prefetch(rows + at, 0, 2);
   }
 
   const KvView& kv_;
@@ -80,8 +95,8 @@ void add_heaviest(const CachedRows& cached, const float* weights, std::size_t fi
   for (std::uint64_t& each : heaviest) each &= 0xFFFFFFFFU;
   std::sort(heaviest.begin(), heaviest.end());
   if (heaviest.empty() || heaviest.back() != seen - 1) heaviest.push_back(seen - 1);
-  const void* rows[kUnpacked];
-  float of_rows[kUnpacked];
+  const void* rows[kTogether];
+  float of_rows[kTogether];
   const KernelTable* kernels = nullptr;
   std::size_t n = 0;
   const auto add = [&] {
@@ -94,7 +109,7 @@ void add_heaviest(const CachedRows& cached, const float* weights, std::size_t fi
     kernels = &value.kernels;
     rows[n] = value.data;
     of_rows[n] = weights[i];
-    if (++n == kUnpacked) add();
+    if (++n == kTogether) add();
   }
   add();
 }

@@ -10,7 +10,7 @@ namespace flashllm {
 namespace {
 
 constexpr std::size_t kRowGrain = 16;   // rows a thread takes at a time
-constexpr std::size_t kBlock = 8;       // neurons whose gates and ups are multiplied together
+constexpr std::size_t kBlock = 32;      // neurons whose gates and ups are multiplied together
 constexpr std::size_t kSoon = 4;        // neurons behind them, which are fetched meanwhile
 constexpr std::size_t kTogether = 512;  // down columns handed to a kernel at a time, at most
 
