@@ -121,7 +121,7 @@ class TableLayout:
     @property
     def is_hashed(self) -> bool:
         """True where a row can have a checksum (csrc/io/xxh3.h)."""
-        return self.stride >= SECTOR_NBYTES and self.stride % 64 == 0
+        return self.stride >= SECTOR_NBYTES
 
     @property
     def nbytes(self) -> int:

@@ -24,7 +24,7 @@ IDS = [int(token) for token in np.random.default_rng(0).integers(4, 2000, 100)]
 
 
 @pytest.fixture(
-    scope="module", params=[("llama relu", None, 128), ("olmoe", None, 128), ("llama relu", "int8_32", 1024)]
+    scope="module", params=[("llama relu", None, 128), ("olmoe", None, 128), ("llama relu", "int8_32", 544)]
 )
 def directory(request, tmp_path_factory):
     name, encoding, width = request.param
