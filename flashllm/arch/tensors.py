@@ -66,6 +66,7 @@ from flashllm.arch.spec import BlockSpec, Config, LayerSpec, PerLayerEmbedding
 from flashllm.errors import FormatError
 
 Shape = tuple[int, ...]
+EMBEDDING = "embedding.weight"
 TOKEN_TABLE = "per_layer_embedding.weight"  # the only tensor but the FFN's that lies on flash
 
 

@@ -153,12 +153,12 @@ def _table(model: "ModelDir", plan: "Plan") -> list[str]:
         *([f"{windowed} of {layers} layers keep a window's"] if windowed else []),
         f"a server: {memory.parallel} at once, {format_size(memory.kept_nbytes)} kept between requests",
     ]
-    table = model.table
-    of_table = (
-        "" if table is None else f"{memory.table_rows} of {table.rows} rows; {format_size(table.nbytes)} on flash"
-    )
+    table = model.table or model.manifest.embedding_layout(model.block)
+    of_table = ""
+    if table is not None and (table.apart or memory.table_rows < table.rows):
+        of_table = f"{memory.table_rows} of {table.rows} rows; {format_size(table.nbytes)} on flash"
     remarks = {
-        "per-layer embeddings": of_table,
+        memory.table_of: of_table,
         "requests": f"a server's: {format_size(requests_nbytes(memory.context))} more",
         "KV cache": "; ".join(sequences),
         "neuron cache": f"{share} of {neurons} neurons{shared_out}",

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
-from flashllm.arch.tensors import TOKEN_TABLE
+from flashllm.arch.tensors import EMBEDDING, TOKEN_TABLE
 from flashllm.config import Backend, RunConfig
 from flashllm.engine.resident import Tensors, read_tensors
 from flashllm.engine.state import KeptRows, NeuronCache
@@ -30,7 +30,7 @@ from flashllm.format.model_files import (
     ffn_tensor,
 )
 from flashllm.format.predictors import PREFETCH, relu_encodings
-from flashllm.format.rows import PAGE_NBYTES
+from flashllm.format.rows import PAGE_NBYTES, TableLayout
 from flashllm.format.safetensors import read_header
 from flashllm.plan.memory import MAX_REQUEST, STREAM_THREADS
 from flashllm.plan.resolve import Plan
@@ -49,7 +49,7 @@ class Parts:
     native: _core.Model
     reader: ReaderChoice  # in use
     file: _core.DirectFile  # that rows are streamed from
-    table_file: _core.DirectFile | None  # of per-layer embeddings
+    table_file: _core.DirectFile | None  # of rows by token's id
     direct_io: bool
     notices: list[str]
 
@@ -164,17 +164,25 @@ class _Builder:
         populating = threading.Thread(target=_core.populate, args=(self._cache,))
         populating.start()
         try:
-            return self._read(RESIDENT)
+            return self._read(RESIDENT, rows=None if self._embedding is None else EMBEDDING)
         finally:
             populating.join()
 
-    def _read(self, name: str) -> Tensors:
-        """The tensors of a file; its bytes are compared with the manifest unless checksums are off."""
+    @property
+    def _embedding(self) -> TableLayout | None:
+        """The input embedding, where the plan leaves it on flash."""
+        layout, memory = self._manifest.embedding_layout(self._model.block), self._plan.memory
+        return None if layout is None or not 0 < memory.table_rows < layout.rows else layout
+
+    def _read(self, name: str, *, rows: str | None = None) -> Tensors:
+        """The tensors of a file, as `read_tensors` gives them; its bytes are compared with the manifest unless
+        checksums are off."""
         return read_tensors(
             self._path / name,
             self._stream_reader,
             direct=self._config.direct,
             expected=self._manifest.files[name] if self._config.verify_checksums else None,
+            rows=rows,
         )
 
     def _max_request(self) -> int:
@@ -199,20 +207,21 @@ class _Builder:
         )
 
     def _token_table(self, tensors: Tensors) -> _core.TokenTable | None:
-        """Per-layer embeddings, which are read a row at a time; None where the model has none."""
-        table = self._model.table
+        """The rows that are read by the token's id: per-layer embeddings, or the embedding; None where none are."""
+        table = self._model.table or self._embedding
         if table is None:
             return None
-        self._table_file = _core.DirectFile(str(self._path / TABLE), direct=self._config.direct)
+        name, rows, sums = (TABLE, TOKEN_TABLE, TABLE_CHECKSUMS) if table.apart else (RESIDENT, EMBEDDING, EMBEDDING)
+        self._table_file = _core.DirectFile(str(self._path / name), direct=self._config.direct)
         self._note_buffered([self._table_file])
         return _core.TokenTable(
             reader=self._reader,
             file=self._table_file,
-            offset=read_header(self._path / TABLE).tensors[TOKEN_TABLE].offset,
+            offset=read_header(self._path / name).tensors[rows].offset,
             columns=table.columns,
             encoding=table.encoding.name,
             stride=table.stride,
-            checksums=np.asarray(tensors.pop(TABLE_CHECKSUMS), np.uint64),
+            checksums=np.asarray(tensors.pop(sums), np.uint64),
             memory=_core.allocate(self._plan.memory.table_rows * table.stride),
             simd="auto" if self._config.ablation.kernels else "scalar",
         )

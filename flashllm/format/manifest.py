@@ -31,7 +31,7 @@ from typing import Any, Self
 
 from flashllm.arch.registry import block_spec, resident_shapes, resolve
 from flashllm.arch.spec import Architecture, BlockSpec
-from flashllm.arch.tensors import TOKEN_TABLE
+from flashllm.arch.tensors import EMBEDDING, TOKEN_TABLE
 from flashllm.base.checks import check_file_name, check_int, check_keys, check_str, from_json
 from flashllm.base.codes.carried import PLANE_CODES, SCALE_FORMS
 from flashllm.base.files import is_there, read_json_object, write_atomically
@@ -227,6 +227,15 @@ class Manifest:
         others = self.other_encodings
         encoding = resident_encoding(TOKEN_TABLE, self.dtype, self.resident_encoding, None, others)
         return TableLayout(block.per_layer.rows, block.token_row, encoding)
+
+    def embedding_layout(self, block: BlockSpec) -> TableLayout | None:
+        """Of the embedding in `resident.safetensors`, where all that a model needs of it are its tokens' rows; None
+        where the head is the embedding too, beside per-layer embeddings, and of rows that have no checksum."""
+        if block.tied_head or block.per_layer is not None or block.embed_dim != block.d_model or block.streams:
+            return None
+        encoding = resident_encoding(EMBEDDING, self.dtype, self.resident_encoding, None, self.other_encodings)
+        layout = TableLayout(block.vocab_size, block.embed_dim, encoding, apart=False)
+        return layout if layout.is_hashed else None
 
     def layout(self, layer: int) -> RowLayout:
         return self.rows.of_width(self.architecture.width(layer))

@@ -101,11 +101,13 @@ def _round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TableLayout:
-    """The byte layout of a table with a row for every token's id: uint8 [rows, stride], of whole sectors."""
+    """The byte layout of a table with a row for every token's id: uint8 [rows, stride], of whole sectors where it has
+    a file of its own."""
 
     rows: int
     columns: int
     encoding: RowEncoding
+    apart: bool = True  # in a file of its own
 
     @property
     def row_nbytes(self) -> int:
@@ -115,7 +117,12 @@ class TableLayout:
     @property
     def stride(self) -> int:
         """Bytes from one row to the next."""
-        return _round_up(self.row_nbytes, SECTOR_NBYTES)
+        return _round_up(self.row_nbytes, SECTOR_NBYTES) if self.apart else self.row_nbytes
+
+    @property
+    def is_hashed(self) -> bool:
+        """True where a row can have a checksum (csrc/io/xxh3.h)."""
+        return self.stride >= SECTOR_NBYTES
 
     @property
     def nbytes(self) -> int:

@@ -22,7 +22,7 @@ from flashllm.config import CACHE_POLICIES, DEFAULT_WINDOW
 from flashllm.errors import BudgetError, UsageError
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_files import PREDICTORS, RESIDENT
-from flashllm.format.rows import PAGE_NBYTES
+from flashllm.format.rows import PAGE_NBYTES, TableLayout
 from flashllm.plan.memory_plan import MOST_PARALLEL, MemoryPlan
 from flashllm.plan.prompts import PromptShape, prompt_shapes
 from flashllm.plan.requests import PROMPT_NBYTES, requests_nbytes
@@ -45,8 +45,9 @@ ASSUMED_SHARE = 0.1  # of the neurons active where nothing is known (paper A, se
 TORCH_GROWTH = 40_000_000
 _PAGE_TABLES = 512  # bytes for each of the kernel's page tables: eight bytes a page of 4 KiB
 _MOST_PAGE_TABLES = 40_000_000  # planned: those of 20 GB
-# Per-layer embeddings: rows that stay in memory; bytes of bookkeeping for each of them, and for each there is.
+# Rows by token's id: those that stay in memory; bytes of bookkeeping for each of them, and for each there is.
 _TABLE_ROWS, _TABLE_SLOT_NBYTES, _TABLE_UNIT_NBYTES = 1024, 24, 16
+_CHECKSUM_NBYTES = 8  # of a row of the embedding, made when the model is loaded
 _PROMPT_SHARE = 16  # bytes for neurons, at least, for each that only prompts use; else these are as few as can be
 STREAM_THREADS = 8  # at most, of reads in file order
 # States that a server's prompt leaves besides the one at its end: behind the tools, before the last message, and where
@@ -110,15 +111,19 @@ def plan_memory(
     if cache_policy not in CACHE_POLICIES:
         raise UsageError(f"cache_policy must be one of {', '.join(CACHE_POLICIES)}, not {cache_policy!r}")
     state, table = state_shape(manifest, block, context, cache_bits), manifest.table_layout(block)
+    embedding = manifest.embedding_layout(block)
+    if embedding is not None and embedding.rows > _TABLE_ROWS:
+        table = embedding
     marked = _MARKS * block.state_nbytes if serves else 0
     caches = _Caches.of(manifest, dense=dense, window=window if cache_policy == "window" else None)
     by_unit = manifest.architecture.unit_rows > 1
     named_rows = max(1, max(manifest.architecture.every_width) // _PREFETCH_SHARE) if prefetch and not by_unit else 0
     parts = {
-        **_weights(manifest, dense=caches.dense),
+        **_weights(manifest, table, dense=caches.dense),
+        "table_of": "input embedding" if table is embedding else "per-layer embeddings",
         **dict.fromkeys(("table_rows", "min_table_rows"), 0 if table is None else min(_TABLE_ROWS, table.rows)),
         "table_row_nbytes": 0 if table is None else table.stride + _TABLE_SLOT_NBYTES,
-        "table_bookkeeping": 0 if table is None else _TABLE_UNIT_NBYTES * table.rows,
+        "table_bookkeeping": 0 if table is None else _table_unit_nbytes(table) * table.rows,
         "limit_nbytes": limit if limit is not None else (process + available) * 4 // 5,
         "limit_is_given": limit is not None,
         "process": process + LIBRARY_GROWTH,
@@ -267,10 +272,15 @@ def _whole(neurons: int, unit: int) -> int:
     return -(-neurons // unit) * unit
 
 
-def _weights(manifest: Manifest, *, dense: bool) -> dict[str, int]:
-    """Bytes of what stays in memory, by the names of `MemoryPlan`."""
+def _table_unit_nbytes(table: TableLayout) -> int:
+    return _TABLE_UNIT_NBYTES + (0 if table.apart else _CHECKSUM_NBYTES)
+
+
+def _weights(manifest: Manifest, table: TableLayout | None, *, dense: bool) -> dict[str, int]:
+    """Bytes of what stays in memory but for the table, by the names of `MemoryPlan`."""
     checksums = 8 * sum(manifest.checksums)
     apart = manifest.resident_gate_nbytes + manifest.planes_nbytes + checksums
+    apart += 0 if table is None or table.apart else table.nbytes
     return {
         "resident": manifest.files[RESIDENT].nbytes - apart,
         "checksums": checksums,

@@ -25,7 +25,8 @@ class MemoryPlan:
     gates: int  # those that are resident
     planes: int  # scales of down columns that are resident
     predictors: int
-    table_rows: int  # of per-layer embeddings, that stay in memory
+    table_of: str  # what a token's id names a row of, where rows may be read from flash
+    table_rows: int  # of it, that stay in memory
     min_table_rows: int
     table_row_nbytes: int
     table_bookkeeping: int
@@ -66,7 +67,7 @@ class MemoryPlan:
 
     @property
     def table(self) -> int:
-        """Bytes of the per-layer embeddings that stay in memory."""
+        """Bytes of the rows by token's id that stay in memory."""
         return self.table_rows * self.table_row_nbytes + self.table_bookkeeping
 
     @property
@@ -168,7 +169,7 @@ class MemoryPlan:
             *([("gates", self.gates)] if self.gates else []),
             *([("scales of down columns", self.planes)] if self.planes else []),
             ("predictors", self.predictors),
-            *([("per-layer embeddings", self.table)] if self.table else []),
+            *([(self.table_of, self.table)] if self.table else []),
             ("requests", self.requests),
             ("staging for reads", self.staging),
             ("workspace", self.workspace),

@@ -8,7 +8,7 @@ from flashllm import _core
 
 
 def test_equals_xxhash_at_every_length():
-    for stride in range(512, 20001, 64):
+    for stride in (*range(512, 20001, 64), *range(513, 3200)):
         rows = np.random.default_rng(stride).integers(0, 256, (3, stride), dtype=np.uint8)
         expected = [xxhash.xxh3_64_intdigest(row.tobytes()) for row in rows]
         assert _core.xxh3_64_rows(rows).tolist() == expected, stride
@@ -31,7 +31,7 @@ def test_no_rows_no_checksums():
     assert _core.xxh3_64_rows(np.zeros((0, 512), np.uint8)).shape == (0,)
 
 
-@pytest.mark.parametrize("stride", [0, 64, 448, 513, 520, 576 + 8])
+@pytest.mark.parametrize("stride", [0, 64, 448, 511])
 def test_refuses_rows_it_cannot_hash(stride):
-    with pytest.raises(ValueError, match="multiple of 64"):
+    with pytest.raises(ValueError, match="at least 512"):
         _core.xxh3_64_rows(np.zeros((2, stride), np.uint8))

@@ -29,7 +29,6 @@ constexpr std::size_t kStripe = 64;
 constexpr std::size_t kStripesPerBlock = (sizeof(kSecret) - kStripe) / 8;
 constexpr std::size_t kLastStripeSecret = sizeof(kSecret) - kStripe - 7;
 constexpr std::size_t kMergeSecret = 11;
-static_assert(kStripe == kHashedMultiple, "the tail rule below assumes whole stripes");
 
 // Eight lanes as one vector; the compiler splits it where registers are narrower.
 typedef std::uint64_t Vector __attribute__((vector_size(kStripe)));

@@ -27,8 +27,39 @@ Model::Model(const ModelSpec& spec, const ModelWeights& weights, const RowFormat
       ffn_(spec_, weights_.blocks, rows, stream, counters, watch_, arithmetic_),
       layer_(spec_.block, spec_.rotary, arithmetic_, memory_, ffn_) {
   check_fits(spec_, weights_, rows);
-  require((table != nullptr ? table->columns() : 0) == spec_.block.row_width(),
-          "the table of per-layer embeddings does not fit the model");
+  const bool reads = reads_embedding();
+  require((table != nullptr ? table->columns() : 0) == (reads ? spec_.embed_dim : spec_.block.row_width()),
+          "the table of rows by token does not fit the model");
+  require(reads == (weights_.embedding.data == nullptr) &&
+              (!reads || spec_.embed_dim == spec_.block.state_width()),
+          "a model has its embedding, or a table of states in its place");
+}
+
+void Model::embed(const Token* tokens, std::size_t count, float* states) {
+  if (!reads_embedding()) return ends_.embed(tokens, count, states);
+  try {
+    request_embedding(tokens, count);
+    take_embedding(tokens, count, states);
+  } catch (...) {
+    interrupt();
+    throw;
+  }
+}
+
+void Model::request_embedding(const Token* tokens, std::size_t count) {
+  for (std::size_t t = 0; t < count; ++t)
+    require(tokens[t].id >= 0 && static_cast<std::size_t>(tokens[t].id) < spec_.vocab,
+            "a token id beyond the vocabulary");
+  table_->request(tokens, count);
+}
+
+void Model::take_embedding(const Token* tokens, std::size_t count, float* states) {
+  const std::size_t width = spec_.embed_dim;
+  watch_.charge(counters_.compute_ns);
+  table_->take([&](std::size_t token, float* row) { std::copy_n(row, width, states + token * width); },
+               counters_);
+  watch_.charge(counters_.io_ns);
+  ends_.embed_rows(states, tokens, count, states);
 }
 
 void Model::step(const std::vector<Token>& tokens, Pass pass, const std::vector<std::size_t>& wanted,
@@ -167,10 +198,15 @@ void RunningPass::start_stretch() {
   for_each_sequence(whole.tokens, whole.count, [](const Token& first, const Token& last) {
     first.sequence->reserve(last.position + 1, first.position);
   });
-  if (model_.table_ != nullptr) model_.table_->request(whole.tokens, whole.count);
+  const bool has_rows = model_.spec_.block.row_width() != 0;
+  if (has_rows) model_.table_->request(whole.tokens, whole.count);
+  if (model_.reads_embedding()) model_.request_embedding(whole.tokens, whole.count);
   hidden_.resize(whole.count * model_.spec_.block.state_width());
-  for (const Part& part : stretch_) model_.ends_.embed(part.tokens, part.count, of_part(hidden_, part));
-  if (model_.table_ != nullptr) take_rows();
+  if (model_.reads_embedding())
+    model_.take_embedding(whole.tokens, whole.count, hidden_.data());
+  else
+    for (const Part& part : stretch_) model_.ends_.embed(part.tokens, part.count, of_part(hidden_, part));
+  if (has_rows) take_rows();
   for (const Part& part : stretch_)
     if (model_.spec_.block.streams != 0)
       model_.ends_.spread(of_part(hidden_, part), part.count, part.is_prompt());

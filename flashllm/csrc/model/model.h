@@ -34,8 +34,9 @@ namespace flashllm {
 class Model {
  public:
   // Keeps references to all of them. `check` is called between layers, parts and blocks of rows of a pass of
-  // more than a few tokens, and may throw, to end it. `table`: of per-layer embeddings, or nullptr. Throws
-  // CoreError where the weights do not fit the spec.
+  // more than a few tokens, and may throw, to end it. `table`: of per-layer embeddings; of a model without
+  // these its embedding, where the weights have none; or nullptr. Throws CoreError where the weights do not
+  // fit the spec.
   Model(const ModelSpec& spec, const ModelWeights& weights, const RowFormat& rows, RowStream& stream,
         TokenTable* table, ThreadPool& pool, FfnCounters& counters, SimdLevel level,
         std::function<void()> check);
@@ -51,7 +52,7 @@ class Model {
 
   // The parts of a prompt pass, for those who go through a model layer by layer. states: [tokens, d_model]
   // fp32. `run_block` keeps keys and values as layer `kv_layer` of the sequences.
-  void embed(const Token* tokens, std::size_t count, float* states) { ends_.embed(tokens, count, states); }
+  void embed(const Token* tokens, std::size_t count, float* states);
   void run_block(std::size_t layer, std::size_t kv_layer, const std::vector<Token>& tokens, float* states,
                  Tap* tap);
 
@@ -63,6 +64,9 @@ class Model {
 
  private:
   friend class RunningPass;
+  bool reads_embedding() const { return table_ != nullptr && spec_.block.row_width() == 0; }
+  void request_embedding(const Token* tokens, std::size_t count);
+  void take_embedding(const Token* tokens, std::size_t count, float* states);
   void look();  // calls `check`
 
   const ModelSpec spec_;

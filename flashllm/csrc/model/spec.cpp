@@ -139,7 +139,7 @@ void check_fits(const ModelSpec& spec, const ModelWeights& weights, const RowFor
   const BlockSpec& block = spec.block;
   require(block.d_model != 0 && spec.vocab != 0 && spec.block_tokens != 0,
           "a model's sizes must not be zero");
-  require(fits(weights.embedding, block, spec.vocab, spec.embed_dim) &&
+  require((weights.embedding.data == nullptr || fits(weights.embedding, block, spec.vocab, spec.embed_dim)) &&
               fits(weights.head, block, spec.vocab, spec.embed_dim),
           "the embedding or the head does not fit the model");
   const bool projected = spec.embed_dim != block.d_model;

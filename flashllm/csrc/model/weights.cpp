@@ -14,7 +14,8 @@ ModelWeights read_ends(NamedTensors& tensors, const Architecture& of, bool in_pa
     return is_there(name) ? tensors.linear(name, rows, columns) : RowMatrix{};
   };
   ModelWeights weights;
-  weights.embedding = linear("embedding", spec.vocab, spec.embed_dim);
+  if (of.tied_head || tensors.contains("embedding.weight"))  // else its rows are read by the token's id
+    weights.embedding = linear("embedding", spec.vocab, spec.embed_dim);
   if (of.learned_positions && is_there("positions"))
     weights.positions =
         tensors.matrix("positions", of.context + spec.position_offset, d_model, codec_of(spec.block.dtype));
