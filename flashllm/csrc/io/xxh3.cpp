@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "processor.h"
+
 namespace flashllm {
 
 namespace {
@@ -87,8 +89,9 @@ __attribute__((target("avx512f,avx512dq" FLASHLLM_WHOLE_VECTORS))) void hash_str
   hash_stripes(lanes, data, nbytes);
 }
 HashStripes choose() {
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq")) return hash_stripes_avx512;
-  return __builtin_cpu_supports("avx2") ? hash_stripes_avx2 : hash_stripes_baseline;
+  const Processor processor = this_processor();
+  if (processor.avx512) return hash_stripes_avx512;
+  return processor.avx2 ? hash_stripes_avx2 : hash_stripes_baseline;
 }
 #else
 HashStripes choose() { return hash_stripes_baseline; }
