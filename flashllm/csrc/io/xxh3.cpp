@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "processor.h"
+
 namespace flashllm {
 
 namespace {
@@ -76,13 +78,19 @@ __attribute__((target("avx2"))) void hash_stripes_avx2(Lanes& lanes, const unsig
                                                        std::size_t nbytes) {
   hash_stripes(lanes, data, nbytes);
 }
-__attribute__((target("avx512f,avx512dq,prefer-vector-width=512"))) void hash_stripes_avx512(
+#if defined(__clang__)  // which splits no vector that the source declares, and takes no such word here
+#define FLASHLLM_WHOLE_VECTORS
+#else
+#define FLASHLLM_WHOLE_VECTORS ",prefer-vector-width=512"
+#endif
+__attribute__((target("avx512f,avx512dq" FLASHLLM_WHOLE_VECTORS))) void hash_stripes_avx512(
     Lanes& lanes, const unsigned char* data, std::size_t nbytes) {
   hash_stripes(lanes, data, nbytes);
 }
 HashStripes choose() {
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq")) return hash_stripes_avx512;
-  return __builtin_cpu_supports("avx2") ? hash_stripes_avx2 : hash_stripes_baseline;
+  const Processor processor = this_processor();
+  if (processor.avx512) return hash_stripes_avx512;
+  return processor.avx2 ? hash_stripes_avx2 : hash_stripes_baseline;
 }
 #else
 HashStripes choose() { return hash_stripes_baseline; }

@@ -8,6 +8,7 @@
 #include "io/error.h"
 #include "io/memory.h"
 #include "kernels/levels/levels.h"
+#include "processor.h"
 
 namespace flashllm {
 
@@ -44,14 +45,12 @@ constexpr std::size_t kSumGrain = (std::size_t{1} << 20) / sizeof(float);  // fl
 SimdLevel best_simd_level() {
 #if defined(__x86_64__)
   static const SimdLevel best = [] {
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vnni"))
-      return !__builtin_cpu_supports("avx512bf16") ? SimdLevel::avx512
-             : avx512_amx::permit()                ? SimdLevel::avx512_amx
-                                                   : SimdLevel::avx512_bf16;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
-      return SimdLevel::avx2;
+    const Processor processor = this_processor();
+    if (processor.avx512_vnni)
+      return !processor.avx512_bf16 ? SimdLevel::avx512
+             : avx512_amx::permit() ? SimdLevel::avx512_amx
+                                    : SimdLevel::avx512_bf16;
+    if (processor.avx2) return SimdLevel::avx2;
     return SimdLevel::scalar;
   }();
   return best;

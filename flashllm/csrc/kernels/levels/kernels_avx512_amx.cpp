@@ -28,7 +28,6 @@ namespace {
 
 constexpr std::size_t kRows = 16, kWidth = 16, kRowNbytes = 64;  // of a tile; fp32 sums in a row
 constexpr std::size_t kTileSums = kRows * kWidth;
-constexpr std::size_t kPairsOfTile = 16;
 constexpr std::size_t kAhead = 2;  // units whose sums leave their tile while others are scaled
 constexpr auto kEachRow = std::make_index_sequence<kRows>();
 
