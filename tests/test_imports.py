@@ -20,7 +20,7 @@ ORDER = (
 )
 # The same of the native core's folders; the kernels' levels hold those of planes.
 CORE_FLOORS = (
-    *(("io",), ("kernels", "planes"), ("attention",), ("cache",), ("ffn",)),
+    *(("machine",), ("io",), ("kernels", "planes"), ("attention",), ("cache",), ("ffn",)),
     *(("model",), ("pack",), ("offload",), ("bind",)),
 )
 OFFLOAD_SHARES = {

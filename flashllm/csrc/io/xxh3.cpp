@@ -2,7 +2,7 @@
 
 #include <cstring>
 
-#include "processor.h"
+#include "machine/processor.h"
 
 namespace flashllm {
 

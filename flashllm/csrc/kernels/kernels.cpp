@@ -8,7 +8,7 @@
 #include "io/error.h"
 #include "io/memory.h"
 #include "kernels/levels/levels.h"
-#include "processor.h"
+#include "machine/processor.h"
 
 namespace flashllm {
 
