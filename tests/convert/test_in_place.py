@@ -57,7 +57,15 @@ def stored_rows(kind, rows, length):
     return blocks.reshape(rows, -1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def test_experts_whose_scales_are_not_all_in_their_blocks_are_copied():
+    layout = RowLayout(
+        encoding="nvfp4", d_model=64, d_ff=64, matrices=("up", "gate", "down"), down_encoding="codes_fp4"
+    )
+    with pytest.raises(ValueError, match="NVFP4 is not read where it lies"):
+        _core.BlockRows("NVFP4", 64, layout.native("float32"), "up")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "NVFP4"])
 def test_stored_rows_become_the_rows_that_conversion_writes(kind):
     neurons, d_model, each = 256, 512, KINDS[kind]
     code = next(code for code in PACKED_AS.values() if (code.bits, code.form) == (each.bits, each.form))
