@@ -67,6 +67,8 @@ def _plan(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from None
     hardware = _hardware(args, shape.dtype)
+    if hardware.device != "cpu":
+        shape = shape.widened
     document: dict[str, Any] = {"model": shape.name, "hardware": hardware.to_json()}
     if args.policy is not None:
         policy = Policy.load(args.policy)

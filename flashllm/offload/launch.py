@@ -13,7 +13,6 @@ from flashllm.base.user_dirs import user_cache_dir
 from flashllm.errors import BudgetError, UsageError
 from flashllm.offload.accelerators import DEVICES, Device, choose_accelerator, free_nbytes
 from flashllm.offload.jobs.blocks import Size, cut, equal
-from flashllm.offload.planner.costs import COMPRESSED
 from flashllm.offload.planner.local import LocalPlan, Methods, check_fits, load_search, plan_policy, predict_job
 from flashllm.offload.planner.packing import PACKED_BITS, PACKING
 from flashllm.offload.policy import Policy, Workload
@@ -133,7 +132,8 @@ def memory_limits(options: LaunchOptions) -> tuple[int, int]:
 def profile_drive(model: Path, shape: ModelShape, options: LaunchOptions, *, say: Callable[[str], None]) -> None:
     """Take a quick profile of the drive, where the weights do not fit memory, so that the job will read them, and its
     policy is to be planned for a CPU. Not of a drive other than the model's: its files are what is read."""
-    weights = shape.model_bytes * (COMPRESSED if options.compress_weights else 1)
+    bits = options.weight_bits if options.compress_weights else None
+    weights = shape.layers * shape.packed_bytes(bits, 0)[0] + shape.embedding_bytes
     folder = options.scratch_folder
     files = sorted(model.glob("*.safetensors"), key=lambda file: file.stat().st_size)
     if options.policy is not None or not files or find_accelerator(options) is not None or shape.dtype is None:
@@ -169,7 +169,7 @@ def prepare(
         load_search()
     accelerator = find_accelerator(options, stages=stages)
     if accelerator is not None:  # where codes are widened
-        shape = replace(shape, stored=(), scale_bytes=0)
+        shape = shape.widened
     gpu_memory = _device_limit(options, accelerator)  # before memory is counted, of which a GPU's context takes some
     limit, memory = memory_limits(options)
     folder = options.scratch_folder

@@ -4,6 +4,7 @@ It counts bytes and operations of one transformer layer; it does not know weight
 """
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,9 +18,11 @@ from flashllm.base.files import is_there, read_json_object
 from flashllm.convert.checkpoint.gguf.file import SUFFIX
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.outline import find_well_known
+from flashllm.convert.plan import ConversionPlan, plan_conversion
 from flashllm.errors import FormatError, UnsupportedModelError, UsageError
 from flashllm.format.manifest import MANIFEST, Manifest
 from flashllm.format.model_files import CONFIG, resident_encoding
+from flashllm.format.rows import RowEncoding, RowLayout
 from flashllm.format.safetensors import ITEMSIZES
 from flashllm.offload.planner.packing import CODES, WeightPacking
 
@@ -119,24 +122,26 @@ class ModelShape:
     def ffn_params(self) -> int:
         return self.hidden * self.ffn * (3 if self.gated else 2)
 
-    def packed_bytes(self, packing: WeightPacking, layer: int) -> int:
-        """Bytes of a layer's matrices as they are packed."""
-        stored, total = dict(self.stored), 0
-        for name, (rows, columns) in self.matrices.items():
-            packed = packing.of(name, layer, stored.get(name))
-            total += rows * columns * self.dtype_bytes if packed is None else packed.nbytes(rows, columns)
-        return total
+    def packed_bytes(self, bits: int | None, layer: int) -> tuple[int, int]:
+        """Bytes of a layer's matrices where they are packed in `bits` bits (None: as the model has them); and of those
+        that have to be rounded for it, in the model's dtype."""
+        packing = WeightPacking(bits=bits, layers=self.layers, shares_keys=self.kv_heads < self.heads)
+        stored, total, rounded = dict(self.stored), 0, 0
+        for name, size in self.matrices.items():
+            packed, wide = packing.of(name, layer, stored.get(name)), prod(size) * self.dtype_bytes
+            total += wide if packed is None else packed.nbytes(*size)
+            rounded += 0 if packed is None or packed.encoding == stored.get(name) else wide
+        return total, rounded
 
     @property
     def layer_bytes(self) -> int:
         """Bytes of a layer's matrices as the model has them."""
-        return self.packed_bytes(WeightPacking(bits=None, layers=self.layers, shares_keys=False), 0)
+        return self.packed_bytes(None, 0)[0]
 
     @property
-    def wide_bytes(self) -> int:
-        """Of those that are not in codes."""
-        stored = dict(self.stored)
-        return sum(prod(size) * self.dtype_bytes for name, size in self.matrices.items() if name not in stored)
+    def widened(self) -> "ModelShape":
+        """As an accelerator has it, on which codes are widened."""
+        return dataclasses.replace(self, stored=(), scale_bytes=0)
 
     @property
     def head_bytes(self) -> int:
@@ -306,7 +311,10 @@ def load_shape(model: str) -> ModelShape:
         )
     if path.suffix.lower() == SUFFIX:
         with open_checkpoint(path) as checkpoint:
-            return shape_from_config(dict(checkpoint.config), name=path.stem)
+            plan = plan_conversion(checkpoint, keep=True)  # what `run` makes of it first
+        shape = shape_from_config(dict(checkpoint.config), name=path.stem, assembled=True)
+        scales = plan.kept.down_scales if plan.kept is not None else ()
+        return _in_codes(shape, plan.layout, _resident(plan.dtype.name, plan), scales)
     name = path.parent.name if path.name == CONFIG else path.stem
     return shape_in(path.parent, read_json_object(path), name=name)
 
@@ -317,24 +325,31 @@ def shape_in(folder: Path, config: dict[str, Any], *, name: str) -> ModelShape:
     shape = shape_from_config(config, name=name, assembled=assembled)
     if not assembled:
         return shape
-    manifest = Manifest.load(folder, check_files=False)
-    encodings = {}
-    for matrix in shape.matrices:
-        if matrix in manifest.rows.matrices:
-            encodings[matrix] = manifest.rows.encoding_of(matrix).name
-        else:
-            tensor, rows = f"layers.0.{matrix}.weight", manifest.rows.encoding
-            stored = resident_encoding(
-                tensor, manifest.dtype, manifest.resident_encoding, rows, manifest.other_encodings
-            )
-            encodings[matrix] = stored.name
+    of = Manifest.load(folder, check_files=False)
+    return _in_codes(shape, of.rows, _resident(of.dtype, of), of.down_scales)
+
+
+def _resident(dtype: str, of: Manifest | ConversionPlan) -> Callable[[str], RowEncoding]:
+    """How a resident tensor is stored."""
+    return lambda name: resident_encoding(name, dtype, of.resident_encoding, None, of.other_encodings)
+
+
+def _in_codes(
+    shape: ModelShape, rows: RowLayout, resident: Callable[[str], RowEncoding], down_scales: Sequence[str]
+) -> ModelShape:
+    """With the codes that the first layer's matrices are in, and the bytes of scales beside them."""
+    stored = {
+        matrix: rows.encoding_of(matrix)
+        if matrix in (*rows.matrices, "gate")
+        else resident(f"layers.0.{matrix}.weight")
+        for matrix in shape.matrices
+    }
     scales = 0
-    if manifest.rows.has_plane:
-        parts = plane_shapes(SCALE_FORMS[manifest.down_scales[0]], shape.largest.ffn, shape.hidden).values()
+    if rows.has_plane:
+        parts = plane_shapes(SCALE_FORMS[down_scales[0]], shape.largest.ffn, shape.hidden).values()
         scales = sum(prod(size) * ITEMSIZES[dtype] for dtype, size in parts)
-    return dataclasses.replace(
-        shape, stored=tuple((name, one) for name, one in encodings.items() if one in CODES), scale_bytes=scales
-    )
+    codes = tuple((matrix, one.name) for matrix, one in stored.items() if one.name in CODES)
+    return dataclasses.replace(shape, stored=codes, scale_bytes=scales)
 
 
 def is_assembled(folder: Path) -> bool:

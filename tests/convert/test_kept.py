@@ -1,5 +1,6 @@
 """Quantised GGUF files keep their bits: every weight is the file's, and so are logits and tokens."""
 
+import dataclasses
 import itertools
 import json
 import re
@@ -31,6 +32,7 @@ from flashllm.offload.runtime.host_ops import HostOps
 from flashllm.offload.runtime.tiers.source import open_weights
 from flashllm.offload.runtime.tiers.weight_plan import plan_weights
 from flashllm.offload.runtime.tiers.weights import WeightStore
+from flashllm.offload.shape import load_shape
 
 ENCODED_AS = {
     "Q8_0": "int8_32",
@@ -185,6 +187,9 @@ def test_the_throughput_engine_multiplies_them_as_they_are(tmp_path, kind, model
     x = np.random.default_rng(0).standard_normal((40, WIDE["hidden_size"]), np.float32)
     (kept, small), (wide, large) = (layers_of(tmp_path / each, x) for each in ("kept", "wide"))
     assert small < 0.3 * large
+    planned = load_shape(str(tmp_path / "kept"))
+    assert planned.layers * planned.layer_bytes == pytest.approx(small, rel=0.15)  # where layers' codes differ
+    assert dataclasses.replace(load_shape(str(path)), name="kept", dtype_bytes=planned.dtype_bytes) == planned
     changed = wide - x
     error = np.linalg.norm(kept - wide, axis=(1, 2)) / np.linalg.norm(changed, axis=(1, 2))
     assert error.max() < 0.02, error  # inputs in codes of 8 bits

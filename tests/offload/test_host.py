@@ -72,6 +72,14 @@ def coded(mixture, tmp_path_factory):
     return folder, load_shape(str(folder))
 
 
+@pytest.fixture(scope="module")
+def partly(mixture, tmp_path_factory):
+    """The same with neurons in 8 bits, which are rounded again where 4 are asked for."""
+    folder = tmp_path_factory.mktemp("partly") / "model"
+    convert(mixture[0], folder, encoding="int8_32", resident_encoding="int4_32")
+    return folder, load_shape(str(folder))
+
+
 def host(shape, policy, work=WORK, hardware=HOST):
     model = cost_model(shape, hardware, work, policy)
     assert isinstance(model, HostCostModel)
@@ -80,7 +88,7 @@ def host(shape, policy, work=WORK, hardware=HOST):
 
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("compress", [False, True])
-@pytest.mark.parametrize("kind", ["model", "mixture", "mixed", "coded"])
+@pytest.mark.parametrize("kind", ["model", "mixture", "mixed", "coded", "partly"])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_weights_take_what_the_store_plans(request, kind, where, compress, overlap):
     folder, shape = request.getfixturevalue(kind)

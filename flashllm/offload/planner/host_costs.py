@@ -14,7 +14,7 @@ from functools import cached_property
 from flashllm.offload.machine.hardware import Hardware
 from flashllm.offload.planner.costs import CostModel
 from flashllm.offload.planner.linear import CD, HC, HD, WC, WD, Linear, constant
-from flashllm.offload.planner.packing import WeightPacking, late_layers
+from flashllm.offload.planner.packing import late_layers
 from flashllm.offload.policy import Method, Workload
 from flashllm.offload.runtime.ops import ROWS_TOGETHER
 from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK
@@ -47,8 +47,7 @@ class HostCostModel(CostModel):
 
     def _layer_bytes(self, shape: ModelShape, *, late: bool) -> float:
         bits = self.weight_bits if self.method.compress_weights else None
-        packing = WeightPacking(bits=bits, layers=shape.layers, shares_keys=shape.kv_heads < shape.heads)
-        return shape.packed_bytes(packing, shape.layers - 1 if late else -1)  # before the first, none is late
+        return shape.packed_bytes(bits, shape.layers - 1 if late else -1)[0]  # before the first, none is late
 
     @property
     def head_bytes(self) -> float:

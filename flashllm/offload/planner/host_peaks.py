@@ -48,7 +48,8 @@ def weights(model: HostCostModel) -> tuple[Linear, float]:
     kept += shape.layers * shape.experts * shape.hidden * (4 + shape.dtype_bytes)  # routers, and what experts add
     kept += shape.layers * vectors * 4 + shape.positions * shape.hidden * shape.dtype_bytes
     kept += shape.layers * shape.scale_bytes
-    return kept, shape.largest.wide_bytes if model.method.compress_weights else 0.0
+    bits = model.weight_bits if model.method.compress_weights else None
+    return kept, shape.largest.packed_bytes(bits, -1)[1]
 
 
 def cache(model: HostCostModel) -> Linear:
@@ -107,9 +108,7 @@ def host_limits(model: HostCostModel) -> list[tuple[str, Linear, int]]:
         model.method.block_size * model.blocks_in_flight * shape.layers * sealed_blocks(model) * model.sealed_bytes
     )
     on_disk += HD * (model.method.block_size * model.workload.prompt_len * shape.activation_token_bytes)
-    if (
-        not model.method.compress_weights and not shape.stored
-    ):  # they are read from the model's own files, where they are there
+    if not model.method.compress_weights and not shape.stored:  # read from the model's own files, where they are there
         on_disk += WD * (shape.assembled * shape.ffn_params * shape.dtype_bytes * shape.layers)
     else:
         on_disk += WD * (model.weight_bytes * shape.layers)
