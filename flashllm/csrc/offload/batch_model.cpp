@@ -66,7 +66,7 @@ void LentFfn::compute(const LentNeurons& of, const float* x, std::size_t count, 
                     : arithmetic_.project(of.down, count, y);
 }
 
-// y = what the neurons' columns are worth, whose scales lie apart, times up_
+// y = the bias and what the neurons' columns are worth, whose scales lie apart, times up_
 void LentFfn::add_columns_of(const LentNeurons& of, std::size_t count, float* y) {
   const RowMatrix& down = of.down;
   RowFormat format;
@@ -74,11 +74,11 @@ void LentFfn::add_columns_of(const LentNeurons& of, std::size_t count, float* y)
   format.stride = static_cast<std::uint32_t>(down.stride);
   format.d_model = static_cast<std::uint32_t>(down.columns);
   format.inputs = of.up.inputs;
-  std::fill_n(y, count * down.columns, 0.0F);
+  for (std::size_t t = 0; t < count; ++t)
+    down.bias == nullptr ? std::fill_n(y + t * down.columns, down.columns, 0.0F)
+                         : std::copy_n(down.bias, down.columns, y + t * down.columns);
   add_columns(format, down.data, down.rows, static_cast<std::int32_t>(of.first), &of.plane,
               {up_.data(), down.rows, 1}, count, y, arithmetic_.pool(), arithmetic_.level());
-  if (down.bias != nullptr)
-    for (std::size_t i = 0; i < count * down.columns; ++i) y[i] += down.bias[i % down.columns];
   arithmetic_.round(y, count * down.columns);
 }
 

@@ -86,7 +86,7 @@ def _exaone(config: dict[str, Any], content: GgufContent) -> None:
 
 
 def _must_normalize(content: GgufContent) -> None:
-    """Of weights the file must say that they are normalised: UnsupportedModelError where it does not."""
+    """UnsupportedModelError where the file does not say that the experts' weights are normalised."""
     if not content.metadata.flag(own_key(content, "expert_weights_norm"), False):
         name = content.metadata.text(ARCHITECTURE)
         raise UnsupportedModelError(f"{content.path}: {name} with weights that are not normalised is not supported")

@@ -148,7 +148,7 @@ def _cohere(config: dict[str, Any], content: GgufContent) -> None:
 
 
 def _mistral3(config: dict[str, Any], content: GgufContent) -> None:
-    """Of models before Mistral 3, which have the same name, queries do not grow."""
+    """Mistral 3, whose queries grow with the position; those of older models of this name do not."""
     growing(config, content)
     rope, key = config["rope_parameters"], own_key(content, "rope.scaling.yarn_log_multiplier")
     if rope["rope_type"] == "yarn" and key in content.metadata:  # not times 0.1, as latent attention's is

@@ -116,7 +116,7 @@ def windows(
 
 
 def biases(**names: str) -> Callable[[dict[str, Any], GgufContent], None]:
-    """What finishes a config that says of biases whether they are there: its key -> a tensor of the first layer."""
+    """A step that sets each key of the config to whether the first layer has that tensor's bias."""
 
     def finish(config: dict[str, Any], content: GgufContent) -> None:
         config.update({key: has_tensor(content, f"{name}.bias") for key, name in names.items()})
@@ -186,8 +186,11 @@ def state_types(config: dict[str, Any], content: GgufContent) -> list[str]:
 
 
 def state_sizes(config: dict[str, Any], content: GgufContent) -> None:
-    """Where value heads share a key head they lie tiled, but for Qwen3-Next; whose projections are flat where the gate
-    is apart."""
+    """Sizes and layout of the state's heads.
+
+    Value heads that share a key head lie tiled, but not in Qwen3-Next; its projections are flat where the file has the
+    gate apart.
+    """
     heads = config["linear_num_value_heads"]
     config["linear_value_head_dim"] = inner_size(content, heads) // heads
     config["layer_types"] = state_types(config, content)

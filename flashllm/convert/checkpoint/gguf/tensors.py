@@ -171,5 +171,5 @@ def _as_transformers(stored: StoredTensor, key: str, model: GgufModel, config: M
 
 
 def _logarithm(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Of the decay, which a file has as the factor that it is: -exp(A_log)."""
+    """A_log of the decay that a file holds, -exp(A_log)."""
     return np.log(-values.astype(np.float64)).astype(np.float32)

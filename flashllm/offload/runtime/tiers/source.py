@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from flashllm.arch.registry import block_spec, bundle_names, claims, complete_config, resident_shapes, resolve
 from flashllm.arch.spec import Architecture, BlockSpec
 from flashllm.arch.tensors import Shape, is_wide
-from flashllm.base.codes.carried import PLANE_CODES
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, WeightDtype, cast
 from flashllm.base.files import Closing, drop_page_cache
 from flashllm.convert.checkpoint.opened import open_checkpoint
@@ -110,14 +109,13 @@ class WeightSource(ABC, Closing):
         code = self._encoding(self._model_names[name])
         return code if code in self._codes else None
 
-    def plane_nbytes(self, layer: int) -> int:
+    def plane_nbytes(self, _layer: int) -> int:
         """Bytes of `plane`."""
-        has_plane = self.encoding(matrix_name(layer, "down")) in PLANE_CODES
-        return self._plane_nbytes(self.stage.first + layer) if has_plane else 0
+        return 0
 
-    def plane(self, layer: int) -> Mapping[str, Array]:
+    def plane(self, _layer: int) -> Mapping[str, Array]:
         """The scales of a layer's down columns that lie beside their codes, by name; none of others."""
-        return self._plane(self.stage.first + layer) if self.plane_nbytes(layer) else {}
+        return {}
 
     def read(self, targets: Mapping[str, Array]) -> None:
         """Fill contiguous arrays of the storage of `read_dtype` with the tensors of these names, which are of one layer
@@ -136,14 +134,6 @@ class WeightSource(ABC, Closing):
     def _encoding(self, _name: str) -> str | None:
         """`encoding`, by the name in the whole model."""
         return None
-
-    def _plane_nbytes(self, _layer: int) -> int:
-        """Of a layer of the whole model."""
-        return 0
-
-    def _plane(self, _layer: int) -> Mapping[str, Array]:
-        """`plane`, of a layer of the whole model."""
-        return {}
 
     @abstractmethod
     def _read(self, targets: Mapping[str, Array]) -> None:
@@ -301,12 +291,13 @@ class _ModelDirWeights(WeightSource):
         stored = self._manifest.rows.encoding_of(name.split(".")[2]) if info is None else self._of_resident(info)
         return stored.name
 
-    def _plane_nbytes(self, layer: int) -> int:
-        described = plane_tensors(layer, self._manifest.down_scales[layer], self._manifest.layout(layer))
-        return sum(self._resident.header.tensors[name].nbytes for name in described)
+    def plane_nbytes(self, layer: int) -> int:
+        of, number = self._manifest, self.stage.first + layer
+        names = plane_tensors(number, of.down_scales[number], of.layout(number)) if of.rows.has_plane else ()
+        return sum(self._resident.header.tensors[name].nbytes for name in names)
 
-    def _plane(self, layer: int) -> Mapping[str, Array]:
-        plane = read_plane(self.path, self._manifest, layer)
+    def plane(self, layer: int) -> Mapping[str, Array]:
+        plane = read_plane(self.path, self._manifest, self.stage.first + layer)
         return {} if plane is None else plane.arrays
 
     def _of_resident(self, info: TensorInfo) -> RowEncoding:

@@ -66,7 +66,7 @@ class WeightPlan:
     read_nbytes: int  # of it what comes from the disk, which lies first
     staging_buffers: int  # one where no layer arrives while another is computed with
     gather_nbytes: int  # where rows of an embedding on disk are read to
-    small_nbytes: int  # norms, biases, positions, projections
+    small_nbytes: int  # norms, biases, positions, projections, scales that lie beside codes
     device_nbytes: int  # tensors at home on the device, with those
     cpu_nbytes: int
     scratch_nbytes: int
@@ -147,7 +147,7 @@ def plan_weights(
     if source.stage.is_first and "embedding.weight" not in (name for name, _ in outer.values()):
         outer["table"] = ("embedding.weight", table)
     layout.add(outer)
-    small = _small_nbytes(source)
+    small = _small_nbytes(source) + layout.plane_nbytes
     return WeightPlan(
         homes=homes,
         bits=bits,
@@ -177,7 +177,7 @@ class _Layout:
         self._source = source
         self._packing = weight_packing(source, bits)
         self.held = {DEVICE: 0, CPU: 0}
-        self.start_nbytes = 0
+        self.start_nbytes = self.plane_nbytes = 0
         self.buffer_nbytes = self.read_nbytes = self.arriving_nbytes = self.scratch_nbytes = 0
         self.bundles: list[Bundle] = []
 
@@ -193,6 +193,8 @@ class _Layout:
                     packings[short] = packing
                     widened += 0 if packing.encoding == stored else prod(self._source.shapes[name])
             self.start_nbytes = max(self.start_nbytes, widened * self._source.dtype.itemsize)
+            if "down" in packings and packings["down"].has_plane:
+                self.plane_nbytes += self._source.plane_nbytes(layer)
         extents = {
             short: None if short in packings else self._source.extent(name) for short, (name, _) in wanted.items()
         }
@@ -229,12 +231,12 @@ class _Layout:
 
 
 def _small_nbytes(source: WeightSource) -> int:
-    """Norms and biases in fp32; positions, projections and routers in their dtype; scales that lie beside codes."""
+    """Norms and biases in fp32; positions, projections and routers in their dtype."""
     nbytes = 0
     for name in small_tensors(source):
         shape = source.shapes[name]
         nbytes += prod(shape) * (4 if is_vector(name) else source.read_dtype(name).itemsize)
-    return nbytes + sum(source.plane_nbytes(layer) for layer in range(source.num_layers))
+    return nbytes
 
 
 def is_vector(name: str) -> bool:
