@@ -33,6 +33,7 @@ from flashllm.offload.runtime.tiers.source import open_weights
 from flashllm.offload.runtime.tiers.weight_plan import plan_weights
 from flashllm.offload.runtime.tiers.weights import WeightStore
 from flashllm.offload.shape import load_shape
+from flashllm.offload.stages import Stage
 
 ENCODED_AS = {
     "Q8_0": "int8_32",
@@ -203,6 +204,12 @@ def test_the_throughput_engine_multiplies_them_as_they_are(tmp_path, kind, model
         for place in (DEVICE, DISK, MIXED)
     ]
     assert told[0] == told[1] == told[2]
+    with open_weights(tmp_path / "kept") as all_of_it:
+        last = all_of_it.num_layers - 1
+        with open_weights(tmp_path / "kept", Stage(first=last, end=last + 1, layers=last + 1)) as stage:
+            assert stage.plane_nbytes(0) == sum(each.nbytes for each in stage.plane(0).values()) > 0
+            for name, values in all_of_it.plane(last).items():
+                np.testing.assert_array_equal(stage.plane(0)[name], values)
 
 
 @pytest.mark.parametrize("kind", ["Q2_K", "Q6_K", "TQ2_0", "NVFP4"])
