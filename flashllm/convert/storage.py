@@ -20,7 +20,7 @@ from flashllm.errors import UsageError
 from flashllm.format.in_place import InPlace, checksum_counts
 from flashllm.format.model_files import TABLE_CHECKSUMS, checksums_tensor, gate_tensor, is_coded_matrix, plane_tensors
 from flashllm.format.model_files import resident_encoding as stored_as
-from flashllm.format.rows import RowEncoding, RowLayout, TableLayout, checksum_rows
+from flashllm.format.rows import RowEncoding, RowLayout, TableLayout, checksum_rows, packed
 
 _CACHE_LINE_NBYTES = 64
 TABLES = ("embedding.weight", "head.weight", TOKEN_TABLE)  # matrices of the vocabulary
@@ -105,6 +105,7 @@ def storage_of(sources: Sources, architecture: Architecture, target: WeightDtype
         matrices=("up", "down") if choices.get("gate") == "resident" else architecture.matrices,
         down_encoding=None if down == up else down,
     )
+    layout = packed(layout, architecture)
     lying = choose_in_place(kept, architecture, layout) if choices.get("in_place") else None
     in_place, reason = (None, lying) if isinstance(lying, str) else (lying, None)
     of_table = None

@@ -10,7 +10,7 @@ from flashllm.arch.spec import Architecture, check_number
 from flashllm.base.checks import check_int, check_keys, check_list, check_str, is_number
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.config import MAX_WINDOW
-from flashllm.format.rows import RowLayout
+from flashllm.format.rows import RowLayout, packed
 
 EXPERT_KEYS = ("experts", "chosen_experts", "shared_neurons")  # of the architecture of a mixture of experts
 LAYER_KEYS = ("widths", "dense_layers")  # of the architecture of a model whose layers differ
@@ -124,6 +124,8 @@ def read_rows(value: Any, architecture: Architecture) -> RowLayout:
         matrices=tuple(check_list(rows["matrices"], "rows.matrices")),
         down_encoding=None if down is None else check_str("rows.down_encoding", down, 64),
     )
+    if rows["stride"] != layout.stride:
+        layout = packed(layout, architecture)
     for name in ("row_nbytes", "stride", "num_rows"):
         if type(rows[name]) is not int or rows[name] != getattr(layout, name):
             raise ValueError(f"rows.{name} must be {getattr(layout, name)}, not {str(rows[name])[:80]}")

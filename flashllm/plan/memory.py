@@ -296,11 +296,12 @@ def state_shape(manifest: Manifest, block: BlockSpec, context: int, bits: int | 
 
 
 def _bounce_nbytes(manifest: Manifest, io_threads: int) -> int:
-    """Memory for aligned copies: a request's worth a thread where rows are no whole pages (drives with 4 KiB sectors),
-    or come out of another file, else for the last bytes of a file."""
+    """Memory for aligned copies: a request's worth a thread where what is read is no whole pages (drives with 4 KiB
+    sectors), or comes out of another file, else for the last bytes of a file."""
     if manifest.in_place is not None:
         return io_threads * (MAX_REQUEST + 2 * PAGE_NBYTES)
-    return MAX_REQUEST if manifest.rows.stride % PAGE_NBYTES == 0 else io_threads * (MAX_REQUEST // 4)
+    in_pages = manifest.rows.packed or manifest.rows.stride % PAGE_NBYTES == 0
+    return MAX_REQUEST if in_pages else io_threads * (MAX_REQUEST // 4)
 
 
 def _with_prompts(parts: dict[str, Any], shapes: list[PromptShape]) -> MemoryPlan:

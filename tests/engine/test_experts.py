@@ -133,6 +133,19 @@ def test_directories_with_a_checksum_a_row_open_as_they_are(tiny, directory, tmp
         assert model.plan.memory.checksums == SIZE * shared == 8 * LAYERS * COUNT * SIZE
 
 
+def test_directories_with_padded_rows_open_as_they_are(tiny, directory, tmp_path, monkeypatch):
+    monkeypatch.setattr("flashllm.convert.storage.packed", lambda layout, _: layout)
+    convert(tiny[0], tmp_path / "old")
+    monkeypatch.undo()
+    old = Manifest.load(tmp_path / "old").rows
+    assert (old.stride, Manifest.load(directory).rows.stride) == (1024, 768)
+    assert verify(tmp_path / "old").ok
+    with opened(directory, cache_rows=SIZE) as model:
+        expected = generated(model, ids(20))
+    with opened(tmp_path / "old", cache_rows=SIZE) as model:
+        np.testing.assert_array_equal(generated(model, ids(20)), expected)
+
+
 @pytest.mark.parametrize("form", ["a checksum an expert", "a checksum a row"])
 def test_a_wrong_byte_of_an_expert_is_found(tiny, tmp_path, monkeypatch, form):
     if form == "a checksum a row":

@@ -5,7 +5,7 @@ import pytest
 import xxhash
 
 from flashllm.arch.spec import Architecture
-from flashllm.format.rows import RowLayout, checksum_rows, pack_rows, row_checksums, unpack_rows
+from flashllm.format.rows import RowLayout, checksum_rows, pack_rows, packed, row_checksums, unpack_rows
 
 
 def _layout(encoding="float16", d_model=64, d_ff=256, matrices=("up", "down")):
@@ -114,6 +114,33 @@ def test_packing_refuses_other_shapes_types_and_matrices():
             unpack_rows(layout, bad)
 
 
+def _mixture(d_model, size, experts, shared, activation="silu"):
+    d_ff = size * experts + shared
+    sizes = {"num_layers": 3, "d_model": d_model, "d_ff": d_ff, "gated": True, "ffn_bias": False}
+    parts = {"experts": experts, "chosen_experts": 2, "shared_neurons": shared, "dense_layers": (1,)}
+    return Architecture(model_type="a_moe", activation=activation, **sizes, **parts)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "mixture", "activation", "padded", "stride"),  # mixture: d_model, and as below
+    [
+        ("int4_32", (2048, 1024, 64, 0), "silu", 3584, 3456),  # OLMoE
+        ("int4_32", (2048, 1024, 64, 0), "relu", 3584, 3584),  # neurons are read alone
+        ("bfloat16", (2048, 768, 128, 0), "silu", 12288, 12288),  # there is nothing to save
+        ("int4_32", (2048, 1024, 64, 1000), "silu", 3584, 3584),  # shared neurons that are no whole pages
+        ("float32", (64, 48, 8, 80), "silu", 1024, 768),
+        ("float32", (32, 48, 8, 80), "silu", 512, 512),  # no less than a sector
+    ],
+)
+def test_rows_of_experts_are_packed(encoding, mixture, activation, padded, stride):
+    architecture = _mixture(*mixture, activation)
+    layout = _layout(encoding, mixture[0], architecture.d_ff, ("up", "gate", "down"))
+    tight = packed(layout, architecture)
+    assert (layout.stride, tight.stride) == (padded, stride)
+    assert tight.layer_nbytes % 4096 == tight.stream_block_rows * stride % 4096 == 0
+    assert tight.of_width(mixture[1]).layer_nbytes == mixture[1] * stride
+
+
 @pytest.mark.parametrize("stride", [512, 1536, 4096, 16384])
 def test_checksums_are_xxh3_of_whole_rows(stride):
     rows = np.random.default_rng(1).integers(0, 256, (5, stride), np.uint8)
@@ -142,12 +169,7 @@ def test_rows_may_share_a_checksum(together):
     ],
 )
 def test_experts_have_as_few_checksums_as_reads_allow(encoding, d_model, mixture, together):
-    size, experts, shared = mixture
-    d_ff = size * experts + shared
-    layout = _layout(encoding, d_model, d_ff, ("up", "gate", "down"))
-    sizes = {"num_layers": 3, "d_model": d_model, "d_ff": d_ff, "gated": True, "ffn_bias": False}
-    parts = {"experts": experts, "chosen_experts": 2, "shared_neurons": shared, "dense_layers": (1,)}
-    architecture = Architecture(model_type="a_moe", activation="silu", **sizes, **parts)
+    architecture = _mixture(d_model, *mixture)
+    layout = _layout(encoding, d_model, architecture.d_ff, ("up", "gate", "down"))
     assert checksum_rows(layout, architecture) == [together, 1, together]
-    relu = Architecture(model_type="a_moe", activation="relu", **sizes, **parts)
-    assert checksum_rows(layout, relu) == [1, 1, 1]
+    assert checksum_rows(layout, _mixture(d_model, *mixture, "relu")) == [1, 1, 1]
