@@ -62,6 +62,7 @@ def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int)
         io_threads=config.io_threads,
         direct=config.direct,
         io_backend=config.io_backend,
+        unpacks=model.manifest.in_place is not None,
     )
     popularity = read_popularity(model.path, model.manifest)
 

@@ -9,6 +9,8 @@ from flashllm.config import Backend
 from flashllm.profile.costs import DEFAULT_DEPTHS, ReaderChoice
 from flashllm.profile.machine import Profile
 
+_UNPACKING_DEPTH = 8
+
 
 def open_reader(choice: ReaderChoice, *, max_request: int, verify: bool = True) -> _core.Reader:
     """The reader that `choice` describes. Where io_uring is no longer available, it reads with as many threads instead:
@@ -38,18 +40,22 @@ def choose_reader(
     io_threads: int | None,
     direct: bool,
     io_backend: Backend | None = None,
+    unpacks: bool = False,
 ) -> ReaderChoice:
     """How to read rows of `row_nbytes`.
 
     Args:
         profile: the drive's. Not used where it, or this run, goes without direct I/O.
+        unpacks: what is read is unpacked where it arrives, as experts that were left in their file are: by threads,
+            each on a processor. A few do, and each holds a request's memory.
         io_threads, io_backend: the run's options: reads at a time, and how they are made (by threads where only the
             former is given).
     """
     known = profile if profile is not None and profile.direct and direct else None
     if io_threads is None and io_backend is None:
-        if known is None:
-            return ReaderChoice(backend="threads", depth=DEFAULT_DEPTHS["threads"], max_gap=0, source="default")
+        if known is None or unpacks:
+            depth = _UNPACKING_DEPTH if unpacks else DEFAULT_DEPTHS["threads"]
+            return ReaderChoice(backend="threads", depth=depth, max_gap=0, source="default")
         best = known.best(row_nbytes)
         return ReaderChoice(backend=best.backend, depth=best.depth, max_gap=best.gap(row_nbytes), source="calibration")
     backend = io_backend if io_backend is not None else "threads"

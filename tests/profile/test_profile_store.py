@@ -83,6 +83,9 @@ def test_what_was_asked_for_wins_then_the_calibration_then_the_default():
         assert (asked.backend, asked.depth, asked.max_gap) == expected
         assert asked.source == "argument"
     assert choose_reader(None, 4096, io_threads=7, direct=True).source == "argument"
+    for known in (costs, None):
+        unpacked = choose_reader(known, 4096, io_threads=None, direct=True, unpacks=True)
+        assert (unpacked.backend, unpacked.depth, unpacked.source) == ("threads", 8, "default")
 
 
 NOW = datetime.now(UTC)
