@@ -19,8 +19,8 @@ from flashllm.offload.policy import Policy
 from flashllm.offload.runtime.run import Runner, RunOptions
 from flashllm.offload.stages import Stage
 
-_SHARED = ("weight_bits", "cache_bits", "simd")  # of RunOptions: answers depend on them, so all use the driver's
-_VERSION = 2
+_SHARED = ("weight_bits", "cache_bits")  # of RunOptions: answers depend on them, so all use the driver's
+_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

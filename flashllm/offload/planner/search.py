@@ -47,16 +47,6 @@ class SearchSpace:
     forbid: frozenset[str] = frozenset()  # tiers that home no tensor
     latency_s: float = math.inf  # of a block, at most
 
-    def __post_init__(self) -> None:
-        if not (self.gpu_batches and self.num_batches and self.cpu_attention and self.overlap):
-            raise ValueError("gpu_batches, num_batches, cpu_attention and overlap must not be empty")
-        if self.blocks_in_flight < 1:
-            raise ValueError(f"blocks_in_flight must be positive, not {self.blocks_in_flight!r}")
-        if min(self.gpu_batches) < 1 or min(self.num_batches) < 1:
-            raise ValueError("gpu_batches and num_batches must be positive")
-        if unknown := self.forbid - set(TIERS):
-            raise ValueError(f"forbid: unknown tier {min(unknown)!r}; tiers are {', '.join(TIERS)}")
-
     def methods(self) -> Iterator[Method]:
         for gpu_batch in self.gpu_batches:
             for num_batches in self.num_batches:

@@ -51,7 +51,6 @@ class OpenModel(Closing):
                     dtype,
                     self.pool,
                     bits=cache_bits,
-                    simd=options.simd,
                 )
                 for layer in range(self.source.num_layers)
             ]
@@ -97,7 +96,7 @@ class OpenModel(Closing):
     def _open_tier(self, dtype: str, cache_bits: int) -> "HostTier | AcceleratorTier":
         options, shape = self.options, self.source.model_shape
         if options.accelerator is None:
-            return HostTier(self.block, shape, dtype, self.pool, simd=options.simd)
+            return HostTier(self.block, shape, dtype, self.pool)
         from flashllm.offload.runtime.accelerator.tier import AcceleratorTier, check_policy
 
         check_policy(self.policy)
