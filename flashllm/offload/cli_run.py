@@ -214,24 +214,15 @@ class _Task:
     def _answer(self) -> None:
         from flashllm.base.machine import peak_process_nbytes
         from flashllm.offload.jobs.job import Job
-        from flashllm.offload.jobs.lines import ranked
         from flashllm.offload.launch import open_runner, prepare, profile_drive
 
         ring, stages = self._ring, 1 if self._ring is None else self._ring.place.world
-        lines, done = self._batch.lines, set(self._results.done)
-        todo = ranked(lines, [index for index, line in enumerate(lines) if index not in done and line.problem is None])
-        if todo:
-            sizes = [lines[index].size for index in todo]
+        job = Job(self._batch, self._results, model=self._model.name, token_text=self._model.token_text)
+        sizes = job.sizes
+        if sizes:
             if not self._args.no_profile and ring is None:
                 profile_drive(self._model.path, self._model.shape, self._options, say=say)
             self._launch = prepare(self._model.path, self._model.shape, sizes, self._options, stages=stages, report=say)
-        job = Job(
-            self._batch,
-            self._results,
-            blocks=() if self._launch is None else self._launch.blocks,
-            model=self._model.name,
-            token_text=self._model.token_text,
-        )
         job.answer_problems()
         if self._launch is not None:
             with (
@@ -242,13 +233,14 @@ class _Task:
                 for notice in runner.notices:
                     say(notice)
                 self._stop, self._job = runner.stop, job
-                job.run(runner)
+                job.run(runner, self._launch.blocks)
                 self._peak_device_nbytes = runner.peak_device_nbytes
         self._job = job
         self._peak_nbytes = peak_process_nbytes()
 
     def _report(self) -> None:
         from flashllm.errors import FlashError
+        from flashllm.offload.launch import workloads
         from flashllm.offload.planner.local import predict_job
 
         job, launch = self._job, self._launch
@@ -258,7 +250,8 @@ class _Task:
         predicted: dict[str, Any] | None = None
         if launch is not None and self._ring is None:  # the model prices a process, not one of several on a machine
             try:
-                predicted = predict_job(self._model.shape, launch.methods, launch.policy, job.workloads())
+                blocks = workloads(job.sizes, launch.blocks)
+                predicted = predict_job(self._model.shape, launch.methods, launch.policy, blocks)
             except (FlashError, ValueError) as error:
                 say(f"no prediction: {error}")
         document = {
@@ -313,7 +306,7 @@ def _table(document: dict[str, Any], totals: "Totals", launch: "Launch | None") 
     lines.append(f"  {'disk':12s}{format_size(totals.bytes_read)} read, {format_size(totals.bytes_written)} written")
     peak = document["measured"]["peak_rss_bytes"]
     lines.append(f"  {'memory':12s}{format_size(peak)} at most, of {format_size(launch.limit)}")
-    lines.append(f"  {'tiers':12s}{_tiers(document, accelerated=launch.accelerator is not None)}")
+    lines.append(f"  {'tiers':12s}{_tiers(document, accelerated=launch.methods.accelerator is not None)}")
     if predicted is not None:
         lines.append(f"  {'predicted':12s}from {predicted['source']}")
     return lines

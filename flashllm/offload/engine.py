@@ -23,7 +23,7 @@ from flashllm.offload.accelerators import Device
 from flashllm.offload.jobs.blocks import Size, cut, equal
 from flashllm.offload.jobs.lines import rank
 from flashllm.offload.jobs.requests import own_seed
-from flashllm.offload.jobs.sequences import FinishReason
+from flashllm.offload.jobs.sequences import FinishReason, sequence_of
 from flashllm.offload.jobs.sequences import Sequence as TokenSequence
 from flashllm.offload.launch import CACHE_BITS, LaunchOptions, open_runner, prepare
 from flashllm.offload.model_text import ModelText
@@ -221,7 +221,7 @@ class OffloadEngine(Closing):
         )
         if not request.prompt:
             raise BadRequest("the prompt is empty")
-        return self._model.encoder.sequence(request, self._model.encoder.encode(request), index)
+        return sequence_of(self._model.encoder, request, self._model.encoder.encode(request), index)
 
     def _open(self, sizes: Sequence[Size]) -> tuple[Runner, Sequence[int]]:
         """A runner for sequences of these sizes, and how many of them go through it at once."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from flashllm.api.pieces import Pieces
+from flashllm.api.prompts import PromptEncoder
 from flashllm.arch.registry import block_spec, complete_config
 from flashllm.base.files import parse_json_object, read_bounded
 from flashllm.convert.checkpoint.source import companion_files
@@ -17,7 +18,6 @@ from flashllm.format.model_files import CONFIG
 from flashllm.generate.grammar import Grammars
 from flashllm.generate.templates.chat_template import ChatTemplate
 from flashllm.generate.tokenizer import Tokenizer
-from flashllm.offload.jobs.prompts import PromptEncoder
 from flashllm.offload.shape import ModelShape, shape_in
 from flashllm.replies.formats import find
 

@@ -13,14 +13,13 @@ from types import TracebackType
 from typing import Self
 
 from flashllm.api.fields import BadRequest
-from flashllm.api.prompts import Unanswerable
+from flashllm.api.prompts import PromptEncoder, Unanswerable
 from flashllm.api.requests import Request
 from flashllm.base.files import file_status, naming, open_for_reading
 from flashllm.errors import FlashIOError, FormatError
 from flashllm.offload.jobs.blocks import Size
-from flashllm.offload.jobs.prompts import PromptEncoder
 from flashllm.offload.jobs.requests import Defaults, parse_request
-from flashllm.offload.jobs.sequences import Sequence
+from flashllm.offload.jobs.sequences import Sequence, sequence_of
 
 MAX_LINE_NBYTES = 16 * 2**20
 MAX_LINES = 1_000_000
@@ -111,7 +110,7 @@ class BatchFile:
     def sequence(self, index: int) -> Sequence:
         """The sequence of `lines[index]`, with `index` as its key."""
         request = self.request(index)
-        return self._encoder.sequence(request, self._encoder.encode(request), index, marks=True)
+        return sequence_of(self._encoder, request, self._encoder.encode(request), index, marks=True)
 
     def _state(self) -> tuple[int, int]:
         status = file_status(self._fd, self.path)

@@ -47,12 +47,12 @@ class OpenModel(Closing):
             self.tier = self._open_tier(dtype, cache_bits)
             self.attention = [
                 batch_attention(
-                    self.block.layers[self.source.stage.first + layer].attention,
+                    self.block.layers[layer].attention,
                     dtype,
                     self.pool,
                     bits=cache_bits,
                 )
-                for layer in range(self.source.num_layers)
+                for layer in self.source.stage.numbers
             ]
             bits = options.weight_bits if policy.compress_weights else None
             self.plan = plan_weights(self.source, policy, bits=bits)

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashllm.api.fields import MAX_DEPTH, BadRequest
+from flashllm.api.prompts import PromptEncoder
 from flashllm.errors import FlashIOError, FormatError, UsageError
 from flashllm.offload.jobs import lines as lines_module
 from flashllm.offload.jobs.lines import BatchFile, ranked
-from flashllm.offload.jobs.prompts import PromptEncoder
 from flashllm.offload.jobs.requests import Defaults, parse_request
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}

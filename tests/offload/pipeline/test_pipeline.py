@@ -145,7 +145,7 @@ def test_processes_give_the_tokens_of_one(context, models, tmp_path, case):
         *others, last = results(started, tmp_path)
     assert others == [{}] * (world - 1)
     expected = alone(models[name], tmp_path, chosen)
-    assert last == {"tokens": [expected, expected], "new_tokens": sum(NEW), "ranks": list(range(world))}
+    assert last == {"tokens": [expected, expected], "new_tokens": sum(NEW), "stages": world}
     assert not list((tmp_path / "scratch").iterdir())
 
 
