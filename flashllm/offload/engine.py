@@ -42,12 +42,12 @@ class Output:
     """The answer to one prompt. `error` says why there is none, or no more: then `finish_reason` is "error"."""
 
     index: int  # of the prompt, from 0
-    text: str  # "" where the model has no tokenizer
-    token_ids: tuple[int, ...]
-    prompt_tokens: int
-    finish_reason: FinishReason
-    logprobs: tuple[TokenLogprobs, ...] | None
-    error: str | None
+    text: str = ""  # also where the model has no tokenizer
+    token_ids: tuple[int, ...] = ()
+    prompt_tokens: int = 0
+    finish_reason: FinishReason = "error"
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    error: str | None = None
 
 
 class OffloadEngine(Closing):
@@ -189,7 +189,7 @@ class OffloadEngine(Closing):
             try:
                 sequences.append(self._sequence(index, prompt, sampling, logprobs, constraint))
             except (BadRequest, Unanswerable) as error:
-                yield _failed(index, str(error))
+                yield Output(index=index, error=str(error))
         if not sequences:
             return
         sequences.sort(key=lambda each: rank(len(each.prompt), each.options.max_new_tokens), reverse=True)
@@ -258,12 +258,6 @@ def _output(sequence: TokenSequence) -> Output:
         finish_reason=sequence.finish_reason or "error",
         logprobs=None if sequence.logprobs is None else tuple(sequence.logprobs),
         error=sequence.error,
-    )
-
-
-def _failed(index: int, message: str) -> Output:
-    return Output(
-        index=index, text="", token_ids=(), prompt_tokens=0, finish_reason="error", logprobs=None, error=message
     )
 
 

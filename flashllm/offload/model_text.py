@@ -4,7 +4,7 @@ import hashlib
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from flashllm.api.pieces import Pieces
 from flashllm.api.prompts import PromptEncoder
@@ -33,8 +33,6 @@ class ModelText:
     fingerprint: str  # of its config: answers of another model are told apart by it
     shape: ModelShape
     encoder: PromptEncoder
-    tokenizer: Tokenizer | None
-    template: ChatTemplate | None
 
     @classmethod
     def load(cls, model: str | Path) -> Self:
@@ -55,6 +53,11 @@ class ModelText:
         template = None if tokenizer is None else ChatTemplate.of(tokenizer)
         if template is not None:
             template.check()
+        text: dict[str, Any] = {}
+        if tokenizer is not None:
+            grammars = Grammars(tokenizer.backend, tokenizer.end_ids, block.vocab_size)
+            answers = find(tokenizer.says_of_answers)
+            text = {"pieces": Pieces(tokenizer.backend), "answers": answers, "grammars": grammars}
         ends = config.get("eos_token_id")
         end_ids = frozenset(each for each in (ends if isinstance(ends, list) else [ends]) if isinstance(each, int))
         return cls(
@@ -65,27 +68,22 @@ class ModelText:
             encoder=PromptEncoder(
                 tokenizer=tokenizer,
                 template=template,
-                pieces=None if tokenizer is None else Pieces(tokenizer.backend),
                 context=block.context,
                 vocab=block.vocab_size,
                 end_ids=end_ids,
-                answers=None if tokenizer is None else find(tokenizer.says_of_answers),
-                grammars=None
-                if tokenizer is None
-                else Grammars(tokenizer.backend, tokenizer.end_ids, block.vocab_size),
+                **text,
             ),
-            tokenizer=tokenizer,
-            template=template,
         )
 
     def close(self) -> None:
         """End the process of the chat template; conversations are no prompts any more."""
-        if self.template is not None:
-            self.template.close()
+        if self.encoder.template is not None:
+            self.encoder.template.close()
 
     def token_text(self, token_id: int) -> str:
         """A token's own text, special tokens too. U+FFFD for a part of a character, "" for an unknown id."""
-        return "" if self.tokenizer is None else self.tokenizer.token_text(token_id)
+        tokenizer = self.encoder.tokenizer
+        return "" if tokenizer is None else tokenizer.token_text(token_id)
 
 
 def _tokenizer(path: Path) -> Tokenizer | None:

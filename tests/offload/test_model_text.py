@@ -20,9 +20,9 @@ def test_vocabulary_files_are_enough(modern, tmp_path):
     before = sorted(published.iterdir())
     found, expected = ModelText.load(published), ModelText.load(modern)
     for text in SENTENCES:
-        ids = expected.tokenizer.encode(text)
-        assert found.tokenizer.encode(text) == ids
-        assert found.tokenizer.decode(ids) == expected.tokenizer.decode(ids)
+        ids = expected.encoder.tokenizer.encode(text)
+        assert found.encoder.tokenizer.encode(text) == ids
+        assert found.encoder.tokenizer.decode(ids) == expected.encoder.tokenizer.decode(ids)
     assert found.token_text(2) == "</s>"
     assert sorted(published.iterdir()) == before, "the folder was written to"
 
@@ -31,7 +31,7 @@ def test_without_any_a_model_takes_token_ids(modern, tmp_path):
     bare = shutil.copytree(modern, tmp_path / "bare")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (bare / name).unlink()
-    assert ModelText.load(bare).tokenizer is None
+    assert ModelText.load(bare).encoder.tokenizer is None
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path):

@@ -65,7 +65,7 @@ class PipelineRunner(Closing):
             self._runner.close()
             raise
         self.notices = [*ready["notices"], *_notices(ring, self._runner)]
-        self.context, self.vocab = self._runner.context, self._runner.vocab
+        self.vocab = self._runner.vocab
 
     @property
     def peak_device_nbytes(self) -> int | None:

@@ -86,7 +86,7 @@ class Runner(OneProcess, Closing):
             opened = OpenModel(model, policy, options=self.options, memory=memory, stage=stage)
             self._opened = parts.enter_context(opened)
             self.block, self.stage, self.num_layers = opened.block, opened.source.stage, opened.source.num_layers
-            self.context, self.vocab = self.block.context, self.block.vocab_size
+            self.vocab = self.block.vocab_size
             self._ops, self._attention = opened.tier.ops, opened.attention
             self.states_dtype = np.dtype(self._ops.storage)  # of hidden states
             opened.check(None)
