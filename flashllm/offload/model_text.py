@@ -1,6 +1,7 @@
 """A model as a job must know it before its weights are read: sizes, tokenizer, chat template, name."""
 
 import hashlib
+import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,19 +10,21 @@ from typing import Any, Self
 from flashllm.api.pieces import Pieces
 from flashllm.api.prompts import PromptEncoder
 from flashllm.arch.registry import block_spec, complete_config
-from flashllm.base.files import parse_json_object, read_bounded
+from flashllm.base.files import open_for_reading, parse_json_object, read_bounded
 from flashllm.convert.checkpoint.source import companion_files
 from flashllm.convert.locate import find_folder
 from flashllm.convert.tokenizer import TOKENIZER, make_tokenizer
 from flashllm.errors import UsageError
-from flashllm.format.model_files import CONFIG
+from flashllm.format.model_files import CONFIG, PREDICTORS
 from flashllm.generate.grammar import Grammars
 from flashllm.generate.templates.chat_template import ChatTemplate
-from flashllm.generate.tokenizer import Tokenizer
+from flashllm.generate.tokenizer import CHAT_TEMPLATE, TOKENIZER_CONFIG, Tokenizer
 from flashllm.offload.shape import ModelShape, shape_in
 from flashllm.replies.formats import find
 
 _MAX_CONFIG_NBYTES = 64 << 20
+_TEXT_FILES = (CONFIG, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE)
+_END_NBYTES = 1 << 20  # of a file that is hashed; smaller ones are hashed whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +33,7 @@ class ModelText:
 
     path: Path
     name: str
-    fingerprint: str  # of its config: answers of another model are told apart by it
+    fingerprint: str  # of its files, wherever they lie: answers of another model are told apart by it
     shape: ModelShape
     encoder: PromptEncoder
 
@@ -63,7 +66,7 @@ class ModelText:
         return cls(
             path=path,
             name=name,
-            fingerprint=hashlib.sha256(raw).hexdigest()[:16],
+            fingerprint=_fingerprint(path),
             shape=shape_in(path, config, name=name),
             encoder=PromptEncoder(
                 tokenizer=tokenizer,
@@ -84,6 +87,19 @@ class ModelText:
         """A token's own text, special tokens too. U+FFFD for a part of a character, "" for an unknown id."""
         tokenizer = self.encoder.tokenizer
         return "" if tokenizer is None else tokenizer.token_text(token_id)
+
+
+def _fingerprint(path: Path) -> str:
+    """A hash of what answers depend on: config, tokenizer, template; of each file of weights its size and its ends."""
+    digest = hashlib.sha256()
+    for file in sorted(path.iterdir()):
+        if file.name in _TEXT_FILES or (file.suffix in (".safetensors", ".bin") and file.name != PREDICTORS):
+            with open(open_for_reading(file), "rb") as opened:
+                nbytes = os.fstat(opened.fileno()).st_size
+                digest.update(f"{file.name} {nbytes}\0".encode() + opened.read(_END_NBYTES))
+                opened.seek(max(0, nbytes - _END_NBYTES))
+                digest.update(opened.read(_END_NBYTES))
+    return digest.hexdigest()[:16]
 
 
 def _tokenizer(path: Path) -> Tokenizer | None:

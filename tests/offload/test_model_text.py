@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 from old_tokenizers import as_published
+from safetensors.numpy import load_file, save_file
 from tiny_models import SENTENCES, make_tiny_opt
 
 from flashllm.errors import UsageError
@@ -32,6 +33,20 @@ def test_without_any_a_model_takes_token_ids(modern, tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (bare / name).unlink()
     assert ModelText.load(bare).encoder.tokenizer is None
+
+
+def test_a_model_of_other_weights_is_another_one(modern, tmp_path):
+    """Also where its name, its config and its sizes are the same."""
+    name = modern.name
+    same, other, template = (shutil.copytree(modern, tmp_path / kind / name) for kind in ("same", "other", "template"))
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.decoder.final_layer_norm.weight"] += 1
+    save_file(tensors, other / "model.safetensors")
+    (template / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}!{% endfor %}")
+    (same / "README.md").write_text("no part of the model")
+    first, alike, *others = (ModelText.load(each).fingerprint for each in (modern, same, other, template))
+    assert first == alike
+    assert len({first, *others}) == 3
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path):

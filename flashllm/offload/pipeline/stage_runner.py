@@ -107,7 +107,7 @@ def serve(
     if plan.get("word") != "plan" or plan.get("version") != _VERSION:
         raise PeerLost("the driver of the pipeline is of another version of flashllm; use one on all machines")
     if plan["fingerprint"] != fingerprint:
-        raise UsageError(f"{model}: is not the model that the driver of the pipeline has; their configs differ")
+        raise UsageError(f"{model}: is not the model that the driver of the pipeline has; their files differ")
     stage = Stage(**plan["stages"][ring.place.rank])
     options = RunOptions(threads=threads, **plan["options"])
     policy = Policy.from_json(plan["policy"])

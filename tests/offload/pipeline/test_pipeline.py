@@ -211,7 +211,7 @@ def test_another_model_is_refused(context, models, tmp_path):
     with processes(context, 2, tmp_path, models["opt"], fingerprint="2") as started:
         ends = results(started, tmp_path)
     assert [end["error"] for end in ends] == ["UsageError", "PeerLost"]
-    assert all("their configs differ" in end["message"] for end in ends)
+    assert all("their files differ" in end["message"] for end in ends)
 
 
 def test_offload_run_under_torchrun(models, tmp_path):
