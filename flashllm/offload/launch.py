@@ -19,6 +19,7 @@ from flashllm.offload.policy import Policy, Workload
 from flashllm.offload.runtime.opened import OpenModel
 from flashllm.offload.runtime.options import RunOptions
 from flashllm.offload.runtime.run import Runner
+from flashllm.offload.runtime.tiers.scratch import MARGIN_NBYTES
 from flashllm.offload.shape import ModelShape
 from flashllm.offload.stages import Stage, split_model
 from flashllm.profile.quick import WORTH_NBYTES, take_quick_profile
@@ -176,7 +177,7 @@ def prepare(
     folder.mkdir(parents=True, exist_ok=True)
     methods = Methods(
         memory=memory,
-        disk=shutil.disk_usage(folder).free // options.processes,
+        disk=max(0, shutil.disk_usage(folder).free - MARGIN_NBYTES) // options.processes,
         folder=folder,
         accelerator=accelerator,
         gpu_memory=gpu_memory,
@@ -312,7 +313,7 @@ class _Job:
         if nbytes > methods.disk:
             raise BudgetError(
                 f"the policy does not fit: a block puts {format_size(nbytes)} in scratch files, and {methods.folder} "
-                f"has {format_size(methods.disk)} free; choose another folder with --scratch, or keep less on disk"
+                f"has room for {format_size(methods.disk)}; choose another folder with --scratch, or keep less on disk"
             )
 
 

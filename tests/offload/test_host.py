@@ -130,6 +130,16 @@ def test_the_cache_takes_what_the_runtime_allocates(model, where, bits, lengths)
     assert limits["disk"] == pytest.approx(on_disk, abs=4096 * policy.num_batches)
 
 
+@pytest.mark.parametrize("head_dim", [20, 64, 96, 120, 256])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_packed_block_has_the_cores_size_for_every_size_of_head(head_dim, bits):
+    """Also where a head's numbers are no whole units of 16."""
+    sizes = {"heads": 2, "kv_heads": 2, "head_dim": head_dim}
+    attention = _core.BatchAttention(dtype="bfloat16", scale=1.0, bits=bits, pool=_core.ThreadPool(1), **sizes)
+    costs = host(dataclasses.replace(FEW, **sizes), policy_of(compress_cache=True))
+    assert dataclasses.replace(costs, cache_bits=bits).sealed_bytes == attention.sealed_nbytes
+
+
 def test_there_are_two_tiers(model):
     _, shape = model
     for memory in (56 * 10**6, 80 * 10**6, 200 * 10**6):

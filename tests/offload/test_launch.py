@@ -5,6 +5,7 @@ import json
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import bench_path  # noqa: F401
 import pytest
@@ -24,6 +25,7 @@ from flashllm.offload.planner.predict import predict
 from flashllm.offload.policy import Workload
 from flashllm.offload.runtime.opened import OpenModel
 from flashllm.offload.runtime.options import RunOptions
+from flashllm.offload.runtime.tiers.scratch import MARGIN_NBYTES, check_space
 from flashllm.offload.shape import load_shape
 from flashllm.offload.stages import split_model
 
@@ -142,6 +144,24 @@ def test_what_cannot_be_held_is_refused_with_numbers(model, tmp_path, monkeypatc
     with pytest.raises(BudgetError, match=r"a block of 12 sequences of up to 451 tokens need"):
         prepare(folder, shape, [(400, 450)] * 30, given)
     assert prepare(folder, shape, [(20, 29)] * 30, given).blocks == (12, 12, 6)
+
+
+def test_a_disk_is_planned_with_what_scratch_files_leave_free(model_dir, tmp_path, monkeypatch):
+    """What is accepted here, the runtime has room for."""
+    folder, shape = model_dir
+    policy, sizes = policy_of("disk"), [(20, 29)] * 12
+    with OpenModel(folder, policy, options=RunOptions(threads=1)) as opened:
+        needed = opened.need(sizes).scratch + MARGIN_NBYTES
+    options = LaunchOptions(scratch=tmp_path, device="cpu", policy=policy, memory=4 * 10**9)
+    for free in (needed, needed - 1):
+        with monkeypatch.context() as patch:
+            patch.setattr(launching.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+            if free == needed:
+                assert prepare(folder, shape, sizes, options).blocks == (12,)
+                check_space(tmp_path, needed - MARGIN_NBYTES)
+                continue
+            with pytest.raises(BudgetError, match="in scratch files"):
+                prepare(folder, shape, sizes, options)
 
 
 @pytest.mark.cgroup
