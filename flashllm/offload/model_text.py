@@ -10,7 +10,7 @@ from typing import Any, Self
 from flashllm.api.pieces import Pieces
 from flashllm.api.prompts import PromptEncoder
 from flashllm.arch.registry import block_spec, complete_config
-from flashllm.base.files import open_for_reading, parse_json_object, read_bounded
+from flashllm.base.files import naming, open_for_reading, parse_json_object, read_bounded
 from flashllm.convert.checkpoint.source import companion_files
 from flashllm.convert.locate import find_folder
 from flashllm.convert.tokenizer import TOKENIZER, make_tokenizer
@@ -94,7 +94,7 @@ def _fingerprint(path: Path) -> str:
     digest = hashlib.sha256()
     for file in sorted(path.iterdir()):
         if file.name in _TEXT_FILES or (file.suffix in (".safetensors", ".bin") and file.name != PREDICTORS):
-            with open(open_for_reading(file), "rb") as opened:
+            with naming(file), open(open_for_reading(file), "rb") as opened:
                 nbytes = os.fstat(opened.fileno()).st_size
                 digest.update(f"{file.name} {nbytes}\0".encode() + opened.read(_END_NBYTES))
                 opened.seek(max(0, nbytes - _END_NBYTES))
