@@ -126,6 +126,8 @@ class OffloadEngine(Closing):
         draws by a seed of its own, made of it and its index; so answers do not depend on the batch. BudgetError where
         the limits cannot hold a block.
         """
+        if isinstance(prompts, str) or any(isinstance(each, Mapping) for each in prompts):  # letters, messages
+            raise UsageError("prompts are several: give one text, or one conversation, as the only item of a list")
         samplings: Iterable[SamplingOptions]
         if sampling is None or isinstance(sampling, SamplingOptions):
             samplings = itertools.repeat(sampling or SamplingOptions())

@@ -151,6 +151,9 @@ def test_limits_and_arguments(tiny, tmp_path):
         with pytest.raises(UsageError, match="2 samplings do not go with 1 prompts"):
             one.generate(["a"], [SamplingOptions(), SamplingOptions()])
         assert one.generate([]) == []
+        for alone in ("a text", [{"role": "user", "content": "a message"}]):
+            with pytest.raises(UsageError, match="the only item of a list"):
+                one.generate(alone)
     with pytest.raises(UsageError, match="closed"):
         one.generate(["a"])
 
