@@ -30,6 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import numpy as np
 from make_dummy_checkpoint import write
+from offload_run import run_settings
 from opt_shapes import SHAPES
 from run_worker import run
 
@@ -75,12 +76,8 @@ class Check:
 
     def run(self, model: Path, policy: Policy, *, native: bool = False, **other: Any) -> Found:
         """One run, here: on the device, or (`native`) by the native core."""
-        settings = {
-            "model": str(model), "policy": policy.to_json(), "sequences": policy.block_size, "prompt": 24, "new": 8,
-            "weight_bits": None, "cache_bits": None, "scratch": str(self.out),
-            "accelerator": None if native else self.device, **other,
-        }  # fmt: skip
-        return run(settings)
+        settings = {"prompt": 24, "new": 8, "scratch": str(self.out), "accelerator": None if native else self.device}
+        return run(run_settings(model, policy, **settings | other))
 
     def found(self, step: str) -> Found:
         """What an earlier step found."""

@@ -24,6 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from flashllm.base.units import parse_size
 from flashllm.commands.machine.memory_group import MemoryGroup, drop_page_cache
+from flashllm.offload.policy import Policy
 
 WORKER = Path(__file__).with_name("run_worker.py")
 PEER = Path(__file__).with_name("peer_worker.py")
@@ -46,6 +47,30 @@ def command_line(script: str, argv: Sequence[str] | None) -> str:
     return " ".join([Path(script).name, *(Path(each).name if "/" in each else each for each in argv or sys.argv[1:])])
 
 
+def finish(script: str, args: argparse.Namespace, argv: Sequence[str] | None, **more: Any) -> int:
+    """Print the one document of a benchmark over a dummy model, and keep it where `--json` says."""
+    document = {
+        "benchmark": Path(script).stem,
+        "command": command_line(script, argv),
+        "weights": "dummy (synthetic)",
+        "model": args.model.name,
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
+        **more,
+    }
+    if args.json:
+        args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(document))
+    return 0
+
+
+def run_settings(model: Path, policy: Policy | dict[str, Any], **more: Any) -> dict[str, Any]:
+    """What run_worker.py needs to know of a run; a block of sequences where `more` does not say how many."""
+    policy = policy if isinstance(policy, Policy) else Policy.from_json(policy)
+    settings = {"task": "run", "model": str(model), "policy": policy.to_json(), "sequences": policy.block_size}
+    return settings | {"weight_bits": None, "cache_bits": None} | more
+
+
 def settings_of(args: argparse.Namespace, run: dict[str, Any]) -> dict[str, Any]:
     """What the worker needs to know."""
     on_disk = run.get("cache_disk", 0.0)
@@ -65,17 +90,9 @@ def settings_of(args: argparse.Namespace, run: dict[str, Any]) -> dict[str, Any]
         "compress_cache": "cache_bits" in run,
         "overlap": run.get("overlap", True),
     }
-    return {
-        "model": str(args.model),
-        "sequences": args.sequences,
-        "batch": args.batch,
-        "prompt": args.prompt,
-        "new": args.new,
-        "weight_bits": run.get("weight_bits"),
-        "cache_bits": run.get("cache_bits"),
-        "policy": policy,
-        "scratch": str(args.scratch),
-    }
+    sizes = {name: getattr(args, name) for name in ("sequences", "batch", "prompt", "new")}
+    bits = {name: run.get(name) for name in ("weight_bits", "cache_bits")}
+    return run_settings(args.model, policy, scratch=str(args.scratch), **sizes, **bits)
 
 
 def peer_settings(args: argparse.Namespace, peer: str) -> dict[str, Any]:
@@ -150,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in args.runs:
         settings = settings_of(args, RUNS[name])
         roof = worker(WORKER, settings | {"task": "roofs"}, None)
-        run = worker(WORKER, settings | {"task": "run"}, args.memory)
+        run = worker(WORKER, settings, args.memory)
         row = {"run": name, "policy": settings["policy"], **run, **roof}
         if "failed" not in row:
             row |= compared(run, roof, args.new - 1)
@@ -160,24 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for peer in args.peers:
         rows.append({"run": peer, **worker(PEER, peer_settings(args, peer), args.memory)})
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    document = {
-        "benchmark": "offload_run",
-        "command": command_line(__file__, argv),
-        "weights": "dummy (synthetic)",
-        "model": args.model.name,
-        "layers_of_shape": args.layers,
-        "sequences": args.sequences,
-        "batch": args.batch,
-        "prompt": args.prompt,
-        "new": args.new,
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg()[0],
-        "rows": rows,
-    }
-    if args.json:
-        args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(document))
-    return 0
+    sizes = {name: getattr(args, name) for name in ("sequences", "batch", "prompt", "new")}
+    return finish(__file__, args, argv, layers_of_shape=args.layers, **sizes, rows=rows)
 
 
 if __name__ == "__main__":

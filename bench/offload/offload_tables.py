@@ -18,14 +18,13 @@ scales a run's time by the layers, the head's time too, so it is rather too low.
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from offload_run import WORKER, command_line, num_layers, worker
+from offload_run import WORKER, finish, num_layers, run_settings, worker
 
 from flashllm.base.units import parse_size
 from flashllm.errors import BudgetError
@@ -47,18 +46,9 @@ PARTS = {  # table 4's columns, of the runtime's activities
 
 def run(args: argparse.Namespace, policy: Policy, **changes: Any) -> dict[str, Any]:
     """One run in a process of its own. `changes`: of the worker's settings."""
-    settings = {
-        "task": "run",
-        "model": str(args.model),
-        "sequences": getattr(args, "sequences", policy.block_size),
-        "prompt": args.prompt,
-        "new": args.new,
-        "weight_bits": None,
-        "cache_bits": None,
-        "policy": policy.to_json(),
-        "scratch": str(args.scratch),
-    }
-    found = worker(WORKER, settings | changes, args.memory)
+    sizes = {name: getattr(args, name) for name in ("sequences", "prompt", "new") if hasattr(args, name)}
+    settings = run_settings(args.model, policy, scratch=str(args.scratch), **sizes | changes)
+    found = worker(WORKER, settings, args.memory)
     if "throughput" in found:
         found["projected_throughput"] = found["throughput"] * num_layers(args.model) / args.layers
     print(json.dumps(found), file=sys.stderr, flush=True)
@@ -174,20 +164,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name == "breakdown":
             table.add_argument("--batch", type=int, default=32, help="sequences computed at once")
     args = parser.parse_args(argv)
-    document = {
-        "benchmark": f"offload_{args.table}",
-        "command": command_line(__file__, argv),
-        "weights": "dummy (synthetic)",
-        "layers": num_layers(args.model),
-        "layers_of_shape": args.layers,
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg()[0],
-        "rows": TABLES[args.table](args),
-    }
-    if args.json:
-        args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(document))
-    return 0
+    layers = {"layers": num_layers(args.model), "layers_of_shape": args.layers}
+    rows = TABLES[args.table](args)
+    return finish(__file__, args, argv, benchmark=f"offload_{args.table}", **layers, rows=rows)
 
 
 if __name__ == "__main__":

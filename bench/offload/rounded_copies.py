@@ -65,7 +65,7 @@ def copy_with_feedback(model: Path, out: Path, bits: int, text: Path) -> Path:
 
             def rounder(name: str, values: Floats, sums: Sums | None, number: int = number) -> Floats:
                 matrix = name.rpartition(".")[2]
-                code = GROUP_CODES[packing.of(matrix, number).encoding]
+                code = GROUP_CODES[packing.made(matrix, number, bits).encoding]
                 changed[matrix_name(number, name)] = rounded = code_matrix(matrix, values, sums, code)[1]
                 return rounded
 

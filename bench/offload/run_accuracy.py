@@ -10,16 +10,13 @@ moved meanwhile. Policies differ in batch, blocks, tiers, widths and overlap. Th
 """
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from offload_run import command_line
+from offload_run import WORKER, finish, run_settings, worker
 
 from flashllm.base.machine import num_cores
 from flashllm.offload.machine.hardware import Hardware
@@ -32,7 +29,6 @@ from flashllm.offload.shape import ModelShape
 from flashllm.profile.calibrate import CalibrationOptions, measure
 from flashllm.profile.reads import file_to_read
 
-WORKER = Path(__file__).with_name("run_worker.py")
 LIMIT = 0.15
 ALL_DISK = {"wg": 0.0, "wc": 0.0, "wd": 1.0}
 ALL_MEMORY = {"wg": 1.0, "wc": 0.0, "wd": 0.0}
@@ -72,22 +68,10 @@ def predicted(shape: ModelShape, hardware: Hardware, name: str) -> dict[str, flo
 def measured(model: Path, scratch: Path, name: str) -> dict[str, Any]:
     """What one run took."""
     fields, prompt, new = RUNS[name]
-    settings = {
-        "task": "run",
-        "model": str(model),
-        "sequences": fields["gpu_batch"] * fields["num_batches"],
-        "prompt": prompt,
-        "new": new,
-        "weight_bits": None,
-        "cache_bits": None,
-        "policy": fields,
-        "scratch": str(scratch),
-    }
-    done = subprocess.run(
-        [sys.executable, str(WORKER), json.dumps(settings)], stdout=subprocess.PIPE, text=True, check=True
-    )
-    document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return document
+    found = worker(WORKER, run_settings(model, fields, prompt=prompt, new=new, scratch=str(scratch)), None)
+    if "failed" in found:
+        raise SystemExit(f"the run {name} ended with status {found['failed']}")
+    return found
 
 
 def profile(model: Path, dtype: str | None, rounds: int) -> Hardware:
@@ -139,20 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         row |= {"error_after": errors(last, runs[name]), "measured": runs[name]}
         rows.append(row)
         print(f"{name:60s} {row['error']['whole_s']:+6.1%} {row['error_after']['whole_s']:+6.1%}", file=sys.stderr)
-    document = {
-        "benchmark": "run_accuracy",
-        "command": command_line(__file__, argv),
-        "weights": "dummy (synthetic)",
-        "model": args.model.name,
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg()[0],
-        "within_limit": sum(abs(row["error"]["whole_s"]) <= LIMIT for row in rows),
-        "rows": rows,
-    }
-    if args.json:
-        args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(document))
-    return 0
+    within = sum(abs(row["error"]["whole_s"]) <= LIMIT for row in rows)
+    return finish(__file__, args, argv, within_limit=within, rows=rows)
 
 
 if __name__ == "__main__":

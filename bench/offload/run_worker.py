@@ -62,9 +62,7 @@ def products_s(source: WeightSource, bits: int | None, rows: int, *, decoding: b
         x = np.ascontiguousarray(cast(values, WEIGHT_DTYPES["float32"], source.dtype))
         return median_s(lambda: multiply(one, x, source.dtype.name, pool, decoding=decoding)) * rows / part
 
-    packings: dict[str, Packing | None] = dict.fromkeys(source.matrices)
-    if bits is not None:  # of the first layer, as most are
-        packings = {name: weight_packing(source, bits).of(name, 0) for name in source.matrices}
+    packings = {name: weight_packing(source, bits).of(name, 0, None) for name in source.matrices}  # most layers' are so
     layer = sum(seconds(matrix(matrix_name(0, name), packing)) for name, packing in packings.items())
     head = "head.weight" if "head.weight" in source.shapes else "embedding.weight"
     return layer, seconds(matrix(head, None))

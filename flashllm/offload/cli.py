@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashllm.base.command_line import size
+from flashllm.base.command_line import size, whole
 from flashllm.base.units import format_size
 from flashllm.errors import UsageError
 from flashllm.offload import cli_run
@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL_OR_CONFIG",
         help="a folder, config.json or GGUF file, opt-1.3b … opt-175b, a name of `flashllm models`",
     )
-    plan.add_argument("--prompt-len", type=int, required=True, metavar="S", help="tokens of every (padded) prompt")
-    plan.add_argument("--gen-len", type=int, required=True, metavar="N", help="new tokens for each prompt")
+    plan.add_argument("--prompt-len", type=whole(1), required=True, metavar="S", help="tokens of every (padded) prompt")
+    plan.add_argument("--gen-len", type=whole(1), required=True, metavar="N", help="new tokens for each prompt")
     plan.add_argument(
         "--hardware",
         default="t4",
@@ -62,10 +62,7 @@ def _plan(args: argparse.Namespace) -> int:
     from flashllm.offload.shape import load_shape
 
     shape = load_shape(args.model)
-    try:
-        workload = Workload(prompt_len=args.prompt_len, gen_len=args.gen_len)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    workload = Workload(prompt_len=args.prompt_len, gen_len=args.gen_len)
     hardware = _hardware(args, shape.dtype)
     if hardware.device != "cpu":
         shape = shape.widened

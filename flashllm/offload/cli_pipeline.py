@@ -8,7 +8,6 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flashllm.base.text import one_line
@@ -37,13 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def find_place() -> "Place | None":
-    """This process's place in a pipeline; None where there is none."""
-    from flashllm.offload.pipeline.place import Place
-
-    return Place.from_torchrun()
-
-
 def run(args: argparse.Namespace, place: "Place", options: "LaunchOptions", drive: "Callable[[Ring], int]") -> int:
     """Join the ring; then `drive` it, at the last place, or serve. Errors of any process end all of them."""
     if place.local < place.world and args.listen == _LOOPBACK:
@@ -61,11 +53,6 @@ def run(args: argparse.Namespace, place: "Place", options: "LaunchOptions", driv
             print(prefix + one_line(str(error) or "interrupted"), file=sys.stderr, flush=True)
             os._exit(_INTERRUPTED if isinstance(error, KeyboardInterrupt) else error.exit_status)
         raise
-
-
-def of_place(options: "LaunchOptions", place: "Place | None") -> "LaunchOptions":
-    """The options of a process that shares its machine with others."""
-    return options if place is None else replace(options, processes=place.local)
 
 
 def open_pipeline(

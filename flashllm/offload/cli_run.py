@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +79,7 @@ def add_arguments(verbs: Any) -> None:
     run.set_defaults(offload_main=main)
 
 
-def _launch_options(args: argparse.Namespace) -> "LaunchOptions":
+def _launch_options(args: argparse.Namespace, processes: int) -> "LaunchOptions":
     from flashllm.offload.launch import LaunchOptions
     from flashllm.offload.policy import Policy
 
@@ -93,13 +93,16 @@ def _launch_options(args: argparse.Namespace) -> "LaunchOptions":
         compress=compress,
         threads=args.threads,
         scratch=args.scratch,
+        processes=processes,
     )
 
 
 def main(args: argparse.Namespace) -> int:
     """Run the job, or be a stage of a pipeline that does. Lines that fail are counted and do not fail it."""
-    place = cli_pipeline.find_place()
-    options = cli_pipeline.of_place(_launch_options(args), place)
+    from flashllm.offload.pipeline.place import Place
+
+    place = Place.from_torchrun()
+    options = _launch_options(args, processes=1 if place is None else place.local)
     if place is None:
         return _answer_file(args, options, None)
     return cli_pipeline.run(args, place, options, lambda ring: _answer_file(args, options, ring))
@@ -132,7 +135,7 @@ def _answer_file(args: argparse.Namespace, options: "LaunchOptions", ring: "Ring
         if results.done:
             say(f"{len(results.done)} of {len(batch.lines)} lines are answered already")
         check_room(batch, results)
-        return _Task(args, options, model, batch, results, ring=ring).run()
+        return _Task(args=args, options=options, model=model, batch=batch, results=results, ring=ring).run()
 
 
 def check_room(batch: "BatchFile", results: "Results") -> None:
@@ -153,28 +156,22 @@ def check_room(batch: "BatchFile", results: "Results") -> None:
         say(f"the answers may take {format_size(most)}, and the disk has {format_size(free)} free; --resume goes on")
 
 
+@dataclass(slots=True, kw_only=True)
 class _Task:
     """The job in its thread, and the main thread that waits for it."""
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        options: "LaunchOptions",
-        model: "ModelText",
-        batch: "BatchFile",
-        results: "Results",
-        *,
-        ring: "Ring | None",
-    ) -> None:
-        self._ring = ring
-        self._args, self._options, self._model = args, options, model
-        self._batch, self._results = batch, results
-        self._stop: Callable[[], None] = lambda: None
-        self._job: Job | None = None
-        self._launch: Launch | None = None
-        self._peak_nbytes = 0
-        self._peak_device_nbytes: int | None = None  # of a GPU
-        self._error: BaseException | None = None
+    args: argparse.Namespace
+    options: "LaunchOptions"
+    model: "ModelText"
+    batch: "BatchFile"
+    results: "Results"
+    ring: "Ring | None"
+    _stop: Callable[[], None] = lambda: None
+    _job: "Job | None" = None
+    _launch: "Launch | None" = None
+    _peak_nbytes: int = 0
+    _peak_device_nbytes: int | None = None  # of a GPU
+    _error: BaseException | None = None
 
     def run(self) -> int:
         worker = threading.Thread(target=self._work, name="offload run", daemon=True)
@@ -189,8 +186,8 @@ class _Task:
             self._stop()
             worker.join(_PATIENCE_S)
             message = (
-                f"interrupted; {self._results.num_answers} of {len(self._batch.lines)} lines are answered in "
-                f"{self._results.path}: run the same command with --resume to go on"
+                f"interrupted; {self.results.num_answers} of {len(self.batch.lines)} lines are answered in "
+                f"{self.results.path}: run the same command with --resume to go on"
             )
             if any(thread.daemon for thread in threading.enumerate()):
                 # A load or a product takes longer than a user waits, and an interpreter that ends under a thread in
@@ -214,41 +211,33 @@ class _Task:
     def _answer(self) -> None:
         from flashllm.base.machine import peak_process_nbytes
         from flashllm.offload.jobs.job import Job
-        from flashllm.offload.jobs.lines import ranked
         from flashllm.offload.launch import open_runner, prepare, profile_drive
 
-        ring, stages = self._ring, 1 if self._ring is None else self._ring.place.world
-        lines, done = self._batch.lines, set(self._results.done)
-        todo = ranked(lines, [index for index, line in enumerate(lines) if index not in done and line.problem is None])
-        if todo:
-            sizes = [lines[index].size for index in todo]
-            if not self._args.no_profile and ring is None:
-                profile_drive(self._model.path, self._model.shape, self._options, say=say)
-            self._launch = prepare(self._model.path, self._model.shape, sizes, self._options, stages=stages, report=say)
-        job = Job(
-            self._batch,
-            self._results,
-            blocks=() if self._launch is None else self._launch.blocks,
-            model=self._model.name,
-            token_text=self._model.token_text,
-        )
+        ring, stages = self.ring, 1 if self.ring is None else self.ring.place.world
+        job = Job(self.batch, self.results, model=self.model.name, token_text=self.model.token_text)
+        sizes = job.sizes
+        if sizes:
+            if not self.args.no_profile and ring is None:
+                profile_drive(self.model.path, self.model.shape, self.options, say=say)
+            self._launch = prepare(self.model.path, self.model.shape, sizes, self.options, stages=stages, report=say)
         job.answer_problems()
         if self._launch is not None:
             with (
-                open_runner(self._model.path, self._launch, self._options)
+                open_runner(self.model.path, self._launch, self.options)
                 if ring is None
-                else cli_pipeline.open_pipeline(ring, self._model, self._launch, self._options, sizes)
+                else cli_pipeline.open_pipeline(ring, self.model, self._launch, self.options, sizes)
             ) as runner:
                 for notice in runner.notices:
                     say(notice)
                 self._stop, self._job = runner.stop, job
-                job.run(runner)
+                job.run(runner, self._launch.blocks)
                 self._peak_device_nbytes = runner.peak_device_nbytes
         self._job = job
         self._peak_nbytes = peak_process_nbytes()
 
     def _report(self) -> None:
         from flashllm.errors import FlashError
+        from flashllm.offload.launch import workloads
         from flashllm.offload.planner.local import predict_job
 
         job, launch = self._job, self._launch
@@ -256,9 +245,10 @@ class _Task:
             raise RuntimeError("the job ended without a word")
         totals = job.totals
         predicted: dict[str, Any] | None = None
-        if launch is not None and self._ring is None:  # the model prices a process, not one of several on a machine
+        if launch is not None and self.ring is None:  # the model prices a process, not one of several on a machine
             try:
-                predicted = predict_job(self._model.shape, launch.methods, launch.policy, job.workloads())
+                blocks = workloads(job.sizes, launch.blocks)
+                predicted = predict_job(self.model.shape, launch.methods, launch.policy, blocks)
             except (FlashError, ValueError) as error:
                 say(f"no prediction: {error}")
         document = {
@@ -271,13 +261,13 @@ class _Task:
             },
             "predicted": predicted,
             "requests": {
-                "lines": len(self._batch.lines),
+                "lines": len(self.batch.lines),
                 "answered_now": totals.requests,
-                "failed": self._results.num_failures,
+                "failed": self.results.num_failures,
             },
-            "output": str(self._results.path),
+            "output": str(self.results.path),
         }
-        if self._args.json:
+        if self.args.json:
             print_json(document)
         else:
             print("\n".join(_table(document, totals, launch)))
@@ -313,7 +303,7 @@ def _table(document: dict[str, Any], totals: "Totals", launch: "Launch | None") 
     lines.append(f"  {'disk':12s}{format_size(totals.bytes_read)} read, {format_size(totals.bytes_written)} written")
     peak = document["measured"]["peak_rss_bytes"]
     lines.append(f"  {'memory':12s}{format_size(peak)} at most, of {format_size(launch.limit)}")
-    lines.append(f"  {'tiers':12s}{_tiers(document, accelerated=launch.accelerator is not None)}")
+    lines.append(f"  {'tiers':12s}{_tiers(document, accelerated=launch.methods.accelerator is not None)}")
     if predicted is not None:
         lines.append(f"  {'predicted':12s}from {predicted['source']}")
     return lines

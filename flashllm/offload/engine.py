@@ -23,7 +23,7 @@ from flashllm.offload.accelerators import Device
 from flashllm.offload.jobs.blocks import Size, cut, equal
 from flashllm.offload.jobs.lines import rank
 from flashllm.offload.jobs.requests import own_seed
-from flashllm.offload.jobs.sequences import FinishReason
+from flashllm.offload.jobs.sequences import FinishReason, sequence_of
 from flashllm.offload.jobs.sequences import Sequence as TokenSequence
 from flashllm.offload.launch import CACHE_BITS, LaunchOptions, open_runner, prepare
 from flashllm.offload.model_text import ModelText
@@ -42,12 +42,12 @@ class Output:
     """The answer to one prompt. `error` says why there is none, or no more: then `finish_reason` is "error"."""
 
     index: int  # of the prompt, from 0
-    text: str  # "" where the model has no tokenizer
-    token_ids: tuple[int, ...]
-    prompt_tokens: int
-    finish_reason: FinishReason
-    logprobs: tuple[TokenLogprobs, ...] | None
-    error: str | None
+    text: str = ""  # also where the model has no tokenizer
+    token_ids: tuple[int, ...] = ()
+    prompt_tokens: int = 0
+    finish_reason: FinishReason = "error"
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    error: str | None = None
 
 
 class OffloadEngine(Closing):
@@ -126,6 +126,8 @@ class OffloadEngine(Closing):
         draws by a seed of its own, made of it and its index; so answers do not depend on the batch. BudgetError where
         the limits cannot hold a block.
         """
+        if isinstance(prompts, str) or any(isinstance(each, Mapping) for each in prompts):  # letters, messages
+            raise UsageError("prompts are several: give one text, or one conversation, as the only item of a list")
         samplings: Iterable[SamplingOptions]
         if sampling is None or isinstance(sampling, SamplingOptions):
             samplings = itertools.repeat(sampling or SamplingOptions())
@@ -189,7 +191,7 @@ class OffloadEngine(Closing):
             try:
                 sequences.append(self._sequence(index, prompt, sampling, logprobs, constraint))
             except (BadRequest, Unanswerable) as error:
-                yield _failed(index, str(error))
+                yield Output(index=index, error=str(error))
         if not sequences:
             return
         sequences.sort(key=lambda each: rank(len(each.prompt), each.options.max_new_tokens), reverse=True)
@@ -221,7 +223,7 @@ class OffloadEngine(Closing):
         )
         if not request.prompt:
             raise BadRequest("the prompt is empty")
-        return self._model.encoder.sequence(request, self._model.encoder.encode(request), index)
+        return sequence_of(self._model.encoder, request, self._model.encoder.encode(request), index)
 
     def _open(self, sizes: Sequence[Size]) -> tuple[Runner, Sequence[int]]:
         """A runner for sequences of these sizes, and how many of them go through it at once."""
@@ -258,12 +260,6 @@ def _output(sequence: TokenSequence) -> Output:
         finish_reason=sequence.finish_reason or "error",
         logprobs=None if sequence.logprobs is None else tuple(sequence.logprobs),
         error=sequence.error,
-    )
-
-
-def _failed(index: int, message: str) -> Output:
-    return Output(
-        index=index, text="", token_ids=(), prompt_tokens=0, finish_reason="error", logprobs=None, error=message
     )
 
 

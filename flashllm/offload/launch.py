@@ -13,13 +13,15 @@ from flashllm.base.user_dirs import user_cache_dir
 from flashllm.errors import BudgetError, UsageError
 from flashllm.offload.accelerators import DEVICES, Device, choose_accelerator, free_nbytes
 from flashllm.offload.jobs.blocks import Size, cut, equal
-from flashllm.offload.planner.local import LocalPlan, Methods, check_fits, load_search, plan_policy, predict_job
+from flashllm.offload.planner.local import Methods, load_search, local_hardware, plan_policy, predict_job
 from flashllm.offload.planner.packing import PACKED_BITS, PACKING
 from flashllm.offload.policy import Policy, Workload
 from flashllm.offload.runtime.opened import OpenModel
 from flashllm.offload.runtime.options import RunOptions
 from flashllm.offload.runtime.run import Runner
+from flashllm.offload.runtime.tiers.scratch import MARGIN_NBYTES
 from flashllm.offload.shape import ModelShape
+from flashllm.offload.stages import Stage, split_model
 from flashllm.profile.quick import WORTH_NBYTES, take_quick_profile
 from flashllm.profile.store import device_of
 
@@ -32,7 +34,6 @@ _MARGIN_NBYTES = 48 * 2**20  # for the interpreter's own growth: prompts, texts,
 _LEAST_TO_MEASURE = 256 << 20  # bytes of memory for the operands of products and attention
 _STEP_NBYTES = 1 << 20  # by which a plan that was too large is made smaller, besides what was short
 _PLANS = 3  # tried for a size of prompts
-_ANY = Policy(gpu_batch=1, wg=1, wc=0, wd=0, cg=1, cc=0, cd=0, hg=1, hc=0, hd=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,14 +106,12 @@ class LaunchOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """A run to be: the policy, the limits it was made for, and the plan behind it where it was planned."""
+    """A run to be: the policy, the limits it was made for, and its blocks."""
 
     policy: Policy
     methods: Methods
     blocks: tuple[int, ...]  # how many of the job's sequences go through the runner at once, in their order
-    plan: LocalPlan | None
     limit: int  # bytes for everything the process holds
-    accelerator: str | None  # torch's name of the device tier; None: the CPU
 
 
 def memory_limits(options: LaunchOptions) -> tuple[int, int]:
@@ -170,15 +169,17 @@ def prepare(
     accelerator = find_accelerator(options, stages=stages)
     if accelerator is not None:  # where codes are widened
         shape = shape.widened
-    gpu_memory = _device_limit(options, accelerator)  # before memory is counted, of which a GPU's context takes some
+    gpu_memory = options.gpu_memory
+    if accelerator is not None and gpu_memory is None:  # before memory is counted, of which a GPU's context takes some
+        gpu_memory = free_nbytes(accelerator)
     limit, memory = memory_limits(options)
     folder = options.scratch_folder
     folder.mkdir(parents=True, exist_ok=True)
     methods = Methods(
         memory=memory,
-        disk=shutil.disk_usage(folder).free // options.processes,
+        disk=max(0, shutil.disk_usage(folder).free - MARGIN_NBYTES) // options.processes,
         folder=folder,
-        accelerated=accelerator is not None,
+        accelerator=accelerator,
         gpu_memory=gpu_memory,
         compress_weights=options.compress_weights,
         compress_cache=options.compress_cache,
@@ -187,58 +188,62 @@ def prepare(
         attention_sparsity=options.attention_sparsity,
         overlap=options.overlap,
     )
-    # Its policy, where none is given, and its blocks are filled in below.
-    launch = Launch(
-        policy=options.policy or _ANY, methods=methods, plan=None, limit=limit, accelerator=accelerator, blocks=()
-    )
-    job = _Job(model, shape, sizes, options, launch)
-    if stages > 1:
-        return job.pipeline(stages, report)
+    job = _Job(model=model, shape=shape, sizes=sizes, options=options, methods=methods, limit=limit)
     if options.policy is not None:
-        return job.given()
-    launch = job.planned()
-    if launch.plan is not None:
-        counts = "-".join(str(count) for count in sorted({min(launch.blocks), max(launch.blocks)}))
-        blocks = f"the job's {len(sizes)} sequences in blocks of {counts}"
-        report(f"planned a policy from {launch.plan.source}: {describe(launch.policy)}; {blocks}")
+        return job.given(options.policy, stages)
+    launch = job.planned() if stages == 1 else job.pipeline(stages)
+    counts = "-".join(str(count) for count in sorted({min(launch.blocks), max(launch.blocks)}))
+    blocks = f"the job's {len(sizes)} sequences in blocks of {counts}"
+    report(f"planned a policy from {local_hardware(shape, methods).source}: {describe(launch.policy)}; {blocks}")
     return launch
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
     """A job to be launched: the sizes of a job's sequences, and how a user wants them run."""
 
-    def __init__(
-        self, model: Path, shape: ModelShape, sizes: Sequence[Size], options: LaunchOptions, launch: "Launch"
-    ) -> None:
-        self._model, self._shape, self._sizes, self._options, self._launch = model, shape, sizes, options, launch
-        self._longest = workload_of(sizes, max)
+    model: Path
+    shape: ModelShape
+    sizes: Sequence[Size]
+    options: LaunchOptions
+    methods: Methods
+    limit: int
 
-    def given(self) -> "Launch":
+    def given(self, policy: Policy, stages: int) -> Launch:
         """With the policy that was given, as far as options do not say otherwise. A block that is too large is refused:
-        whoever gives a policy says how large it is."""
-        policy = self._given_policy()
-        with self._open(policy, self._launch.methods) as opened:
+        whoever gives a policy says how large it is. Of a pipeline the last stage's share is counted, which is this
+        process's; the others count their own."""
+        methods = self.methods
+        policy = replace(
+            policy,
+            compress_weights=methods.compress_weights,
+            compress_cache=methods.compress_cache,
+            attention_sparsity=methods.attention_sparsity,
+            overlap=policy.overlap if methods.overlap is None else methods.overlap,
+        )
+        stage = split_model(self.shape, stages, workload_of(self.sizes, max))[-1]
+        counts = equal(len(self.sizes), policy.block_size * stages)
+        with self._open(policy, stage) as opened:
             opened.check(None)
-            counts = equal(len(self._sizes), policy.block_size)
-            for block in _blocks(self._sizes, counts):
+            for block in _blocks(self.sizes, counts):
                 opened.check(block)
                 self._check_disk(opened.need(block).scratch)
-        return replace(self._launch, policy=policy, blocks=tuple(counts))
+        return self._launch(policy, counts)
 
-    def planned(self) -> "Launch":
+    def planned(self) -> Launch:
         """With the best of the policies for the longest sequences and for middling ones, by the time of all blocks."""
-        middling = workload_of(self._sizes, lambda values: -(-sum(values) // len(values)))
+        middling = workload_of(self.sizes, lambda values: -(-sum(values) // len(values)))
         best: tuple[float, Launch] | None = None
         refused: BudgetError | None = None
-        for workload in dict.fromkeys((self._longest, middling)):
+        for workload in dict.fromkeys((workload_of(self.sizes, max), middling)):
             try:
                 launches = list(self._plans(workload))
             except BudgetError as error:
                 refused = refused or error
                 continue
             for launch in launches:
-                blocks = [(len(block), workload_of(block, max)) for block in _blocks(self._sizes, launch.blocks)]
-                predicted = predict_job(self._shape, launch.methods, launch.policy, blocks)
+                blocks = workloads(self.sizes, launch.blocks)
+                predicted = predict_job(self.shape, self.methods, launch.policy, blocks)
                 seconds = predicted["prefill_s"] + predicted["decode_s"]
                 if best is None or seconds < best[0]:
                     best = seconds, launch
@@ -246,49 +251,41 @@ class _Job:
             raise refused or BudgetError("no policy was found whose blocks fit; give more memory, or a --policy")
         return best[1]
 
-    def pipeline(self, stages: int, report: Callable[[str], None]) -> "Launch":
+    def pipeline(self, stages: int) -> Launch:
         """With one policy for all stages, each of which counts again for its own layers."""
-        methods, requests = self._launch.methods, len(self._sizes)
-        plan = None
-        if self._options.policy is None:
-            plan = plan_policy(self._shape, self._longest, methods, requests=requests, stages=stages)
-            policy = plan.policy
-            report(f"planned a policy from {plan.source}: {describe(policy)}")
-        else:
-            policy = self._given_policy()
-            share = replace(self._shape, layers=-(-self._shape.layers // stages))
-            check_fits(share, self._longest, methods, policy, requests=requests, stages=stages)
-        counts = equal(requests, policy.block_size * stages)
-        return replace(self._launch, policy=policy, plan=plan, blocks=tuple(counts))
+        policy = plan_policy(
+            self.shape, workload_of(self.sizes, max), self.methods, requests=len(self.sizes), stages=stages
+        )
+        return self._launch(policy, equal(len(self.sizes), policy.block_size * stages))
 
-    def _plans(self, workload: Workload) -> Iterator["Launch"]:
+    def _plans(self, workload: Workload) -> Iterator[Launch]:
         """The best policies for prompts of one size of which all blocks of the job fit.
 
         The planner's forms are close to what the runtime counts, and not exact: what a block of its size is short of is
         planned away, for a block that is cut by one sequence may cost as much as two.
         """
-        limits = methods = self._launch.methods
+        methods = self.methods
         for attempt in range(_PLANS):
             try:
-                plan = plan_policy(self._shape, workload, methods, requests=len(self._sizes))
+                policy = plan_policy(self.shape, workload, methods, requests=len(self.sizes))
             except BudgetError:
                 if attempt:
                     return
                 raise
             alike = (workload.prompt_len, workload.full_context - 1)
-            with self._open(plan.policy, limits) as opened:
+            with self._open(policy) as opened:
                 needed = [
                     None,
-                    [alike] * min(plan.policy.block_size, len(self._sizes)),
+                    [alike] * min(policy.block_size, len(self.sizes)),
                     *([size] for size in self._ends()),
                 ]
                 short = [max(0, *each) for each in zip(*map(opened.shortage, needed), strict=True)]
                 starts = max(opened.shortage(None)) <= 0
-                counts = cut(self._sizes, plan.policy.block_size, opened.fits) if starts else None
-                for block in _blocks(self._sizes, counts or ()):
+                counts = cut(self.sizes, policy.block_size, opened.fits) if starts else None
+                for block in _blocks(self.sizes, counts or ()):
                     self._check_disk(opened.need(block).scratch)
             if counts is not None:
-                yield replace(self._launch, policy=plan.policy, plan=plan, blocks=tuple(counts))
+                yield self._launch(policy, counts)
             if not any(short):
                 return
             gpu = methods.gpu_memory
@@ -302,30 +299,21 @@ class _Job:
 
     def _ends(self) -> list[Size]:
         """The sequences that take most: of the longest prompt, and of the most positions."""
-        return [max(self._sizes), max(self._sizes, key=lambda size: size[1])]
+        return [max(self.sizes), max(self.sizes, key=lambda size: size[1])]
 
-    def _given_policy(self) -> Policy:
-        methods, given = self._launch.methods, self._options.policy
-        if given is None:
-            raise ValueError("no policy was given")
-        return replace(
-            given,
-            compress_weights=methods.compress_weights,
-            compress_cache=methods.compress_cache,
-            attention_sparsity=methods.attention_sparsity,
-            overlap=given.overlap if self._options.overlap is None else self._options.overlap,
-        )
+    def _launch(self, policy: Policy, blocks: Sequence[int]) -> Launch:
+        return Launch(policy=policy, methods=self.methods, blocks=tuple(blocks), limit=self.limit)
 
-    def _open(self, policy: Policy, methods: Methods) -> OpenModel:
-        options = run_options(self._options, replace(self._launch, methods=methods))
-        return OpenModel(self._model, policy, options=options, memory=methods.memory)
+    def _open(self, policy: Policy, stage: Stage | None = None) -> OpenModel:
+        options = run_options(self.options, self.methods)
+        return OpenModel(self.model, policy, options=options, memory=self.methods.memory, stage=stage)
 
     def _check_disk(self, nbytes: int) -> None:
-        methods = self._launch.methods
+        methods = self.methods
         if nbytes > methods.disk:
             raise BudgetError(
                 f"the policy does not fit: a block puts {format_size(nbytes)} in scratch files, and {methods.folder} "
-                f"has {format_size(methods.disk)} free; choose another folder with --scratch, or keep less on disk"
+                f"has room for {format_size(methods.disk)}; choose another folder with --scratch, or keep less on disk"
             )
 
 
@@ -333,6 +321,11 @@ def workload_of(sizes: Sequence[Size], of: Callable[[list[int]], int]) -> Worklo
     """One size of prompts for many: the maximum, or a mean."""
     prompts, answers = [prompt for prompt, _ in sizes], [positions + 1 - prompt for prompt, positions in sizes]
     return Workload(prompt_len=of(prompts), gen_len=of(answers))
+
+
+def workloads(sizes: Sequence[Size], blocks: Sequence[int]) -> list[tuple[int, Workload]]:
+    """(sequences, their longest prompt and answer) of each block, for the cost model."""
+    return [(len(block), workload_of(block, max)) for block in _blocks(sizes, blocks)]
 
 
 def _blocks(sizes: Sequence[Size], counts: Sequence[int]) -> Iterator[Sequence[Size]]:
@@ -349,7 +342,7 @@ def open_runner(model: Path, launch: Launch, options: LaunchOptions) -> Runner:
         launch.policy,
         memory=launch.methods.memory,
         scratch=options.scratch_folder,
-        options=run_options(options, launch),
+        options=run_options(options, launch.methods),
     )
 
 
@@ -362,17 +355,10 @@ def find_accelerator(options: LaunchOptions, *, stages: int = 1) -> str | None:
     return None
 
 
-def _device_limit(options: LaunchOptions, accelerator: str | None) -> int | None:
-    if accelerator is None or options.gpu_memory is not None:
-        return options.gpu_memory
-    return free_nbytes(accelerator)
-
-
-def run_options(options: LaunchOptions, launch: Launch | None = None) -> RunOptions:
-    accelerator = None if launch is None else launch.accelerator
+def run_options(options: LaunchOptions, methods: Methods | None = None) -> RunOptions:
     return RunOptions(
-        accelerator=accelerator,
-        accelerator_memory=None if launch is None or accelerator is None else launch.methods.gpu_memory,
+        accelerator=None if methods is None else methods.accelerator,
+        accelerator_memory=None if methods is None or methods.accelerator is None else methods.gpu_memory,
         threads=options.threads or max(1, num_cores() // options.processes),
         weight_bits=options.weight_bits,
         cache_bits=options.cache_bits,

@@ -17,12 +17,6 @@ class Workload:
     prompt_len: int
     gen_len: int
 
-    def __post_init__(self) -> None:
-        for field in ("prompt_len", "gen_len"):
-            value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{field} must be a positive integer, not {value!r}")
-
     @property
     def mean_context(self) -> float:
         """Cached tokens an average decoding step reads: s + n/2 (A.3)."""

@@ -14,6 +14,7 @@ from flashllm.arch.mixers import Attention
 from flashllm.arch.registry import block_spec, resolve, spec_of
 from flashllm.arch.spec import Architecture, BlockSpec
 from flashllm.base.codes.carried import SCALE_FORMS, plane_shapes
+from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.files import is_there, read_json_object
 from flashllm.convert.checkpoint.gguf.file import SUFFIX
 from flashllm.convert.checkpoint.opened import open_checkpoint
@@ -26,7 +27,6 @@ from flashllm.format.rows import RowEncoding, RowLayout
 from flashllm.format.safetensors import ITEMSIZES
 from flashllm.offload.planner.packing import CODES, WeightPacking
 
-_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # The paper plans every model in 16 bit, whatever dtype its config was saved in (section 3).
 _PLAN_DTYPE_BYTES = 2
 
@@ -61,16 +61,6 @@ class ModelShape:
     scale_bytes: int = 0  # of a layer, beside codes
     dtype_bytes: int = _PLAN_DTYPE_BYTES
     dtype: str | None = dataclasses.field(default=None, compare=False)  # of the weights; rates differ by it
-
-    def __post_init__(self) -> None:
-        for field in ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "dtype_bytes"):
-            value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-                raise ValueError(f"{field} must be a positive integer, not {value!r}")
-        if self.positions < 0:
-            raise ValueError(f"positions must not be negative, not {self.positions!r}")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
 
     @property
     def query_dim(self) -> int:
@@ -169,21 +159,19 @@ class ModelShape:
 def check_mixers(block: BlockSpec, name: str) -> None:
     """UnsupportedModelError where layers of the model of this name do not attend to keys and values of their own."""
     if block.recurrent:
-        raise UnsupportedModelError(
-            f"{name}: layers keep a state in the place of keys and values (delta rule, state space, short "
-            "convolution), which the throughput engine does not do for a batch; use `flashllm generate`, `chat` or "
-            "`serve`, and convert without --calibrate"
+        lacks = (
+            "layers keep a state in the place of keys and values (delta rule, state space, short convolution), which "
+            "the throughput engine does not do for a batch"
         )
-    if block.per_layer is not None:
-        raise UnsupportedModelError(
-            f"{name}: has per-layer embeddings, which the throughput engine does not read; use `flashllm generate`, "
-            "`chat` or `serve`, and convert without --calibrate"
-        )
-    if any(mixer.shared is not None or mixer.key_is_value or mixer.value_norm for mixer in block.attentions):
-        raise UnsupportedModelError(
-            f"{name}: values are normalized, or another layer's, or the keys, which the throughput engine does not do; "
-            "use `flashllm generate`, `chat` or `serve`, and convert without --calibrate"
-        )
+    elif block.per_layer is not None:
+        lacks = "has per-layer embeddings, which the throughput engine does not read"
+    elif any(mixer.shared is not None or mixer.key_is_value or mixer.value_norm for mixer in block.attentions):
+        lacks = "values are normalized, or another layer's, or the keys, which the throughput engine does not do"
+    else:
+        return
+    raise UnsupportedModelError(
+        f"{name}: {lacks}; use `flashllm generate`, `chat` or `serve`, and convert without --calibrate"
+    )
 
 
 def shape_of(
@@ -215,7 +203,7 @@ def shape_of(
         gated=block.gated,
         assembled=assembled or architecture.experts > 0,
         tied=block.tied_head,
-        dtype_bytes=_PLAN_DTYPE_BYTES if dtype is None else _DTYPE_BYTES[dtype],
+        dtype_bytes=_PLAN_DTYPE_BYTES if dtype is None else WEIGHT_DTYPES[dtype].itemsize,
         dtype=dtype,
     )
 
@@ -283,7 +271,7 @@ def shape_from_config(config: dict[str, Any], *, name: str, assembled: bool = Fa
     if config.get("word_embed_proj_dim", block.d_model) != block.d_model:
         raise UnsupportedModelError(f"{name}: a projected embedding (opt-350m) is not planned for")
     dtype = str(config.get("dtype", config.get("torch_dtype")))
-    layers, known = range(architecture.num_layers), dtype if dtype in _DTYPE_BYTES else None
+    layers, known = range(architecture.num_layers), dtype if dtype in WEIGHT_DTYPES else None
     shape = shape_of(architecture, block, layers, name=name, dtype=known, assembled=assembled)
     missing = next((key for key in (*_SIZES, *_FFN_SIZES) if key in spec.defaults and key not in config), None)
     if missing is not None:

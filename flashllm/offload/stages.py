@@ -24,6 +24,11 @@ class Stage:
         return self.end - self.first
 
     @property
+    def numbers(self) -> range:
+        """Of its layers, in the model."""
+        return range(self.first, self.end)
+
+    @property
     def is_first(self) -> bool:
         return self.first == 0
 

@@ -1,4 +1,4 @@
-"""Lets tests import the scripts of bench/ by name."""
+"""Lets tests import the helpers in their folders, and the scripts of bench/, by name."""
 
 import sys
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 BENCH = Path(__file__).resolve().parents[2] / "bench" / "offload"
+sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("jobs", "pipeline")]
 
 
 @pytest.fixture

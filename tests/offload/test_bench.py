@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from offload_host import policy_of
 
 from flashllm.base.machine import process_nbytes
 from flashllm.offload.machine.machines import T4
@@ -101,6 +102,10 @@ def test_tables_are_measured(bench_path, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(offload_tables, "worker", lambda script, settings, memory: run_worker.run(settings))
     assert offload_run.num_layers(model) == 5
+    sizes = {"sequences": 4, "batch": 2, "prompt": 9, "new": 4, "scratch": str(tmp_path)}
+    for bits in (None, 4):
+        found = run_worker.roofs(offload_run.run_settings(model, policy_of(), weight_bits=bits, **sizes))
+        assert min(found["prefill_products_s"], found["decode_products_s"]) > 0
 
     def table(name: str, *options: str) -> list[dict[str, object]]:
         argv = [name, str(model), "--prompt", "9", "--new", "4", "--scratch", str(tmp_path), *options]

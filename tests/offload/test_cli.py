@@ -81,7 +81,7 @@ def test_compression_reaches_the_search(capsys):
     [
         (["--memory", "3 apples"], 2, "apples"),
         (["--latency", "5"], 2, "unrecognized arguments: --latency"),
-        (["--prompt-len", "0"], 2, "prompt_len"),
+        (["--prompt-len", "0"], 2, "argument --prompt-len: must be at least 1"),
         (["--hardware", "h100"], 2, "h100"),
         (["--policy", "absent.json"], 1, "absent.json"),
     ],

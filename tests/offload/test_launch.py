@@ -5,6 +5,7 @@ import json
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import bench_path  # noqa: F401
 import pytest
@@ -19,14 +20,17 @@ from flashllm.errors import BudgetError
 from flashllm.offload import launch as launching
 from flashllm.offload.jobs.blocks import cut, equal
 from flashllm.offload.launch import LaunchOptions, prepare
-from flashllm.offload.planner.local import Methods, check_fits, predict_job
+from flashllm.offload.planner.local import predict_job
 from flashllm.offload.planner.predict import predict
 from flashllm.offload.policy import Workload
 from flashllm.offload.runtime.opened import OpenModel
 from flashllm.offload.runtime.options import RunOptions
+from flashllm.offload.runtime.tiers.scratch import MARGIN_NBYTES, check_space
 from flashllm.offload.shape import load_shape
+from flashllm.offload.stages import split_model
 
 MB = 10**6
+WORK = Workload(prompt_len=20, gen_len=10)
 
 
 @pytest.fixture(scope="module")
@@ -88,13 +92,19 @@ def test_the_planner_counts_as_the_runtime(request, kind, where):
         assert need.scratch == pytest.approx(planned.peak_disk, rel=0.02, abs=64 * 4096)
 
 
-def test_blocks_in_flight_are_counted(model, tmp_path):
-    _, shape = model
-    work = Workload(prompt_len=200, gen_len=32)
-    methods = Methods(memory=predict(shape, HOST, work, policy_of()).peak_device, disk=10**9, folder=tmp_path)
-    check_fits(shape, work, methods, policy_of(), requests=24)
-    with pytest.raises(BudgetError, match="exceeds device memory"):
-        check_fits(shape, work, methods, policy_of(), requests=24, stages=2)
+def test_of_a_pipeline_a_stage_s_layers_and_all_blocks_in_flight_are_counted(model, tmp_path, monkeypatch):
+    folder, shape = model
+    sizes, policy = [(20, 29)] * 48, policy_of()
+    with OpenModel(folder, policy, options=RunOptions(threads=1), stage=split_model(shape, 2, WORK)[-1]) as opened:
+        needed = opened.need(sizes[: 2 * policy.block_size]).memory(accelerated=False)
+    options = LaunchOptions(scratch=tmp_path / "scratch", device="cpu", policy=policy)
+    monkeypatch.setattr(launching, "memory_limits", lambda options: (0, needed))
+    assert prepare(folder, shape, sizes, options, stages=2).blocks == (24, 24)
+    with pytest.raises(BudgetError, match="the weights need"):  # of all layers
+        prepare(folder, shape, sizes, options)
+    monkeypatch.setattr(launching, "memory_limits", lambda options: (0, needed - 1))
+    with pytest.raises(BudgetError, match="a block of 24 sequences"):
+        prepare(folder, shape, sizes, options, stages=2)
 
 
 def test_a_ragged_job_is_planned_by_its_blocks(model, tmp_path, monkeypatch):
@@ -112,9 +122,8 @@ def test_a_ragged_job_is_planned_by_its_blocks(model, tmp_path, monkeypatch):
         for block in blocks_of(sizes, found.blocks):
             opened.check(block)
     # Against all blocks as if they were of the longest.
-    longest = launching.plan_policy(
-        shape, Workload(prompt_len=400, gen_len=51), found.methods, requests=len(sizes)
-    ).policy
+    work = Workload(prompt_len=400, gen_len=51)
+    longest = launching.plan_policy(shape, work, found.methods, requests=len(sizes))
     priced = [
         predict_job(shape, found.methods, each, [(len(block), largest(block)) for block in blocks_of(sizes, counts)])
         for each, counts in ((found.policy, found.blocks), (longest, equal(len(sizes), longest.block_size)))
@@ -135,6 +144,24 @@ def test_what_cannot_be_held_is_refused_with_numbers(model, tmp_path, monkeypatc
     with pytest.raises(BudgetError, match=r"a block of 12 sequences of up to 451 tokens need"):
         prepare(folder, shape, [(400, 450)] * 30, given)
     assert prepare(folder, shape, [(20, 29)] * 30, given).blocks == (12, 12, 6)
+
+
+def test_a_disk_is_planned_with_what_scratch_files_leave_free(model_dir, tmp_path, monkeypatch):
+    """What is accepted here, the runtime has room for."""
+    folder, shape = model_dir
+    policy, sizes = policy_of("disk"), [(20, 29)] * 12
+    with OpenModel(folder, policy, options=RunOptions(threads=1)) as opened:
+        needed = opened.need(sizes).scratch + MARGIN_NBYTES
+    options = LaunchOptions(scratch=tmp_path, device="cpu", policy=policy, memory=4 * 10**9)
+    for free in (needed, needed - 1):
+        with monkeypatch.context() as patch:
+            patch.setattr(launching.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+            if free == needed:
+                assert prepare(folder, shape, sizes, options).blocks == (12,)
+                check_space(tmp_path, needed - MARGIN_NBYTES)
+                continue
+            with pytest.raises(BudgetError, match="in scratch files"):
+                prepare(folder, shape, sizes, options)
 
 
 @pytest.mark.cgroup

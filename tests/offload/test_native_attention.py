@@ -18,18 +18,20 @@ LENGTHS = st.lists(st.sampled_from([1, 2, 63, 64, 65, 127, 128, 130, 200]), min_
 SHAPES = st.sampled_from([(4, 4, 8), (6, 2, 16), (2, 1, 33), (3, 3, 80), (8, 4, 64)])  # heads, kv_heads, head_dim
 
 
+def settings_of(shape, dtype, level, threads):
+    sizes = dict(zip(("heads", "kv_heads", "head_dim"), shape, strict=True))
+    return sizes | {"dtype": dtype, "scale": shape[2] ** -0.5, "pool": _core.ThreadPool(threads), "simd": level}
+
+
 def native_attention(shape, dtype, level, *, threads=2, **options):
-    heads, kv_heads, head_dim = shape
-    return _core.BatchAttention(
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        dtype=dtype,
-        scale=1 / math.sqrt(head_dim),
-        pool=_core.ThreadPool(threads),
-        simd=level,
-        **options,
-    )
+    return _core.BatchAttention(**settings_of(shape, dtype, level, threads), **options)
+
+
+def latency_attention(shape, dtype, level, keys, values):
+    """The latency engine's, which has these keys and values."""
+    attention = _core.KvAttention(context=len(keys), **settings_of(shape, dtype, level, 1))
+    attention.append(keys, values)
+    return attention
 
 
 @dataclass
@@ -117,23 +119,13 @@ def expected_rows(q, keys, values, share=1.0):
 @settings(max_examples=15, deadline=None)
 @given(shape=SHAPES, lengths=LENGTHS)
 def test_plain_blocks_give_the_bits_of_the_latency_engine(dtype, level, shape, lengths):
-    heads, kv_heads, head_dim = shape
+    heads, _, head_dim = shape
     native = native_attention(shape, dtype, level)
     batch = cached(native, shape, dtype, lengths)
     q = rounded(random_values(len(lengths), heads, head_dim, seed=3), dtype)
     out = decode(native, batch, q.reshape(len(q), -1))
-    for i, length in enumerate(lengths):
-        reference = _core.KvAttention(
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            context=length,
-            dtype=dtype,
-            scale=1 / math.sqrt(head_dim),
-            pool=_core.ThreadPool(1),
-            simd=level,
-        )
-        reference.append(batch.keys[i], batch.values[i])
+    for i in range(len(lengths)):
+        reference = latency_attention(shape, dtype, level, batch.keys[i], batch.values[i])
         wide = np.empty((1, heads, head_dim), np.float32)
         reference.attend_each(q[i : i + 1], wide)
         assert np.array_equal(out[i], wide.reshape(-1))
@@ -152,17 +144,7 @@ def test_a_prompt_gives_the_bits_of_the_latency_engine(dtype, level, shape, firs
     q = rounded(random_values(n, heads, head_dim, seed=3), dtype)
     out = np.empty((n, heads * head_dim), np.float32)
     native.prompt(q.reshape(n, -1), arena, 2, first, out)
-    reference = _core.KvAttention(
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        context=first + n,
-        dtype=dtype,
-        scale=1 / math.sqrt(head_dim),
-        pool=_core.ThreadPool(1),
-        simd=level,
-    )
-    reference.append(keys, values)
+    reference = latency_attention(shape, dtype, level, keys, values)
     wide = np.empty(q.shape, np.float32)
     reference.attend_many(q, wide)
     assert np.array_equal(out, wide.reshape(n, -1))

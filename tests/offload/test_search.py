@@ -136,15 +136,6 @@ def test_what_the_refusal_asks_for_suffices():
         search(shape, short.limited(cpu_memory=int(asked * 0.99)), WORK, COARSE)
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [{"gpu_batches": ()}, {"num_batches": (0,)}, {"cpu_attention": ()}, {"forbid": frozenset({"ram"})}],
-)
-def test_empty_spaces_are_refused(bad):
-    with pytest.raises(ValueError):
-        SearchSpace(**bad)
-
-
 def test_random_cases(bench_path, capsys):
     import offload_random
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from flashllm.errors import UsageError
 from flashllm.offload.pipeline.place import Place
-from flashllm.offload.planner.schedules import Action, Graph, pipeline_stage
+from flashllm.offload.planner.schedules import Action, schedule
 from flashllm.offload.policy import Workload
 from flashllm.offload.shape import BUILTIN
 from flashllm.offload.stages import Stage, split, split_model, whole
@@ -45,7 +45,7 @@ def test_a_model_s_head_weighs_more_where_answers_are_long():
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4), st.integers(1, 6))
 def test_a_stage_s_order_is_possible(batches, tokens, layers, group):
-    steps = list(pipeline_stage(Graph(batches=batches, tokens=tokens, layers=layers), group=group))
+    steps = list(schedule(batches=batches, tokens=tokens, layers=layers, group=group))
     loads = [step for step in steps if step.action is Action.LOAD_WEIGHTS]
     assert len(loads) == tokens * layers * -(-batches // group)
     done = dict.fromkeys(range(batches), 0)
@@ -60,7 +60,7 @@ def test_a_stage_s_order_is_possible(batches, tokens, layers, group):
 
 
 def test_a_group_leaves_before_the_next_begins():
-    steps = list(pipeline_stage(Graph(batches=4, tokens=1, layers=2), group=2))
+    steps = list(schedule(batches=4, tokens=1, layers=2, group=2))
     computed = [(step.batch, step.layer) for step in steps if step.action is Action.COMPUTE]
     assert computed == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)]
 

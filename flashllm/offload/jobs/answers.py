@@ -27,31 +27,24 @@ def answer(batch: BatchFile, sequence: TokenSequence, *, model: str, token_text:
         raise ValueError("the sequence is not finished")
     if sequence.finish_reason == "error":
         return failure(line, FAILED, sequence.error or "the sequence failed")
-    finish = FINISH[sequence.finish_reason]
     counts = {"prompt_tokens": len(sequence.prompt), "completion_tokens": len(sequence.output)}
     if not line.is_batch:
         plain: dict[str, Any] = {"id": ID_PREFIX + line.identity, "custom_id": line.custom_id, "text": sequence.text}
-        plain |= {"finish_reason": finish, **counts}
+        plain |= {"finish_reason": FINISH[sequence.finish_reason], **counts}
         if sequence.logprobs is not None:
             plain["logprobs"] = [token_entry(each, token_text) for each in sequence.logprobs]
         return plain
-    choice: dict[str, Any] = {"index": 0}
-    if request.kind == "chat":
-        said = sequence.said()
-        choice["message"] = chat_message(said)
-        finish = finish_reason(sequence.finish_reason, any(event.kind == "call" for event in said))
-        choice["logprobs"] = chat_logprobs(sequence.logprobs, token_text)
-    else:
-        choice["text"] = sequence.text
-        choice["logprobs"] = completion_logprobs(sequence.logprobs, token_text)
-    choice["finish_reason"] = finish
     chat = request.kind == "chat"
+    said = sequence.said()
+    content = {"message": chat_message(said)} if chat else {"text": sequence.text}
+    logprobs = (chat_logprobs if chat else completion_logprobs)(sequence.logprobs, token_text)
+    finish = finish_reason(sequence.finish_reason, any(event.kind == "call" for event in said))
     body = {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{line.identity}",
         "object": "chat.completion" if chat else "text_completion",
         "created": int(time.time()),
         "model": model,
-        "choices": [choice],
+        "choices": [{"index": 0, **content, "logprobs": logprobs, "finish_reason": finish}],
         "usage": {**counts, "total_tokens": sequence.length},
     }
     return _output(line, 200, body, None)

@@ -5,17 +5,16 @@ file, and `--resume` goes on from there.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import islice
 from typing import Protocol
 
 from flashllm.api.answers import TokenText
 from flashllm.offload.jobs.answers import BAD_REQUEST, answer, failure
-from flashllm.offload.jobs.blocks import equal
+from flashllm.offload.jobs.blocks import Size
 from flashllm.offload.jobs.lines import BatchFile, ranked
 from flashllm.offload.jobs.measures import BlockMeasure, Totals
 from flashllm.offload.jobs.results import Results
 from flashllm.offload.jobs.sequences import Sequence as TokenSequence
-from flashllm.offload.policy import Workload
 
 _PROMPT_WEIGHT = 0.1  # of a new token's time that a prompt token takes, until a block has been measured
 
@@ -26,45 +25,27 @@ class BlockRunner(Protocol):
     def run(self, sequences: list[TokenSequence], progress: Callable[[int], None]) -> BlockMeasure:
         """Give every sequence logits until it is finished; `progress` is called with the block's new tokens so far."""
 
-    def stop(self) -> None:
-        """Let a `run` in another thread raise as soon as it can."""
-
 
 class Job:
     """Runs the lines that have no answer yet. Another thread may read `totals`, `done_tokens` and `done_share`."""
 
-    def __init__(
-        self,
-        batch: BatchFile,
-        results: Results,
-        *,
-        blocks: Sequence[int] | int,
-        model: str,
-        token_text: TokenText,
-    ) -> None:
-        """`blocks` says how many lines go through the runner at once, in the order of `ranked`: a count for each block,
-        or one for all. `model` is the name that answers carry."""
+    def __init__(self, batch: BatchFile, results: Results, *, model: str, token_text: TokenText) -> None:
+        """`model` is the name that answers carry."""
         self._batch, self._results = batch, results
         self._model, self._token_text = model, token_text
         answered = set(results.done)
         todo = [index for index in range(len(batch.lines)) if index not in answered]
         self._problems = [index for index in todo if batch.lines[index].problem is not None]
-        order = ranked(batch.lines, [index for index in todo if batch.lines[index].problem is None])
-        if isinstance(blocks, int):
-            blocks = equal(len(order), blocks)
-        if sum(blocks) != len(order):
-            raise ValueError(f"blocks of {sum(blocks)} lines in all are not those of {len(order)}")
-        ends = list(accumulate(blocks))
-        self.blocks = [order[end - count : end] for end, count in zip(ends, blocks, strict=True)]
+        self._order = ranked(batch.lines, [index for index in todo if batch.lines[index].problem is None])
+        self.blocks: list[list[int]] = []  # indices of lines; none before `run`
+        self._tokens: list[tuple[int, int]] = []  # of each block: its prompts', and new ones at most
         self.totals = Totals()
-        self._sizes = [
-            (
-                sum(batch.lines[index].prompt_tokens for index in block),
-                sum(batch.lines[index].max_new_tokens for index in block),
-            )
-            for block in self.blocks
-        ]
         self._block_tokens = 0  # new, of the block that runs now
+
+    @property
+    def sizes(self) -> list[Size]:
+        """Those of the lines to compute, in the order in which they fill blocks."""
+        return [self._batch.lines[index].size for index in self._order]
 
     @property
     def done_tokens(self) -> int:
@@ -73,21 +54,12 @@ class Job:
     @property
     def done_share(self) -> float:
         """How much of the job is done, from 0 to 1, as if every line took all the tokens it may."""
-        if not self._sizes:
-            return 1.0
+        if not self._tokens:
+            return 0.0
         done, ratio = self.totals.blocks, self._prompt_weight
-        weights = [ratio * prompt_tokens + new_tokens for prompt_tokens, new_tokens in self._sizes]
-        part = min(self._block_tokens / self._sizes[done][1], 1.0) * weights[done] if done < len(weights) else 0.0
+        weights = [ratio * prompt_tokens + new_tokens for prompt_tokens, new_tokens in self._tokens]
+        part = min(self._block_tokens / self._tokens[done][1], 1.0) * weights[done] if done < len(weights) else 0.0
         return (sum(weights[:done]) + part) / sum(weights)
-
-    def workloads(self) -> list[tuple[int, Workload]]:
-        """(sequences, their longest prompt and answer) of each block, for the cost model."""
-        result = []
-        for block in self.blocks:
-            lines = [self._batch.lines[index] for index in block]
-            prompt = max(line.prompt_tokens for line in lines)
-            result.append((len(block), Workload(prompt_len=prompt, gen_len=max(line.max_new_tokens for line in lines))))
-        return result
 
     def answer_problems(self) -> None:
         """Answer the lines that have a problem, by saying it."""
@@ -97,10 +69,18 @@ class Job:
             self._results.append([failure(line, BAD_REQUEST, str(line.problem)) for line in bad])
             self._problems = []
 
-    def run(self, runner: BlockRunner) -> Totals:
-        """Answer every line. Raises what the runner and the output file raise, after the finished answers are safe."""
-        self.answer_problems()
-        for block in self.blocks[self.totals.blocks :]:
+    def run(self, runner: BlockRunner, blocks: Sequence[int]) -> None:
+        """Answer every line that can be computed, so many at once: a count for each block, in the order of `sizes`.
+
+        Raises what the runner and the output file raise, after the finished answers are safe.
+        """
+        order, lines = iter(self._order), self._batch.lines
+        self.blocks = [list(islice(order, count)) for count in blocks]
+        self._tokens = [
+            (sum(lines[index].prompt_tokens for index in block), sum(lines[index].max_new_tokens for index in block))
+            for block in self.blocks
+        ]
+        for block in self.blocks:
             sequences = [self._batch.sequence(index) for index in block]
             try:
                 measure = runner.run(sequences, self._progress)
@@ -110,7 +90,6 @@ class Job:
             self._write(sequences)
             self._block_tokens = 0
             self.totals.add(measure, len(block))
-        return self.totals
 
     def _progress(self, new_tokens: int) -> None:
         self._block_tokens = new_tokens

@@ -9,18 +9,16 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from flashllm.api.fields import BadRequest
-from flashllm.api.prompts import Unanswerable
+from flashllm.api.prompts import PromptEncoder, Unanswerable
 from flashllm.api.requests import Request
-from flashllm.base.files import file_status, naming, open_for_reading
+from flashllm.base.files import Closing, file_status, naming, open_for_reading
 from flashllm.errors import FlashIOError, FormatError
 from flashllm.offload.jobs.blocks import Size
-from flashllm.offload.jobs.prompts import PromptEncoder
 from flashllm.offload.jobs.requests import Defaults, parse_request
-from flashllm.offload.jobs.sequences import Sequence
+from flashllm.offload.jobs.sequences import Sequence, sequence_of
 
 MAX_LINE_NBYTES = 16 * 2**20
 MAX_LINES = 1_000_000
@@ -48,7 +46,7 @@ class Line:
         return self.prompt_tokens, self.prompt_tokens + self.max_new_tokens - 1
 
 
-class BatchFile:
+class BatchFile(Closing):
     """The checked lines of a batch file, which stays open. See `read`."""
 
     def __init__(self, path: Path, fd: int, encoder: PromptEncoder, defaults: Defaults, settings: str) -> None:
@@ -86,13 +84,10 @@ class BatchFile:
             raise
         return batch
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        os.close(self._fd)
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def request(self, index: int) -> Request:
         """The request in `lines[index]`, which has no problem. FlashIOError where the file has changed."""
@@ -111,7 +106,7 @@ class BatchFile:
     def sequence(self, index: int) -> Sequence:
         """The sequence of `lines[index]`, with `index` as its key."""
         request = self.request(index)
-        return self._encoder.sequence(request, self._encoder.encode(request), index, marks=True)
+        return sequence_of(self._encoder, request, self._encoder.encode(request), index, marks=True)
 
     def _state(self) -> tuple[int, int]:
         status = file_status(self._fd, self.path)

@@ -19,10 +19,9 @@ import os
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
-from flashllm.base.files import fsync_directory, naming, parse_json
+from flashllm.base.files import Closing, fsync_directory, naming, parse_json
 from flashllm.base.units import format_size
 from flashllm.errors import FlashIOError, FormatError, UsageError
 from flashllm.offload.jobs.answers import ID_PREFIX
@@ -35,7 +34,7 @@ _CHECKSUM_CHARS = 16  # of a SHA-256 in hexadecimal: 64 bits
 _HEAD = f'{{"id": "{ID_PREFIX}'.encode()  # how every line of ours begins
 
 
-class Results:
+class Results(Closing):
     """The open output file. `done` are the indices of lines that it answers already."""
 
     def __init__(self, path: Path, fd: int, *, created: bool) -> None:
@@ -72,15 +71,13 @@ class Results:
             raise
         return results
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd < 0:
+            return
         if self._created and self._nbytes == 0:  # nothing to go on from: the next start needs no --resume
             self.path.unlink(missing_ok=True)
-        os.close(self._fd)
+        os.close(fd)
 
     def append(self, answers: Sequence[Mapping[str, Any]]) -> None:
         """Write these output objects and make them durable.

@@ -4,6 +4,7 @@ A sequence draws from a random state of its own, so that its answer depends on i
 its neighbours in a batch.
 """
 
+import dataclasses
 from array import array
 from collections.abc import Sequence as Ids
 from typing import Literal
@@ -11,6 +12,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from flashllm.api.prompts import PromptEncoder
+from flashllm.api.requests import Request
 from flashllm.errors import FlashError, UsageError
 from flashllm.generate.detokenizer import Decoder, Detokenizer
 from flashllm.generate.grammar import Matcher
@@ -136,3 +139,21 @@ class Sequence:
             if self._detokenizer.stopped:
                 reason = "stop"  # perhaps a stop string in front of a character that stayed incomplete
         self.finish_reason = reason
+
+
+def sequence_of(encoder: PromptEncoder, request: Request, ids: list[int], key: int, *, marks: bool = False) -> Sequence:
+    """A request's sequence, before its first token. `ids` are those of `encoder.encode`.
+
+    With `marks` those of reasoning and calls stay in its text, for `Sequence.said`.
+    """
+    reading = encoder.reading(request, ids) if marks else None
+    return Sequence(
+        ids,
+        dataclasses.replace(request.options, max_new_tokens=encoder.max_new_tokens(request, len(ids))),
+        decoder=encoder.tokenizer if reading is None else reading.decoder,
+        end_ids=encoder.end_ids if encoder.tokenizer is None else encoder.tokenizer.end_ids,
+        logprobs=request.logprobs,
+        matcher=encoder.matcher(request, ids),
+        key=key,
+        parser=None if reading is None else reading.parser,
+    )

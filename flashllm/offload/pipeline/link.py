@@ -185,6 +185,6 @@ class Receiver:
                     self._got(message)
                 if message.kind in (Kind.END, Kind.FAILED):
                     return
-        except (RuntimeError, ValueError) as error:  # RuntimeError is torch's
+        except (RuntimeError, ValueError, MemoryError) as error:  # RuntimeError is torch's
             heard = f"process {self._peer} of the pipeline ended, or was not heard for {self._timeout_s:g} s"
             self._lost(PeerLost(f"{heard}: {_reason(error)}"))

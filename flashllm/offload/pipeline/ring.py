@@ -58,9 +58,7 @@ class Ring:
         self._values: dict[tuple[int, int], Message] = {}
         self._words: deque[Word] = deque()
         wires: dict[int, Wire] = {}
-        for source in sorted(
-            {place.rank, place.previous}
-        ):  # in this order at every process, so that none waits in vain
+        for source in sorted({place.rank, place.previous}):  # everywhere in this order, so that none waits in vain
             end = 0 if source == place.rank else 1
             name = f"{source} to {(source + 1) % place.world}"
             wires[source] = Wire(store, name, end, address=address, connect_s=connect_s, timeout_s=timeout_s)

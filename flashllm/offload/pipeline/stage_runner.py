@@ -5,33 +5,22 @@ answers; then it says blocks of prompts, one at a time, and each runs its layers
 As many blocks of the policy as there are stages are in flight at once.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from flashllm.base.files import Closing
 from flashllm.errors import PeerLost, UsageError
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.offload.jobs import sequences as jobs
-from flashllm.offload.jobs.measures import BlockMeasure
+from flashllm.offload.jobs.measures import BlockMeasure, Totals
 from flashllm.offload.pipeline.ring import Ring, Word
 from flashllm.offload.policy import Policy
 from flashllm.offload.runtime.run import Runner, RunOptions
 from flashllm.offload.stages import Stage
 
-_SHARED = ("weight_bits", "cache_bits", "simd")  # of RunOptions: answers depend on them, so all use the driver's
-_VERSION = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageMeasure:
-    """Measured times and bytes of a block at one stage."""
-
-    rank: int
-    stage: Stage
-    busy: Mapping[str, float]  # seconds of each activity; waiting for a neighbour is part of loading activations
-    bytes_read: int
-    bytes_written: int
+_SHARED = ("weight_bits", "cache_bits")  # of RunOptions: answers depend on them, so all use the driver's
+_VERSION = 3
 
 
 class PipelineRunner(Closing):
@@ -58,7 +47,7 @@ class PipelineRunner(Closing):
             raise ValueError(f"{len(stages)} stages, and process {ring.place.rank} of {ring.place.world} to drive them")
         options = options or RunOptions()
         self.policy, self._ring = policy, ring
-        self.stage_measures: list[StageMeasure] = []  # of the last block
+        self.stage_measures: list[BlockMeasure] = []  # of the last block, in the order of the stages
         ring.say(
             {
                 "word": "plan",
@@ -76,7 +65,7 @@ class PipelineRunner(Closing):
             self._runner.close()
             raise
         self.notices = [*ready["notices"], *_notices(ring, self._runner)]
-        self.context, self.vocab = self._runner.context, self._runner.vocab
+        self.vocab = self._runner.vocab
 
     @property
     def peak_device_nbytes(self) -> int | None:
@@ -93,16 +82,11 @@ class PipelineRunner(Closing):
         self._ring.say({"word": "block", "prompts": prompts, "max_new_tokens": new})
         measure = _run(self._ring, self._runner, unfinished, progress)
         done = _answer(self._ring, "done")
-        self.stage_measures = [_stage_measure(each) for each in done["measures"]]
-        self.stage_measures.append(_stage_measure(_measured(self._ring, self._runner, measure)))
-        busy: dict[str, float] = {}
+        self.stage_measures = [*(BlockMeasure(**each) for each in done["measures"]), measure]
+        totals = Totals()
         for each in self.stage_measures:
-            for name, seconds in each.busy.items():
-                busy[name] = busy.get(name, 0.0) + seconds
-        measure.busy = busy
-        measure.bytes_read = sum(each.bytes_read for each in self.stage_measures)
-        measure.bytes_written = sum(each.bytes_written for each in self.stage_measures)
-        return measure
+            totals.add(each, 0)
+        return replace(measure, busy=totals.busy, bytes_read=totals.bytes_read, bytes_written=totals.bytes_written)
 
     def stop(self) -> None:
         """End the block under way, which raises Stopped; the ring cannot be used after it. Any thread may call it."""
@@ -123,7 +107,7 @@ def serve(
     if plan.get("word") != "plan" or plan.get("version") != _VERSION:
         raise PeerLost("the driver of the pipeline is of another version of flashllm; use one on all machines")
     if plan["fingerprint"] != fingerprint:
-        raise UsageError(f"{model}: is not the model that the driver of the pipeline has; their configs differ")
+        raise UsageError(f"{model}: is not the model that the driver of the pipeline has; their files differ")
     stage = Stage(**plan["stages"][ring.place.rank])
     options = RunOptions(threads=threads, **plan["options"])
     policy = Policy.from_json(plan["policy"])
@@ -138,7 +122,7 @@ def serve(
             ]
             measure = _run(ring, runner, sequences, None)
             before = _answer(ring, "done") if ring.place.rank else {"word": "done", "measures": []}
-            ring.say(before | {"measures": [*before["measures"], _measured(ring, runner, measure)]})
+            ring.say(before | {"measures": [*before["measures"], asdict(measure)]})
 
 
 def _pass_on(ring: Ring, word: Word) -> None:
@@ -171,20 +155,3 @@ def _run(
 
 def _notices(ring: Ring, runner: Runner) -> list[str]:
     return [f"process {ring.place.rank}: {notice}" for notice in runner.notices]
-
-
-def _measured(ring: Ring, runner: Runner, measure: BlockMeasure) -> Word:
-    return {
-        "rank": ring.place.rank,
-        "stage": asdict(runner.stage),
-        "busy": measure.busy,
-        "bytes_read": measure.bytes_read,
-        "bytes_written": measure.bytes_written,
-    }
-
-
-def _stage_measure(word: Word) -> StageMeasure:
-    known = {field.name for field in fields(StageMeasure)}
-    return StageMeasure(
-        **{name: value for name, value in word.items() if name in known} | {"stage": Stage(**word["stage"])}
-    )

@@ -20,7 +20,9 @@ from flashllm.offload.runtime.ops import ROWS_TOGETHER
 from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK
 from flashllm.offload.shape import ModelShape
 
+# As csrc/attention/kv_block.h packs: keys by channel, values by position.
 _GROUP = 64  # values that share a scale and a minimum of 16 bits each
+_UNIT = 16  # codes that lie together
 _SEALED_MULTIPLE = 4096  # bytes that a packed block is padded to
 
 
@@ -64,8 +66,9 @@ class HostCostModel(CostModel):
         if not self.method.compress_cache:
             return self.block_bytes
         shape = self.shape
-        vector = shape.head_dim * self.cache_bits // 8 + 4 * -(-shape.head_dim // _GROUP)
-        nbytes = (1 if shape.latent else 2) * KV_BLOCK * shape.kv_heads * vector
+        codes = KV_BLOCK * -(-shape.head_dim // _UNIT) * _UNIT * self.cache_bits // 8
+        keys, values = codes + 4 * shape.head_dim, codes + 4 * KV_BLOCK * -(-shape.head_dim // _GROUP)
+        nbytes = shape.kv_heads * (keys + (0 if shape.latent else values))
         return -(-nbytes // _SEALED_MULTIPLE) * _SEALED_MULTIPLE
 
     @property

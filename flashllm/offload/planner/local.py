@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flashllm.base.machine import num_cores
-from flashllm.base.units import format_size
-from flashllm.errors import BudgetError, UsageError
+from flashllm.errors import UsageError
 from flashllm.offload.machine.hardware import Hardware
 from flashllm.offload.machine.here import this_machine
 from flashllm.offload.machine.machines import T4
@@ -26,14 +25,6 @@ _SQUARE_S = 5e-4  # of a batch in a layer, besides its work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalPlan:
-    """A policy for a job here, and where the figures come from."""
-
-    policy: Policy
-    source: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Methods:
     """Means that a job allows the planner to use.
 
@@ -43,7 +34,7 @@ class Methods:
     memory: int  # bytes for weights, cache and working memory: all tiers but the disk
     disk: int  # bytes that scratch files may take
     folder: Path  # where they are made, which says the drive
-    accelerated: bool = False
+    accelerator: str | None = None  # torch's name of the device tier; None: the CPU
     gpu_memory: int | None = None
     compress_weights: bool = False
     compress_cache: bool = False
@@ -60,7 +51,7 @@ class Methods:
 
 def local_hardware(shape: ModelShape, methods: Methods) -> Hardware:
     """This machine under the limits of a job, by its stored profile where there is one."""
-    if methods.accelerated:
+    if methods.accelerator is not None:
         hardware = this_machine(methods.folder, shape.dtype, device="cuda") or _typical_gpu()
         return hardware.limited(
             device_memory=(methods.gpu_memory or 0) + hardware.device_reserved,
@@ -88,22 +79,20 @@ def load_search() -> None:
         raise UsageError(message) from None
 
 
-def plan_policy(
-    shape: ModelShape, workload: Workload, methods: Methods, *, requests: int, stages: int = 1
-) -> LocalPlan:
+def plan_policy(shape: ModelShape, workload: Workload, methods: Methods, *, requests: int, stages: int = 1) -> Policy:
     """The policy of greatest throughput for `requests` prompts of at most `workload`'s sizes.
 
     With `stages` it is that of a pipeline's stages, on machines like this one: as many blocks are in flight, and the
-    prediction is of one block on one stage. Raises BudgetError where no policy fits, UsageError where scipy, which the
-    search needs, is not installed.
+    prediction is of one block on one stage. Raises BudgetError where no policy fits. `load_search` comes first.
     """
-    load_search()
     from flashllm.offload.planner.search import GPU_BATCHES, SearchSpace, search
 
     hardware = local_hardware(shape, methods)
     shape = replace(shape, layers=-(-shape.layers // stages))
     requests = -(-requests // stages)
-    overlap = (methods.overlap,) if methods.overlap is not None else (True,) if methods.accelerated else (True, False)
+    overlap = (True,) if methods.accelerator is not None else (True, False)
+    if methods.overlap is not None:
+        overlap = (methods.overlap,)
     # A block larger than the job pays for room that nothing fills.
     batches = tuple(size for size in GPU_BATCHES if size <= max(requests, 1))
     space = SearchSpace(
@@ -118,8 +107,7 @@ def plan_policy(
         blocks_in_flight=stages,
         cpu_attention=(True,),  # what the runtime does with a cache beside the device
     )
-    plan = search(shape, hardware, workload, space)
-    return LocalPlan(policy=plan.policy, source=hardware.source)
+    return search(shape, hardware, workload, space).policy
 
 
 def predict_job(
@@ -142,24 +130,6 @@ def predict_job(
     throughput = tokens / seconds if seconds > 0 else 0.0
     rates = {"prefill_s": prefill_s, "decode_s": decode_s, "throughput": throughput}
     return rates | {"tiers": peaks, "source": hardware.source}
-
-
-def check_fits(
-    shape: ModelShape, workload: Workload, methods: Methods, policy: Policy, *, requests: int, stages: int = 1
-) -> None:
-    """BudgetError, with what is short, where a block of `policy` exceeds the limits of a job of `requests` prompts.
-
-    With `stages` it is one stage of a pipeline, which has the layers of `shape`, and as many blocks in flight.
-    """
-    block = of_size(policy, min(policy.block_size, max(-(-requests // stages), 1)))
-    hardware = local_hardware(shape, methods)
-    prediction = predict(shape, hardware, workload, block, blocks_in_flight=stages, **methods.bits)
-    if prediction.over:
-        short = ", ".join(f"{name} memory by {format_size(excess)}" for name, excess in prediction.over.items())
-        raise BudgetError(
-            f"the policy does not fit: a block of {block.block_size} sequences of up to {workload.full_context} tokens "
-            f"exceeds {short}; give more memory, a smaller block, or a policy that keeps more on disk"
-        )
 
 
 def of_size(policy: Policy, sequences: int) -> Policy:

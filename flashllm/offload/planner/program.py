@@ -3,6 +3,7 @@
 It knows the cost model only as affine forms; which pairs to try is the search's business.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -38,9 +39,8 @@ class PlacementProgram:
         *,
         forbid: frozenset[str] = frozenset(),
         latency_s: float = np.inf,
-        unlimited: str | None = None,
     ) -> None:
-        """`forbid`: tiers that home no tensor. `unlimited` leaves out the limit of one, to see what it would take."""
+        """`forbid`: tiers that home no tensor."""
         self.model = model
         layers, steps = model.shape.layers, model.workload.gen_len
         phases = (
@@ -62,10 +62,9 @@ class PlacementProgram:
                 rows.append(row)
                 limits.append(-form.const * times / self._second)
         self._first_memory = len(rows)
-        for resource, peak, limit in memory_limits(model):
-            if resource != unlimited:
-                rows.append(np.append(peak.coef / self._byte, np.zeros(_PHASES)))
-                limits.append((limit * (1 - _MARGIN) - peak.const) / self._byte)
+        for _, peak, limit in memory_limits(model):
+            rows.append(np.append(peak.coef / self._byte, np.zeros(_PHASES)))
+            limits.append((limit * (1 - _MARGIN) - peak.const) / self._byte)
         self._last_memory = len(rows)
         self._block_time = np.append(np.zeros(SIZE), np.ones(_PHASES))
         if latency_s < np.inf:
@@ -108,32 +107,22 @@ class PlacementProgram:
     def _timed(self, found: Solution | None) -> Solution | None:
         return None if found is None else (found[0] * self._second, found[1])
 
-    def least_need(self, resource: str) -> float | None:
-        """Bytes of `resource` with which whole tensors just fit, whatever time they take."""
-        peaks = [peak for name, peak, _ in memory_limits(self.model) if name == resource]
-        need = np.array(
-            [np.append(peak.coef / self._byte, [0.0] * _PHASES + [-1.0]) for peak in peaks]
-        )  # peak(x) <= need
-        rows = np.vstack([np.column_stack([self.rows, np.zeros(len(self.rows))]), need])
-        limits = np.append(self.limits, [-peak.const / self._byte for peak in peaks])
-        found = self.solve(np.append(np.zeros(SIZE + _PHASES), 1.0), rows, limits, whole=True)
-        return None if found is None else found[0] * self._byte / (1 - _MARGIN)
-
-    def least_shortfall(self) -> dict[str, float]:
-        """Bytes missing of each memory, least in sum, when all three may grow together."""
-        tiers, memory = len(TIERS), range(self._first_memory, self._last_memory)
-        owners = [name for name, _, _ in memory_limits(self.model)]
-        grow = np.zeros((len(self.rows), tiers))
-        for row, owner in zip(memory, owners, strict=True):
-            grow[row, TIERS.index(owner)] = -1
-        objective = np.append(np.zeros(SIZE + _PHASES), np.ones(tiers))
-        found = self.solve(objective, np.column_stack([self.rows, grow]), self.limits, whole=True)
+    def shortfall(self, grow: Sequence[str]) -> dict[str, float] | None:
+        """Bytes missing of each of these memories, least in sum, whatever time whole tensors then take; None where no
+        growth of them suffices."""
+        memory = memory_limits(self.model)
+        more = np.zeros((len(self.rows), len(grow)))
+        for row, (owner, _, _) in enumerate(memory, self._first_memory):
+            if owner in grow:
+                more[row, grow.index(owner)] = -1
+        objective = np.append(np.zeros(SIZE + _PHASES), np.ones(len(grow)))
+        found = self.solve(objective, np.column_stack([self.rows, more]), self.limits, whole=True)
         if found is None:
-            return {}
-        peaks = dict.fromkeys(TIERS, 0.0)
-        for name, peak, limit in memory_limits(self.model):
-            peaks[name] = max(peaks[name], peak.value(found[1]) - limit)
-        return {tier: more for tier, more in peaks.items() if more > 0}
+            return None
+        return {
+            tier: max(0.0, *(peak.value(found[1]) - limit for name, peak, limit in memory if name == tier))
+            for tier in grow
+        }
 
     def _fractions(self, extra: int) -> tuple[Matrix, Matrix, Matrix, Matrix]:
         """Whole tensors as integers: is matrix m on tier t, then grains of cache and activations there.

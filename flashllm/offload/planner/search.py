@@ -47,16 +47,6 @@ class SearchSpace:
     forbid: frozenset[str] = frozenset()  # tiers that home no tensor
     latency_s: float = math.inf  # of a block, at most
 
-    def __post_init__(self) -> None:
-        if not (self.gpu_batches and self.num_batches and self.cpu_attention and self.overlap):
-            raise ValueError("gpu_batches, num_batches, cpu_attention and overlap must not be empty")
-        if self.blocks_in_flight < 1:
-            raise ValueError(f"blocks_in_flight must be positive, not {self.blocks_in_flight!r}")
-        if min(self.gpu_batches) < 1 or min(self.num_batches) < 1:
-            raise ValueError("gpu_batches and num_batches must be positive")
-        if unknown := self.forbid - set(TIERS):
-            raise ValueError(f"forbid: unknown tier {min(unknown)!r}; tiers are {', '.join(TIERS)}")
-
     def methods(self) -> Iterator[Method]:
         for gpu_batch in self.gpu_batches:
             for num_batches in self.num_batches:
@@ -174,22 +164,25 @@ def search(shape: ModelShape, hardware: Hardware, workload: Workload, space: Sea
 
 def explain_refusal(shape: ModelShape, hardware: Hardware, workload: Workload, space: SearchSpace) -> str:
     """Say what one resource alone must be for the smallest block to fit, or, where none suffices, what all lack."""
-    smallest = list(space.methods_of(min(space.gpu_batches), min(space.num_batches)))
-    models = [space.model(shape, hardware, workload, method) for method in smallest]
+    smallest = space.methods_of(min(space.gpu_batches), min(space.num_batches))
+    programs = [
+        PlacementProgram(space.model(shape, hardware, workload, method), forbid=space.forbid) for method in smallest
+    ]
     has = {"device": hardware.device_memory, "cpu": hardware.cpu_memory, "disk": hardware.disk_capacity}
+    usable = {"device": hardware.device_usable, "cpu": hardware.cpu_usable, "disk": hardware.disk_capacity}
     reserved = {"device": hardware.device_reserved, "cpu": hardware.cpu_reserved, "disk": 0}
     ways = []
     names = _RESOURCES | ({"device": "memory"} if hardware.device == "cpu" else {})
     for resource in TIERS:
         if resource == "cpu" and hardware.device == "cpu":
             continue
-        programs = [PlacementProgram(model, forbid=space.forbid, unlimited=resource) for model in models]
-        if needs := [need for program in programs if (need := program.least_need(resource)) is not None]:
-            need = min(needs) + reserved[resource]
+        if found := [short[resource] for program in programs if (short := program.shortfall([resource])) is not None]:
+            need = usable[resource] + min(found) + reserved[resource]
             more = format_size(max(0.0, need - has[resource]))
             ways.append(f"{more} more {names[resource]} ({format_size(need)} in all)")
     if not ways:
-        short = PlacementProgram(models[0], forbid=space.forbid).least_shortfall()
-        ways.append(" and ".join(f"{format_size(more)} more {names[tier]}" for tier, more in short.items()))
+        all_of_them = programs[0].shortfall(TIERS) or {}
+        missing = [f"{format_size(more)} more {names[tier]}" for tier, more in all_of_them.items() if more > 0]
+        ways.append(" and ".join(missing))
     what = f"{shape.name} ({format_size(shape.model_bytes)}) at {workload.prompt_len} + {workload.gen_len} tokens"
     return f"{what} does not fit {hardware.name}: it needs {', or '.join(ways)}"

@@ -57,9 +57,9 @@ class HostTier:
     limit: int | None = None  # of the device's own memory; None where it has none of its own, or no limit
     peak_nbytes: int | None = None  # most bytes taken there so far; None where nobody counts
 
-    def __init__(self, block: BlockSpec, shape: ModelShape, dtype: str, pool: _core.ThreadPool, *, simd: str) -> None:
+    def __init__(self, block: BlockSpec, shape: ModelShape, dtype: str, pool: _core.ThreadPool) -> None:
         self._shape = shape
-        self.ops: Ops = HostOps(block, dtype, pool, simd=simd)
+        self.ops: Ops = HostOps(block, dtype, pool)
 
     def open_weights(
         self, source: WeightSource, plan: WeightPlan, *, pool: _core.ThreadPool, scratch: Scratch, reader: _core.Reader

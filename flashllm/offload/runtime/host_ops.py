@@ -23,10 +23,10 @@ Watch = Callable[[NDArray[np.float32], int], None]  # (x [tokens, width], first 
 
 
 class HostOps:
-    def __init__(self, block: BlockSpec, dtype: str, pool: _core.ThreadPool, *, simd: str = "auto") -> None:
+    def __init__(self, block: BlockSpec, dtype: str, pool: _core.ThreadPool) -> None:
         self.storage = WEIGHT_DTYPES[dtype].storage
         self._block = block
-        self._native = _core.BatchModel(block=block, dtype=dtype, pool=pool, rows_together=ROWS_TOGETHER, simd=simd)
+        self._native = _core.BatchModel(block=block, dtype=dtype, pool=pool, rows_together=ROWS_TOGETHER)
 
     def embed(self, ends: Tensors, rows: Array, positions: Positions) -> Array:
         states = np.empty((len(rows), self._block.d_model), self.storage)
@@ -100,14 +100,7 @@ class HostOps:
         return np.ascontiguousarray(x[index])
 
 
-def batch_attention(
-    mixer: Attention,
-    dtype: str,
-    pool: _core.ThreadPool,
-    *,
-    bits: int = 0,
-    simd: str = "auto",
-) -> _core.BatchAttention:
+def batch_attention(mixer: Attention, dtype: str, pool: _core.ThreadPool, *, bits: int = 0) -> _core.BatchAttention:
     """Attention of a layer over a cache of so many bits a number; 0: of the model's dtype."""
     return _core.BatchAttention(
         heads=mixer.heads,
@@ -120,5 +113,4 @@ def batch_attention(
         value_dim=mixer.latent.rank if mixer.latent is not None else 0,
         bits=bits,
         pool=pool,
-        simd=simd,
     )

@@ -47,13 +47,12 @@ class OpenModel(Closing):
             self.tier = self._open_tier(dtype, cache_bits)
             self.attention = [
                 batch_attention(
-                    self.block.layers[self.source.stage.first + layer].attention,
+                    self.block.layers[layer].attention,
                     dtype,
                     self.pool,
                     bits=cache_bits,
-                    simd=options.simd,
                 )
-                for layer in range(self.source.num_layers)
+                for layer in self.source.stage.numbers
             ]
             bits = options.weight_bits if policy.compress_weights else None
             self.plan = plan_weights(self.source, policy, bits=bits)
@@ -97,7 +96,7 @@ class OpenModel(Closing):
     def _open_tier(self, dtype: str, cache_bits: int) -> "HostTier | AcceleratorTier":
         options, shape = self.options, self.source.model_shape
         if options.accelerator is None:
-            return HostTier(self.block, shape, dtype, self.pool, simd=options.simd)
+            return HostTier(self.block, shape, dtype, self.pool)
         from flashllm.offload.runtime.accelerator.tier import AcceleratorTier, check_policy
 
         check_policy(self.policy)

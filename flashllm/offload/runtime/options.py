@@ -13,7 +13,6 @@ class RunOptions:
     threads: int | None = None  # of the products; None: one a core
     weight_bits: int = 4  # where the policy compresses weights
     cache_bits: int = 4  # where it compresses the cache
-    simd: str = "auto"
     accelerator: str | None = None  # torch's name of the device; None: the CPU, by the native core
     accelerator_memory: int | None = None  # bytes of it; None: what is free
     before_task: Callable[[Task], None] | None = None  # of tests: called in the worker before each task

@@ -7,7 +7,7 @@ first layer takes comes from the stage before, and what the last one makes goes 
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -22,13 +22,7 @@ from flashllm.base.processes import OneProcess
 from flashllm.errors import FlashError
 from flashllm.offload.jobs import sequences as jobs
 from flashllm.offload.jobs.measures import BlockMeasure
-from flashllm.offload.planner.schedules import (
-    Action,
-    Graph,
-    Step,
-    pipeline_stage,
-    zigzag_block,
-)
+from flashllm.offload.planner.schedules import Action, Step, schedule
 from flashllm.offload.policy import Policy
 from flashllm.offload.runtime.device_tier import Need, Sizes
 from flashllm.offload.runtime.executor import Executor, Stopped
@@ -92,7 +86,7 @@ class Runner(OneProcess, Closing):
             opened = OpenModel(model, policy, options=self.options, memory=memory, stage=stage)
             self._opened = parts.enter_context(opened)
             self.block, self.stage, self.num_layers = opened.block, opened.source.stage, opened.source.num_layers
-            self.context, self.vocab = self.block.context, self.block.vocab_size
+            self.vocab = self.block.vocab_size
             self._ops, self._attention = opened.tier.ops, opened.attention
             self.states_dtype = np.dtype(self._ops.storage)  # of hidden states
             opened.check(None)
@@ -237,16 +231,12 @@ class _Run:
 
     def _steps(self) -> Iterator[Step]:
         """The schedule, up to where every sequence has ended."""
-        graph = Graph(batches=len(self._batches), tokens=self._tokens, layers=self._last_layer + 1)
-        for step in self._schedule(graph):
+        batches, layers = len(self._batches), self._last_layer + 1
+        group = batches if self._neighbours is None else self.r.policy.num_batches
+        for step in schedule(batches=batches, tokens=self._tokens, layers=layers, group=group):
             if self._is_over:
                 return
             yield step
-
-    def _schedule(self, graph: Graph) -> Iterable[Step]:
-        if self._neighbours is not None:
-            return pipeline_stage(graph, group=self.r.policy.num_batches)
-        return zigzag_block(graph, block=graph.batches)
 
     def _work(self, task: Task) -> None:
         if self.r.options.before_task is not None:

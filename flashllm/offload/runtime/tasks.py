@@ -5,6 +5,7 @@ for those that make what it reads, and for the last that used the buffer it writ
 the schedule, so whoever works the tasks of an activity in order can never wait for ever.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -24,82 +25,55 @@ class Task:
     square: int = 0  # buffer of the square's cache and activations
 
 
-class _Dependencies:
-    """The last task of each thing, while the schedule is walked."""
-
-    def __init__(self) -> None:
-        self.weight_loads = 0
-        self.squares = 0
-        self.weights_ready: int | None = None  # the last load of weights
-        self.weights_of: int | None = None  # its layer
-        self.weight_users: list[int | None] = []  # load -> the last computation that used it
-        self.square_tasks: dict[int, list[int]] = {}  # square -> its tasks after the loads
-        self.number_of: dict[tuple[int, int, int], int] = {}  # (batch, token, layer) -> square, while it is open
-        self.cache_stored: dict[tuple[int, int], int] = {}  # (batch, layer) -> last store of its cache
-        self.activation_stored: dict[int, int] = {}  # batch -> last store of its activations
-        self.loaded: dict[int, list[int]] = {}  # square -> its loads
-
-    def square_of(self, step: Step) -> int:
-        key = (step.batch, step.token, step.layer)
-        if key not in self.number_of:
-            self.number_of[key] = self.squares
-            self.squares += 1
-        return self.number_of[key]
-
-
 def tasks(steps: Iterable[Step], *, buffers: int = BUFFERS) -> Iterator[Task]:
-    """The tasks of `steps`, in their order, with `buffers` buffers of each kind.
+    """The tasks of `steps`, in their order, with `buffers` buffers of each kind. Steps of a square follow each other.
 
     Raises ValueError where a computation's weights are not the last loaded.
     """
     if buffers < 1:
         raise ValueError(f"buffers must be positive, not {buffers!r}")
-    state = _Dependencies()
+    loads, ready, loaded = 0, -1, -1  # of weights: how many, the last one's task and its layer
+    users: deque[int | None] = deque(maxlen=buffers)  # of the latest loads: the last computation with each
+    place, squares = (-1, -1, -1), 0
+    arrived: list[int] = []  # loads of the square
+    latest: deque[list[int]] = deque(maxlen=buffers + 1)  # of the latest squares, this one last: tasks after the loads
+    cache_stored: dict[tuple[int, int], int] = {}  # (batch, layer) -> last store of its cache
+    activation_stored: dict[int, int] = {}  # batch -> last store of its activations
     for number, step in enumerate(steps):
+        needs: list[int | None]
         if step.action is Action.LOAD_WEIGHTS:
-            needs = []
-            state.weight_users.append(None)
-            if state.weight_loads >= buffers:
-                user = state.weight_users[state.weight_loads - buffers]
-                needs = [] if user is None else [user]
-                state.weight_users[state.weight_loads - buffers] = None
-            state.weights_ready, state.weights_of = number, step.layer
-            yield Task(number, step, tuple(needs), weights=state.weight_loads % buffers)
-            state.weight_loads += 1
+            needs = [users[0]] if len(users) == buffers else []
+            users.append(None)
+            loads, ready, loaded = loads + 1, number, step.layer
+            yield Task(number, step, _known(needs), weights=(loads - 1) % buffers)
             continue
-        yield _square_task(state, number, step, buffers)
+        if (step.batch, step.token, step.layer) != place:
+            place, squares, arrived = (step.batch, step.token, step.layer), squares + 1, []
+            latest.append([])
+        mine, before = latest[-1], latest[0] if len(latest) > buffers else []  # the square that had the buffer
+        match step.action:
+            case Action.LOAD_CACHE:
+                needs = [cache_stored.get((step.batch, step.layer)), *before]
+                arrived.append(number)
+            case Action.LOAD_ACTIVATION:
+                needs = [activation_stored.get(step.batch), *before]
+                arrived.append(number)
+            case Action.COMPUTE:
+                if loaded != step.layer:
+                    raise ValueError(f"{step}: the weights loaded last are of layer {loaded}")
+                # A prompt has no cache to load, but its cache goes into the square's buffer all the same.
+                needs = [ready, *arrived, *before, cache_stored.get((step.batch, step.layer))]
+                users[-1] = number
+                mine.append(number)
+            case Action.STORE_CACHE | Action.STORE_ACTIVATION:
+                needs = [mine[0]]
+                mine.append(number)
+                if step.action is Action.STORE_CACHE:
+                    cache_stored[step.batch, step.layer] = number
+                else:
+                    activation_stored[step.batch] = number
+        yield Task(number, step, _known(needs), weights=(loads - 1) % buffers, square=(squares - 1) % buffers)
 
 
-def _square_task(state: _Dependencies, number: int, step: Step, buffers: int) -> Task:
-    square = state.square_of(step)
-    weights = (state.weight_loads - 1) % buffers
-    needs: list[int | None] = []
-    match step.action:
-        case Action.LOAD_CACHE | Action.LOAD_ACTIVATION:
-            # What was stored last, and the buffer: free when all of the square before in it is done.
-            if step.action is Action.LOAD_CACHE:
-                needs = [state.cache_stored.get((step.batch, step.layer))]
-            else:
-                needs = [state.activation_stored.get(step.batch)]
-            needs += state.square_tasks.get(square - buffers, [])
-            state.loaded.setdefault(square, []).append(number)
-        case Action.COMPUTE:
-            if state.weights_of != step.layer:
-                raise ValueError(f"{step}: the weights loaded last are of layer {state.weights_of}")
-            # A prompt has no cache to load, but its cache goes into the square's buffer all the same.
-            needs = [state.weights_ready, *state.loaded.pop(square, []), *state.square_tasks.get(square - buffers, [])]
-            needs.append(state.cache_stored.get((step.batch, step.layer)))
-            state.weight_users[-1] = number
-            state.square_tasks[square] = [number]
-            state.square_tasks.pop(square - buffers, None)
-        case Action.STORE_CACHE:
-            needs = [state.square_tasks[square][0]]
-            state.square_tasks[square].append(number)
-            state.cache_stored[step.batch, step.layer] = number
-        case Action.STORE_ACTIVATION:
-            needs = [state.square_tasks[square][0]]
-            state.square_tasks[square].append(number)
-            state.activation_stored[step.batch] = number
-            del state.number_of[step.batch, step.token, step.layer]
-    known = sorted({need for need in needs if need is not None})
-    return Task(number, step, tuple(known), weights=weights, square=square % buffers)
+def _known(needs: Iterable[int | None]) -> tuple[int, ...]:
+    return tuple(sorted({need for need in needs if need is not None}))

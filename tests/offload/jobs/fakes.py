@@ -5,8 +5,8 @@ import hashlib
 
 import numpy as np
 
+from flashllm.api.prompts import PromptEncoder
 from flashllm.errors import FormatError
-from flashllm.offload.jobs.prompts import PromptEncoder
 
 VOCAB = 64
 END = 1
@@ -87,6 +87,3 @@ class Runner:
                 new += 1
             progress(new)
         return Measured(new_tokens=new, prompt_tokens=sum(len(one.prompt) for one in sequences))
-
-    def stop(self):
-        self._steps_left = 0

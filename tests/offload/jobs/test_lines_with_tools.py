@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from tiny_models import make_tokenizer
 
+from flashllm.api.prompts import PromptEncoder
 from flashllm.errors import FormatError
 from flashllm.generate.grammar import Grammars
 from flashllm.generate.templates.chat_template import ChatTemplate
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.offload.jobs.answers import answer
 from flashllm.offload.jobs.lines import BatchFile
-from flashllm.offload.jobs.prompts import PromptEncoder
 from flashllm.offload.jobs.requests import Defaults
 from flashllm.replies.formats import find
 

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flashllm.errors import FlashIOError, FormatError, UsageError
+from flashllm.offload.jobs.blocks import equal
 from flashllm.offload.jobs.job import Job
 from flashllm.offload.jobs.lines import BatchFile
 from flashllm.offload.jobs.requests import Defaults
@@ -56,11 +57,13 @@ def run(source, out, *, resume=False, runner=None, block_size=2, settings="model
         Results.open(out, batch.lines, source=source, resume=resume) as results,
     ):
         text = lambda token: Letters().decode([token])  # noqa: E731
-        job = Job(batch, results, blocks=block_size, model="tiny", token_text=text)
+        job = Job(batch, results, model="tiny", token_text=text)
+        job.answer_problems()
         try:
-            return job.run(runner or Runner())
+            job.run(runner or Runner(), equal(len(job.sizes), block_size))
         except Interrupted:
             return None
+        return job.totals
 
 
 def answers(out):
@@ -135,7 +138,7 @@ def test_how_far_a_job_is(source, tmp_path):
         BatchFile.read(source, ENCODER, DEFAULTS, skip_bad=True) as batch,
         Results.open(tmp_path / "out.jsonl", batch.lines, source=source, resume=False) as results,
     ):
-        job = Job(batch, results, blocks=2, model="tiny", token_text=str)
+        job = Job(batch, results, model="tiny", token_text=str)
 
         class Watched(Runner):
             def run(self, sequences, progress):
@@ -146,9 +149,9 @@ def test_how_far_a_job_is(source, tmp_path):
                 return super().run(sequences, note)
 
         assert (job.done_share, job.done_tokens) == (0, 0)
-        totals = job.run(Watched())
-        assert (job.done_share, job.done_tokens) == (1, totals.new_tokens)
-        assert [count for count, _ in job.workloads()] == [2, 2, 1]
+        job.run(Watched(), (2, 2, 1))
+        assert (job.done_share, job.done_tokens) == (1, job.totals.new_tokens)
+        assert [len(block) for block in job.blocks] == [2, 2, 1]
     assert all(0 < share <= 1 for share, _ in shares)
     assert [tokens for _, tokens in shares] == sorted(tokens for _, tokens in shares)
 

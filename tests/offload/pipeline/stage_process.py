@@ -37,8 +37,9 @@ def drive(ring, settings):
             made = sequences(settings["prompts"], settings["new"])
             measure = runner.run(made)
             tokens.append([list(each.output) for each in made])
-    ranks = [each.rank for each in runner.stage_measures]
-    return {"tokens": tokens, "new_tokens": measure.new_tokens, "ranks": ranks}
+    computed = sum(each.busy["compute"] for each in runner.stage_measures)
+    assert measure.busy["compute"] == computed > 0
+    return {"tokens": tokens, "new_tokens": measure.new_tokens, "stages": len(runner.stage_measures)}
 
 
 def main(settings, out, environment):

@@ -145,7 +145,7 @@ def test_processes_give_the_tokens_of_one(context, models, tmp_path, case):
         *others, last = results(started, tmp_path)
     assert others == [{}] * (world - 1)
     expected = alone(models[name], tmp_path, chosen)
-    assert last == {"tokens": [expected, expected], "new_tokens": sum(NEW), "ranks": list(range(world))}
+    assert last == {"tokens": [expected, expected], "new_tokens": sum(NEW), "stages": world}
     assert not list((tmp_path / "scratch").iterdir())
 
 
@@ -211,7 +211,7 @@ def test_another_model_is_refused(context, models, tmp_path):
     with processes(context, 2, tmp_path, models["opt"], fingerprint="2") as started:
         ends = results(started, tmp_path)
     assert [end["error"] for end in ends] == ["UsageError", "PeerLost"]
-    assert all("their configs differ" in end["message"] for end in ends)
+    assert all("their files differ" in end["message"] for end in ends)
 
 
 def test_offload_run_under_torchrun(models, tmp_path):

@@ -27,14 +27,6 @@ def placed(*shares, **other):
     return policy(*shares, cpu_attention=True, **other)
 
 
-@pytest.mark.parametrize("weights", [DEVICE, CPU, DISK], ids=["device", "cpu", "disk"])
-@pytest.mark.parametrize("cache", [DEVICE, CPU, DISK, MIXED], ids=["device", "cpu", "disk", "mixed"])
-def test_every_placement_gives_the_same_tokens(models, tmp_path, weights, cache):
-    path, prompts, expected = models("llama")
-    hidden = {DEVICE: DISK, CPU: DEVICE, DISK: MIXED}[weights]
-    assert on_torch(path, prompts, tmp_path, placed(weights, cache, hidden)) == expected
-
-
 @pytest.mark.parametrize("overlap", [True, False])
 def test_overlap_changes_no_token(models, tmp_path, overlap):
     path, prompts, expected = models("opt")

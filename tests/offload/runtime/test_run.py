@@ -24,12 +24,14 @@ from flashllm.offload.runtime.ops import Matrix, Tensors
 from flashllm.offload.runtime.run import Runner, RunOptions, Stopped
 
 
+@pytest.mark.parametrize("accelerator", [None, "cpu"], ids=["native", "torch"])
 @pytest.mark.parametrize("weights", [DEVICE, CPU, DISK, MIXED], ids=["device", "cpu", "disk", "mixed"])
 @pytest.mark.parametrize("cache", [DEVICE, CPU, DISK, MIXED], ids=["device", "cpu", "disk", "mixed"])
-def test_every_placement_gives_the_same_tokens(models, tmp_path, weights, cache):
+def test_every_placement_gives_the_same_tokens(models, tmp_path, weights, cache, accelerator):
     path, prompts, expected = models("llama")
     hidden = {DEVICE: DISK, CPU: DEVICE, DISK: MIXED, MIXED: DISK}[weights]
-    assert answers(path, prompts, tmp_path, policy(weights, cache, hidden)) == expected
+    chosen = policy(weights, cache, hidden, cpu_attention=True)
+    assert answers(path, prompts, tmp_path, chosen, accelerator=accelerator) == expected
 
 
 FRACTIONS = st.lists(st.integers(0, 4), min_size=3, max_size=3).filter(sum).map(lambda x: tuple(n / sum(x) for n in x))

@@ -9,19 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashllm.errors import FlashError
-from flashllm.offload.planner.schedules import Action, Graph, Step, pipeline_stage, zigzag_block
+from flashllm.offload.planner.schedules import Action, Step, schedule
 from flashllm.offload.runtime.executor import Executor, Stopped
 from flashllm.offload.runtime.tasks import Task, tasks
 
-GRAPHS = st.builds(Graph, batches=st.integers(1, 4), tokens=st.integers(1, 4), layers=st.integers(1, 4))
 BUFFERS = st.integers(1, 3)
 
 
-@st.composite
-def schedules(draw):
-    graph = draw(GRAPHS)
-    size = draw(st.integers(1, graph.batches))
-    return list(zigzag_block(graph, block=size) if draw(st.booleans()) else pipeline_stage(graph, group=size))
+def steps_of(batches, tokens, layers, group):
+    return list(schedule(batches=batches, tokens=tokens, layers=layers, group=group))
+
+
+def schedules():
+    return st.builds(steps_of, *[st.integers(1, 4)] * 4)
 
 
 class Machine:
@@ -102,7 +102,7 @@ def test_needs_come_earlier(steps, buffers):
 
 def test_without_its_needs_an_order_is_wrong():
     """The model above notices: dropping the needs of computations lets some order fail."""
-    steps = list(zigzag_block(Graph(batches=2, tokens=2, layers=2), block=2))
+    steps = steps_of(2, 2, 2, 2)
     machine = Machine(steps, 2)
     computations = [task for task in tasks(steps) if task.step.action is Action.COMPUTE]
     with pytest.raises(AssertionError):
@@ -112,8 +112,7 @@ def test_without_its_needs_an_order_is_wrong():
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("seed", range(4))
 def test_executor_keeps_order_under_random_delays(overlap, seed):
-    graph = Graph(batches=3, tokens=3, layers=3)
-    steps = list(zigzag_block(graph, block=2))
+    steps = steps_of(3, 3, 3, 2)
     machine, rng = Machine(steps, 2), random.Random(seed)
 
     def work(task):
@@ -123,12 +122,12 @@ def test_executor_keeps_order_under_random_delays(overlap, seed):
     with Executor(work, overlap=overlap) as executor:
         executor.run(tasks(steps))
         assert sum(executor.busy_s.values()) > 0
-    assert len(machine.computed) == graph.batches * graph.tokens * graph.layers
+    assert len(machine.computed) == 3 * 3 * 3
 
 
 def test_executor_overlaps():
     """A load of weights runs while another task computes."""
-    steps = list(zigzag_block(Graph(batches=1, tokens=1, layers=3), block=1))
+    steps = steps_of(1, 1, 3, 1)
     loading = threading.Event()
 
     def work(task):
@@ -143,7 +142,7 @@ def test_executor_overlaps():
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_the_first_error_ends_the_run(overlap):
-    steps = list(zigzag_block(Graph(batches=2, tokens=2, layers=2), block=2))
+    steps = steps_of(2, 2, 2, 2)
     done = []
 
     def work(task):
@@ -158,7 +157,7 @@ def test_the_first_error_ends_the_run(overlap):
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_stop_ends_the_run(overlap):
-    steps = zigzag_block(Graph(batches=1, tokens=10_000, layers=2), block=1)
+    steps = schedule(batches=1, tokens=10_000, layers=2, group=1)
     executor = Executor(lambda task: executor.stop() if task.step.token == 3 else None, overlap=overlap)
     with executor, pytest.raises(Stopped):
         executor.run(tasks(steps))

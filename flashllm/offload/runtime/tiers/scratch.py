@@ -31,7 +31,7 @@ READ_THREADS = 8  # large blocks: a few keep the drive busy and leave the proces
 REQUEST_NBYTES = 1 << 20  # of one read; larger ones gain nothing on the drives measured
 WRITE_THREADS = 4
 _PREFIX = "flashllm-scratch-"
-_MARGIN_NBYTES = 64 << 20  # stays free: a full file system is trouble for everyone on it
+MARGIN_NBYTES = 64 << 20  # stays free: a full file system is trouble for everyone on it
 
 
 def round_up(nbytes: int) -> int:
@@ -129,9 +129,9 @@ class Scratch(Closing):
 def check_space(parent: Path, nbytes: int) -> None:
     """FlashIOError, with the numbers, unless the file system of `parent` has room for `nbytes` and a margin."""
     free = shutil.disk_usage(parent).free
-    if nbytes and nbytes + _MARGIN_NBYTES > free:
+    if nbytes and nbytes + MARGIN_NBYTES > free:
         raise FlashIOError(
-            f"{parent}: the disk tier needs {format_size(nbytes)} ({nbytes} bytes) and {format_size(_MARGIN_NBYTES)} "
+            f"{parent}: the disk tier needs {format_size(nbytes)} ({nbytes} bytes) and {format_size(MARGIN_NBYTES)} "
             f"that stay free; {format_size(free)} ({free} bytes) are free. Free space, choose another scratch folder, "
             "or keep less on disk"
         )

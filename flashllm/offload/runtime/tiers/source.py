@@ -4,7 +4,7 @@ Names are those of flashllm/arch/tensors.py; the FFN's matrices besides: layers.
 down [d_model, d_ff]. Says where a tensor's bytes lie in a file as they are, so that the disk tier can read them there,
 and fills arrays with those that have to be put together or rounded first. Never holds more than a layer.
 
-Of a stage of a pipeline only its own tensors are there, and its layers are numbered from 0.
+Of a stage of a pipeline only its own tensors are there; layers have their numbers in the model.
 """
 
 from abc import ABC, abstractmethod
@@ -55,11 +55,8 @@ class Extent:
 class WeightSource(ABC, Closing):
     """An open model. A context manager; tensors are in `dtype.storage` (bfloat16: its bits, uint16)."""
 
-    def __init__(
-        self, path: Path, config: Mapping[str, Any], dtype: WeightDtype, stage: Stage | None, codes: Collection[str]
-    ) -> None:
+    def __init__(self, path: Path, config: Mapping[str, Any], dtype: WeightDtype, stage: Stage | None) -> None:
         self.path = path
-        self._codes = codes
         self.config = complete_config(config)
         self.block: BlockSpec = block_spec(config)
         check_mixers(self.block, str(path))
@@ -74,10 +71,9 @@ class WeightSource(ABC, Closing):
                 shape = (block.d_model, arch.width(layer)) if down else (arch.width(layer), block.d_model)
                 shapes[matrix_name(layer, matrix)] = shape
         self.stage = stage or whole(arch.num_layers)
-        self._model_names = {
-            mine: name for name in shapes if (mine := _stage_name(name, self.stage, tied=block.tied_head)) is not None
+        self._shapes = {
+            name: shape for name, shape in shapes.items() if _is_of_stage(name, self.stage, tied=block.tied_head)
         }
-        self._shapes = {mine: shapes[name] for mine, name in self._model_names.items()}
 
     @property
     def num_layers(self) -> int:
@@ -86,7 +82,7 @@ class WeightSource(ABC, Closing):
     @property
     def matrices(self) -> tuple[str, ...]:
         """A layer's matrices: query, key, value, out, those of latent attention, up, (gate,) down."""
-        attention = (name for name in ATTENTION if matrix_name(0, name) in self._shapes)
+        attention = (name for name in ATTENTION if matrix_name(self.stage.first, name) in self._shapes)
         return (*attention, *self.architecture.matrices)
 
     @property
@@ -96,18 +92,17 @@ class WeightSource(ABC, Closing):
 
     @property
     def model_shape(self) -> ModelShape:
-        layers, assembled = range(self.stage.first, self.stage.end), is_assembled(self.path)
+        layers, assembled = self.stage.numbers, is_assembled(self.path)
         arch, dtype = self.architecture, self.dtype.name
         return shape_of(arch, self.block, layers, name=self.path.name, dtype=dtype, assembled=assembled)
 
+    @abstractmethod
     def extent(self, name: str) -> Extent | None:
         """The place of the tensor as it is; None where it must be read with `read`."""
-        return self._extent(self._model_names[name])
 
-    def encoding(self, name: str) -> str | None:
+    def encoding(self, _name: str) -> str | None:
         """The codes that a layer's matrix is stored in, and may stay in; None for another."""
-        code = self._encoding(self._model_names[name])
-        return code if code in self._codes else None
+        return None
 
     def plane_nbytes(self, _layer: int) -> int:
         """Bytes of `plane`."""
@@ -117,6 +112,7 @@ class WeightSource(ABC, Closing):
         """The scales of a layer's down columns that lie beside their codes, by name; none of others."""
         return {}
 
+    @abstractmethod
     def read(self, targets: Mapping[str, Array]) -> None:
         """Fill contiguous arrays of the storage of `read_dtype` with the tensors of these names, which are of one layer
         or of none; and arrays of bytes with the vectors of matrices as they are stored in codes, one an output, of
@@ -125,19 +121,6 @@ class WeightSource(ABC, Closing):
         UnsupportedModelError for a value outside the dtype's range, ChecksumError for a damaged row, FlashIOError and
         FormatError for failed reads.
         """
-        self._read({self._model_names[name]: target for name, target in targets.items()})
-
-    @abstractmethod
-    def _extent(self, name: str) -> Extent | None:
-        """`extent`, by the name in the whole model."""
-
-    def _encoding(self, _name: str) -> str | None:
-        """`encoding`, by the name in the whole model."""
-        return None
-
-    @abstractmethod
-    def _read(self, targets: Mapping[str, Array]) -> None:
-        """`read`, by names in the whole model."""
 
     def read_dtype(self, name: str) -> WeightDtype:
         """The dtype that a tensor is read in: the model's, but for those in fp32 (`is_wide`)."""
@@ -165,18 +148,14 @@ def matrix_name(layer: int, matrix: str) -> str:
     return f"layers.{layer}.{matrix}.weight"
 
 
-def _stage_name(name: str, stage: Stage, *, tied: bool) -> str | None:
-    """A stage's name for a tensor of the model; None where it has no use for it."""
-    first, _, rest = name.partition(".")
+def _is_of_stage(name: str, stage: Stage, *, tied: bool) -> bool:
+    """True where a stage has a use for a tensor of the model."""
+    first, number, *_ = name.split(".")
     if first == "layers":
-        number, _, rest = rest.partition(".")
-        layer = int(number) - stage.first
-        return f"layers.{layer}.{rest}" if 0 <= layer < stage.num_layers else None
+        return int(number) in stage.numbers
     if first in ("head", "final_norm", "project_out"):
-        return name if stage.is_last else None
-    if name == "embedding.weight" and tied and stage.is_last:
-        return name
-    return name if stage.is_first else None
+        return stage.is_last
+    return stage.is_first or (name == "embedding.weight" and tied and stage.is_last)
 
 
 def open_weights(path: Path, stage: Stage | None = None, *, codes: Collection[str] = tuple(CODES)) -> WeightSource:
@@ -204,7 +183,7 @@ class _CheckpointWeights(WeightSource):
                 if checkpoint.tensors[name].dtype not in WEIGHT_DTYPE_BY_CODE:
                     found, known = checkpoint.tensors[name].dtype, ", ".join(WEIGHT_DTYPE_BY_CODE)
                     raise UnsupportedModelError(f"{checkpoint.where(name)}: has dtype {found}; supported: {known}")
-            super().__init__(path, checkpoint.config, self._dtype_of("embedding.weight"), stage, ())
+            super().__init__(path, checkpoint.config, self._dtype_of("embedding.weight"), stage)
             self._files = stack.pop_all()
 
     def _info(self, name: str) -> TensorInfo:
@@ -213,7 +192,7 @@ class _CheckpointWeights(WeightSource):
     def _dtype_of(self, name: str) -> WeightDtype:
         return WEIGHT_DTYPE_BY_CODE[self._info(name).dtype]
 
-    def _extent(self, name: str) -> Extent | None:
+    def extent(self, name: str) -> Extent | None:
         if name not in self._claims:  # of all experts of a layer
             return None
         info, claim = self._info(name), self._claims[name]
@@ -225,7 +204,7 @@ class _CheckpointWeights(WeightSource):
         row_nbytes = prod(claim.shape[1:]) * info.itemsize
         return Extent(where[0], where[1] + claim.part.first * row_nbytes, claim.rows * row_nbytes)
 
-    def _read(self, targets: Mapping[str, Array]) -> None:
+    def read(self, targets: Mapping[str, Array]) -> None:
         for name, target in targets.items():
             if name in self._claims:
                 self._read_tensor(name, target)
@@ -273,31 +252,31 @@ class _ModelDirWeights(WeightSource):
                 f"{path}: its experts lie in {model.manifest.in_place.files[0].path}, where this engine does not read "
                 "them; give it that file"
             )
-        super().__init__(path, model.config, model.dtype, stage, codes)
-        self._manifest = model.manifest
+        super().__init__(path, model.config, model.dtype, stage)
+        self._manifest, self._codes = model.manifest, codes
         with ExitStack() as stack:
             self._resident: SafetensorsFile = stack.enter_context(open_safetensors(path / RESIDENT))
             self._ffn: SafetensorsFile = stack.enter_context(open_safetensors(path / FFN))
             self._files = stack.pop_all()
 
-    def _extent(self, name: str) -> Extent | None:
+    def extent(self, name: str) -> Extent | None:
         info = self._resident.header.tensors.get(name)
         if info is None or info.dtype != self.dtype.code:  # a matrix of the FFN, or in codes
             return None
         return Extent(self.path / RESIDENT, info.offset, info.nbytes)
 
-    def _encoding(self, name: str) -> str | None:
+    def encoding(self, name: str) -> str | None:
         info = self._resident.header.tensors.get(name)
         stored = self._manifest.rows.encoding_of(name.split(".")[2]) if info is None else self._of_resident(info)
-        return stored.name
+        return stored.name if stored.name in self._codes else None
 
     def plane_nbytes(self, layer: int) -> int:
-        of, number = self._manifest, self.stage.first + layer
-        names = plane_tensors(number, of.down_scales[number], of.layout(number)) if of.rows.has_plane else ()
+        of = self._manifest
+        names = plane_tensors(layer, of.down_scales[layer], of.layout(layer)) if of.rows.has_plane else ()
         return sum(self._resident.header.tensors[name].nbytes for name in names)
 
     def plane(self, layer: int) -> Mapping[str, Array]:
-        plane = read_plane(self.path, self._manifest, self.stage.first + layer)
+        plane = read_plane(self.path, self._manifest, layer)
         return {} if plane is None else plane.arrays
 
     def _of_resident(self, info: TensorInfo) -> RowEncoding:
@@ -310,7 +289,7 @@ class _ModelDirWeights(WeightSource):
             manifest.other_encodings,
         )
 
-    def _read(self, targets: Mapping[str, Array]) -> None:
+    def read(self, targets: Mapping[str, Array]) -> None:
         bundled: dict[int, dict[str, Array]] = {}
         for name, target in targets.items():
             info = self._resident.header.tensors.get(name)

@@ -132,14 +132,14 @@ def plan_weights(
         raise UsageError(f"weights in {bits} bits: the widths are {', '.join(map(str, PACKED_BITS))}")
     layers = [
         {name: prod(source.shapes[matrix_name(layer, name)]) for name in source.matrices}
-        for layer in range(source.num_layers)
+        for layer in source.stage.numbers
     ]
     sizes = {name: sum(each[name] for each in layers) for name in source.matrices}
     homes = assign(sizes, (policy.wg, policy.wc, policy.wd))
     tied = source.block.tied_head
     head, table = policy.head_tier, policy.embedding_tier(tied=tied and source.stage.is_last)
     layout = _Layout(source, bits)
-    for layer in range(source.num_layers):
+    for layer in source.stage.numbers:
         layout.add({name: (matrix_name(layer, name), home) for name, home in homes.items()}, layer=layer)
     outer: dict[str, tuple[str, str]] = {}
     if source.stage.is_last:
@@ -188,7 +188,7 @@ class _Layout:
             widened = 0
             for short, (name, _) in wanted.items():
                 stored = self._source.encoding(name)
-                packing = self._packing.of(short, self._source.stage.first + layer, stored)
+                packing = self._packing.of(short, layer, stored)
                 if packing is not None:
                     packings[short] = packing
                     widened += 0 if packing.encoding == stored else prod(self._source.shapes[name])
@@ -251,7 +251,7 @@ def is_outer_matrix(name: str) -> bool:
 
 def small_tensors(source: WeightSource) -> list[str]:
     """Names of the tensors that have no tier: they stay on the device."""
-    tiered = {matrix_name(layer, name) for layer in range(source.num_layers) for name in source.matrices}
+    tiered = {matrix_name(layer, name) for layer in source.stage.numbers for name in source.matrices}
     tiered |= {"embedding.weight", "head.weight"}
     return [name for name in source.shapes if name not in tiered]
 

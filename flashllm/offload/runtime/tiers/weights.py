@@ -63,7 +63,7 @@ class WeightStore(Closing):
         self.plan = plan
         if self.plan.scratch_nbytes and scratch is None:
             raise ValueError(f"these weights need {self.plan.scratch_nbytes} bytes of scratch files")
-        self.num_layers = source.num_layers
+        self.num_layers, self._first = source.num_layers, source.stage.first
         self.bytes_read = 0  # from files, since the start
         self.notices: list[str] = []
         self._block, self._dtype = source.block, source.dtype
@@ -80,7 +80,7 @@ class WeightStore(Closing):
         self._small: dict[str, Array] = {name: self._read_small(source, name) for name in small_tensors(source)}
         self._planes = [
             source.plane(layer) if (one := bundle.tensors["down"].packing) is not None and one.has_plane else {}
-            for layer, bundle in enumerate(self.plan.bundles[:-1])
+            for layer, bundle in zip(source.stage.numbers, self.plan.bundles, strict=False)
         ]
         if self.plan.scratch_nbytes:
             self._scratch = cast(Scratch, scratch).create("weights", self.plan.scratch_nbytes)
@@ -96,11 +96,12 @@ class WeightStore(Closing):
         self._load(self.plan.bundles[layer], buffer)
 
     def layer(self, layer: int, buffer: int) -> Tensors:
-        """A layer's tensors where they lie once `buffer` is loaded."""
+        """Tensors of a layer, counted from the stage's first, where they lie once `buffer` is loaded."""
         if (layer, buffer) not in self._lent:
-            prefix, tensors = f"layers.{layer}.", self.plan.bundles[layer].tensors
+            number, tensors = self._first + layer, self.plan.bundles[layer].tensors
+            prefix = f"layers.{number}."
             matrices = {
-                name: self._matrix(tensors[name], buffer, self._small.get(bias_name(layer, name)))
+                name: self._matrix(tensors[name], buffer, self._small.get(bias_name(number, name)))
                 for name in self.plan.homes
             }
             for name, one in self._small.items():  # a router's
