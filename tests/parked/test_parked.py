@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 from arch_models import CONTEXT
+from planned import ids_of
 from tiny_models import make_tokenizer
 
 from flashllm.api.requests import Request
@@ -44,10 +45,6 @@ def opened(directory):
     yield get
     for model in models:
         model.close()
-
-
-def ids_of(count, seed=0):
-    return np.random.default_rng(seed).integers(5, 290, count).tolist()
 
 
 def session_of(model, count=6, **options):
