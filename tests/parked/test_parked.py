@@ -3,15 +3,14 @@
 import os
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
 from arch_models import CONTEXT
 from planned import ids_of
+from serving import answered
 from tiny_models import make_tokenizer
 
-from flashllm.api.requests import Request
 from flashllm.chat.conversation import Chat, Memory
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
@@ -22,7 +21,7 @@ from flashllm.generate.tokenizer import Tokenizer
 from flashllm.parked.file import identity, read_header, read_parked, write_parked
 from flashllm.parked.folder import ParkingFolder
 from flashllm.parked.shelf import Shelf
-from flashllm.serve.worker import Began, Chosen, Finished, Job, Worker
+from flashllm.serve.worker import Worker
 
 TOKENIZER = Tokenizer(make_tokenizer(300).backend_tokenizer, end_ids=())
 BIG = 10**9
@@ -268,22 +267,8 @@ def test_a_damaged_file_is_dropped_and_its_prompt_computed(opened, directory, tm
 
 def answer(worker, ids):
     """(reused tokens, ids) of a request, as the server makes it."""
-    events, done = [], threading.Event()
-
-    def deliver(event):
-        events.append(event)
-        if isinstance(event, Finished):
-            done.set()
-
-    options = SamplingOptions(max_new_tokens=5, ignore_eos=True)
-    request = Request(
-        custom_id="", kind="completion", prompt=tuple(ids), options=options, max_new_given=True, logprobs=None
-    )
-    worker.submit(Job(prompts=[(request, list(ids))], deliver=deliver))
-    assert done.wait(20)
-    assert events[-1] == Finished()
-    (began,) = [event for event in events if isinstance(event, Began)]
-    return began.record.reused_tokens, [event.record.token_id for event in events if isinstance(event, Chosen)]
+    ((found, reused, _),) = answered(worker, [ids], count=5)
+    return reused, found
 
 
 def test_a_server_takes_conversations_up_after_a_restart(opened, directory, tmp_path):
