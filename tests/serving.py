@@ -4,10 +4,13 @@ import threading
 import time
 from contextlib import contextmanager
 
+from flashllm.api.requests import Request
+from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.templates.chat_template import ChatTemplate
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.serve.opening import ServerOptions, app_of
 from flashllm.serve.server import Server, listen, url
+from flashllm.serve.worker import Began, Chosen, Ended, Finished, Job
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
@@ -106,3 +109,37 @@ def running(model, path, *, template=TEMPLATE, speculation=None, parking=None, *
             sock.close()
             if turns is not None:
                 turns.close()
+
+
+def answered(worker, prompts, *, kind="completion", messages=(), count=4, logprobs=None):
+    """(token ids, reused tokens, log probabilities) of each prompt, as the server's worker answers it."""
+    events, done = [], threading.Event()
+
+    def deliver(event):
+        events.append(event)
+        if isinstance(event, Finished):
+            done.set()
+
+    options = SamplingOptions(max_new_tokens=count, ignore_eos=True)
+    requests = [
+        Request(
+            custom_id="",
+            kind=kind,
+            prompt=tuple(messages) or tuple(ids),
+            options=options,
+            max_new_given=True,
+            logprobs=logprobs,
+        )
+        for ids in prompts
+    ]
+    worker.submit(Job(prompts=list(zip(requests, prompts, strict=True)), deliver=deliver))
+    assert done.wait(20)
+    assert events[-1] == Finished()
+    found = []
+    for index in range(len(prompts)):
+        mine = [event for event in events if not isinstance(event, Finished) and event.index == index]
+        assert isinstance(mine[-1], Ended)
+        tokens = [event.record for event in mine if isinstance(event, Chosen)]
+        reused = next(event.record.reused_tokens for event in mine if isinstance(event, Began))
+        found.append(([token.token_id for token in tokens], reused, [token.logprobs for token in tokens]))
+    return found

@@ -14,15 +14,11 @@ The variants take turns in every round. The last line is one JSON document.
 
 import argparse
 import dataclasses
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
-from engine_runs import COLD_TOKENS, PAPER_READER, Workers, add_read_first, summary
+from engine_runs import COLD_TOKENS, PAPER_READER, Workers, add_model, add_runs, finish, summary
 
-from flashllm.base.units import parse_size
-from flashllm.commands.machine.memory_group import GroupError
 from flashllm.config import Ablation
 from flashllm.convert.locate import resolve_model
 from flashllm.convert.named import is_demo
@@ -68,27 +64,18 @@ class Variants:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--model", help="model directory (default: the bundled demo)")
-    parser.add_argument("--memory", type=parse_size, help="limit of everything a process holds")
-    parser.add_argument("--tokens", type=int, default=40)
+    add_model(parser)
+    add_runs(parser, tokens=40, rounds=2)
     parser.add_argument("--dense-tokens", type=int, default=5)
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--cgroup", action="store_true", help="enforce --memory by a memory control group (root)")
-    add_read_first(parser)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     directory = resolve_model(args.model, convert_on_first_use=False)
     variants = Variants(args)
     workers = Workers(directory, memory=args.memory if args.cgroup else None, read_first=args.read_first)
     runs: dict[str, list[dict[str, Any]]] = {}
-    try:
-        for number in range(args.rounds):
-            for name in ("hybrid", *variants.rows):
-                print(f"round {number + 1} of {args.rounds}: {name}", file=sys.stderr, flush=True)
-                runs.setdefault(name, []).append(workers.run(variants.settings(name)))
-    except GroupError as error:
-        raise SystemExit(f"ablation: {error}") from error
+    for number in range(args.rounds):
+        for name in ("hybrid", *variants.rows):
+            print(f"round {number + 1} of {args.rounds}: {name}", file=sys.stderr, flush=True)
+            runs.setdefault(name, []).append(workers.run(variants.settings(name)))
     rows = {name: summary(results, cold=0 if name == "hybrid" else COLD_TOKENS) for name, results in runs.items()}
     activity = runs["+ bundling"][0]["activity"]
     print(f"{directory.name}; activity: {activity}; limit {args.memory}; control group: {args.cgroup}\n")
@@ -111,10 +98,7 @@ def main(argv: list[str] | None = None) -> int:
         "tokens": args.tokens,
         "rows": rows,
     }
-    if args.json:
-        args.json.write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps(document))
-    return 0
+    return finish(document, args.json)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flashllm.commands.machine.memory_group import MemoryGroup, drop_page_cache
+from flashllm.base.units import parse_size
+from flashllm.commands.machine.memory_group import GroupError, MemoryGroup, drop_page_cache
 from flashllm.format.model_files import FFN, RESIDENT
 
 WORKER = Path(__file__).with_name("breakdown_worker.py")
@@ -20,13 +21,31 @@ COLD_TOKENS = 10  # the first tokens of a run are shown apart
 PARTS = ("io_ms", "memory_ms", "compute_ms", "other_ms", "total_ms", "io_busy_ms")
 
 
-def add_read_first(parser: argparse.ArgumentParser) -> None:
-    """The argument for `Workers.read_first`."""
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """A model, and a limit of memory."""
+    parser.add_argument("--model", help="model directory (default: the bundled demo)")
+    parser.add_argument("--memory", type=parse_size, help="limit of everything a process holds")
+
+
+def add_runs(parser: argparse.ArgumentParser, **defaults: int) -> None:
+    """What is run (`defaults`: --tokens and --rounds, where they mean something), and where it is written."""
+    for name, default in {"prompt": 128, **defaults}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--cgroup", action="store_true", help="enforce limits by a memory control group (root)")
+    parser.add_argument("--json", type=Path, help="write the document here too")
     parser.add_argument(
         "--read-first",
         action="store_true",
         help="read each engine's files in sequence before it runs: for virtual disks whose host caches, and forgets",
     )
+
+
+def finish(document: dict[str, Any], file: Path | None) -> int:
+    """Write the document, and print it as the last line; 0."""
+    if file is not None:
+        file.write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps(document))
+    return 0
 
 
 class Workers:
@@ -44,17 +63,21 @@ class Workers:
         return self.run({"task": "roof", "seconds": seconds}, capped=False)
 
     def run(self, settings: dict[str, Any], *, capped: bool = True, memory: int | None = None) -> dict[str, Any]:
-        """What the worker printed. `memory`: another limit than the usual. SystemExit where it failed."""
+        """What the worker printed. `memory`: another limit than the usual. SystemExit where it failed, or nothing can
+        enforce the limit."""
         if self._read_first and settings["task"] in ("dense", "flash"):
             self.run({"task": "read_through", "files": [RESIDENT, FFN]}, capped=False)
         command = [sys.executable, str(WORKER), json.dumps({**self._common, **settings})]
         memory = self._memory if memory is None else memory
         if memory is None or not capped:
             return _result(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False))
-        with MemoryGroup(memory) as group:
-            drop_page_cache()
-            done = subprocess.run(group.entering(command), stdout=subprocess.PIPE, text=True, check=False)
-            return {**_result(done), "group_peak_bytes": group.peak_nbytes}
+        try:
+            with MemoryGroup(memory) as group:
+                drop_page_cache()
+                done = subprocess.run(group.entering(command), stdout=subprocess.PIPE, text=True, check=False)
+                return {**_result(done), "group_peak_bytes": group.peak_nbytes}
+        except GroupError as error:
+            raise SystemExit(f"{Path(sys.argv[0]).stem}: {error}") from error
 
 
 def _result(done: "subprocess.CompletedProcess[str]") -> dict[str, Any]:

@@ -8,17 +8,14 @@ counted. The last line is one JSON document.
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
-from pathlib import Path
 from typing import Any
 
-from engine_runs import Workers, add_read_first
+from engine_runs import Workers, add_model, add_runs, finish
 
-from flashllm.base.units import format_size, parse_size
-from flashllm.commands.machine.memory_group import GroupError
+from flashllm.base.units import format_size
 from flashllm.convert.locate import resolve_model
 from flashllm.convert.named import is_demo
 from flashllm.errors import FlashError
@@ -27,14 +24,9 @@ from flashllm.format.manifest import open_model_dir
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--model", help="model directory (default: the bundled demo)")
-    parser.add_argument("--memory", type=parse_size, help="limit of everything the process holds")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompt")
-    parser.add_argument("--rounds", type=int, default=3)
+    add_model(parser)
+    add_runs(parser, rounds=3)
     parser.add_argument("--roof-seconds", type=float, default=1.0, help="measuring time of each roof")
-    parser.add_argument("--cgroup", action="store_true", help="enforce --memory by a memory control group (root)")
-    add_read_first(parser)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     if args.cgroup and args.memory is None:
         parser.error("--cgroup needs --memory, the limit to enforce")
@@ -52,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
             rounds.append({"sequential_gbps": roof["sequential_gbps"], **products, **run["prefill"]})
             rounds[-1]["roof_io_ms"] = run["prefill"]["bytes_read"] / roof["sequential_gbps"] / 1e6
             rounds[-1]["ratio"] = rounds[-1]["total_ms"] / max(rounds[-1]["roof_io_ms"], products["products_ms"])
-    except (GroupError, FlashError) as error:
+    except FlashError as error:
         raise SystemExit(f"first_token: {error}") from error
     median = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
     name = "demo" if is_demo(directory) else directory.name
@@ -82,10 +74,7 @@ def main(argv: list[str] | None = None) -> int:
         "median": median,
         "rounds": rounds,
     }
-    if args.json:
-        args.json.write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps(document))
-    return 0
+    return finish(document, args.json)
 
 
 if __name__ == "__main__":

@@ -27,10 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from breakdown_report import markdown, plot
-from engine_runs import COLD_TOKENS, PAPER_READER, Workers, add_read_first, summary
+from engine_runs import COLD_TOKENS, PAPER_READER, Workers, add_model, add_runs, summary
 
-from flashllm.base.units import format_size, parse_size
-from flashllm.commands.machine.memory_group import GroupError
+from flashllm.base.units import format_size
 from flashllm.config import DEFAULT_WINDOW
 from flashllm.convert.locate import resolve_model
 from flashllm.convert.named import is_demo
@@ -184,19 +183,13 @@ def conditions(run: Run) -> dict[str, Any]:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--model", help="model directory (default: the bundled demo)")
-    parser.add_argument("--memory", type=parse_size, help="limit of everything a process holds")
+    add_model(parser)
+    add_runs(parser, tokens=60, rounds=2)
     parser.add_argument("--engines", type=lambda text: text.split(","), default=list(ENGINES))
-    parser.add_argument("--tokens", type=int, default=60, help="tokens of paper and flashllm in each round")
     parser.add_argument("--dense-tokens", type=int, help="tokens of naive and hybrid in each round (default: a tenth)")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompt")
-    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--io-threads", type=int, help="flashllm's reads at a time (default: as calibrated, else 32)")
     parser.add_argument("--io-backend", choices=("threads", "io_uring"), help="of flashllm (default: as calibrated)")
-    add_read_first(parser)
     parser.add_argument("--roof-seconds", type=float, default=0.5, help="measuring time of each roof")
-    parser.add_argument("--cgroup", action="store_true", help="enforce --memory by a memory control group (root)")
-    parser.add_argument("--json", type=Path, help="write the document, every token included, here too")
     parser.add_argument("--plot", type=Path, help="write a stacked bar chart (PNG)")
     args = parser.parse_args(argv)
     unknown = set(args.engines) - {*ENGINES, *EXTRA}
@@ -217,7 +210,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         run = Run(args, resolve_model(args.model, convert_on_first_use=False))
         run.measure()
-    except (GroupError, FlashError) as error:
+    except FlashError as error:
         raise SystemExit(f"latency_breakdown: {error}") from error
     engines = {
         name: summary(results, cold=0 if name in ("naive", "hybrid", "streamed") else COLD_TOKENS)

@@ -8,16 +8,13 @@ memory. The last line is one JSON document.
 """
 
 import argparse
-import json
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
-from engine_runs import Workers, add_read_first
+from engine_runs import Workers, add_model, add_runs, finish
 
-from flashllm.base.units import parse_size
-from flashllm.commands.machine.memory_group import GroupError
 from flashllm.convert.locate import resolve_model
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -33,13 +30,8 @@ def hundreds(tokens: list[dict[str, Any]], part: str) -> list[float]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--model", help="model directory (default: the bundled demo)")
-    parser.add_argument("--memory", type=parse_size, help="limit of everything a process holds")
-    parser.add_argument("--tokens", type=int, default=1000)
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--cgroup", action="store_true", help="enforce --memory by a memory control group (root)")
-    add_read_first(parser)
-    parser.add_argument("--json", type=Path)
+    add_model(parser)
+    add_runs(parser, tokens=1000)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args(argv)
     directory = resolve_model(args.model, convert_on_first_use=False)
@@ -50,10 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     print("|---|---|---|---|---|---|---|")
     for name, sampling in SAMPLINGS.items():
         settings = {"task": "flash", "tokens": args.tokens, "memory": args.memory, "prompt_tokens": args.prompt}
-        try:
-            run = workers.run({**settings, "context": args.prompt + args.tokens + 1, "sampling": sampling})
-        except GroupError as error:
-            raise SystemExit(f"long_generation: {error}") from error
+        run = workers.run({**settings, "context": args.prompt + args.tokens + 1, "sampling": sampling})
         tokens = run["tokens"]
         early = statistics.median(token["total_ms"] for token in tokens[100:200])
         late = statistics.median(token["total_ms"] for token in tokens[-100:])
@@ -76,10 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"| {name} | {early:.1f} | {late:.1f} | {late / early:.2f} | {hits:.1%} | {held} |")
     if args.plot:
         plot(document, args.plot)
-    if args.json:
-        args.json.write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps(document))
-    return 0
+    return finish(document, args.json)
 
 
 def plot(document: dict[str, Any], path: Path) -> None:

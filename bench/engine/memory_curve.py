@@ -16,10 +16,9 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine_runs import Workers, add_read_first, summary
+from engine_runs import Workers, add_runs, finish, summary
 
 from flashllm.base.units import parse_size
-from flashllm.commands.machine.memory_group import GroupError
 from flashllm.convert.locate import resolve_model
 from flashllm.format.manifest import open_model_dir
 from flashllm.format.model_files import FFN, RESIDENT
@@ -42,12 +41,9 @@ def model_nbytes(directory: Path) -> int:
 
 
 def points_of(directory: Path, args: argparse.Namespace) -> list[Point]:
-    """The limits at which a model is run, those left out that cannot hold it."""
+    """The limits at which a model is run."""
     nbytes = model_nbytes(directory)
-    if args.limits is None:
-        return [Point(directory, share, int(share * nbytes)) for share in args.shares]
-    points = [Point(directory, limit / nbytes, limit) for limit in args.limits]
-    return [point for point in points if planned(point, args) is not None]
+    return [Point(directory, limit / nbytes, limit) for limit in args.limits or [int(s * nbytes) for s in args.shares]]
 
 
 def planned(point: Point, args: argparse.Namespace) -> dict[str, Any] | None:
@@ -103,27 +99,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shares", type=lambda text: [float(part) for part in text.split(",")], default=SHARES)
     parser.add_argument("--limits", type=lambda text: [parse_size(part) for part in text.split(",")])
     parser.add_argument("--plan", action="store_true", help="the expected time beside the measured one")
-    parser.add_argument("--tokens", type=int, default=40)
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--cgroup", action="store_true", help="enforce each limit by a memory control group (root)")
-    add_read_first(parser)
-    parser.add_argument("--json", type=Path)
+    add_runs(parser, tokens=40, rounds=1)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args(argv)
     directories = [resolve_model(model, convert_on_first_use=False) for model in args.model or [None]]
     points = [point for directory in directories for point in points_of(directory, args)]
-    expected = {point: planned(point, args) if args.plan else None for point in points}
-    try:
-        runs = measure(points, args)
-    except GroupError as error:
-        raise SystemExit(f"memory_curve: {error}") from error
+    expected = {point: planned(point, args) for point in points if args.plan or args.limits}
+    if args.limits:  # those left out that cannot hold it
+        points = [point for point in points if expected[point] is not None]
+    runs = measure(points, args)
     rows = []
     for point, results in runs.items():
         row = {"model": point.directory.name, "encoding": open_model_dir(point.directory).rows.encoding}
         row |= {"share": point.share, "memory": point.memory, **summary(results)}
-        plan = expected[point]
-        if plan is not None and plan["token"] is not None:
+        plan = expected.get(point)
+        if args.plan and plan is not None and plan["token"] is not None:
             row["planned_ms"] = plan["token"]["total_s"] * 1e3
             row["planned_over_measured"] = row["planned_ms"] / row["total_ms"]
         rows.append(row)
@@ -143,10 +133,7 @@ def main(argv: list[str] | None = None) -> int:
     document = {"activity": activity, **common, "rows": rows}
     if args.plot:
         plot(rows, f"{', '.join(directory.name for directory in directories)}: {activity.split(',')[0]}", args.plot)
-    if args.json:
-        args.json.write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps(document))
-    return 0
+    return finish(document, args.json)
 
 
 if __name__ == "__main__":

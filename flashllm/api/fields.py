@@ -3,6 +3,7 @@
 from collections.abc import Container, Mapping
 from typing import Any
 
+from flashllm.base.checks import short
 from flashllm.base.files import parse_json
 from flashllm.errors import FormatError
 
@@ -101,8 +102,3 @@ def depth(value: Any) -> int:
             break
         level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
     return found
-
-
-def short(value: Any) -> str:
-    shown = ascii(value) if not isinstance(value, int) or abs(value) < 2**64 else "a huge integer"
-    return shown if len(shown) <= 80 else shown[:77] + "..."

@@ -4,7 +4,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from flashllm.api.fields import MAX_DEPTH, BadRequest, depth, flag, short, text
+from flashllm.api.fields import MAX_DEPTH, BadRequest, depth, flag, text
+from flashllm.base.checks import short
 from flashllm.replies.written import dump, load
 
 Message = dict[str, Any]

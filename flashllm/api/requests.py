@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from flashllm.api.fields import BadRequest, check_names, flag, integer, number, short, text
+from flashllm.api.fields import BadRequest, check_names, flag, integer, number, text
 from flashllm.api.messages import Message, messages_of, template_values, tools_of
+from flashllm.base.checks import short
 from flashllm.errors import UsageError
 from flashllm.generate.grammar import Constraint
 from flashllm.generate.logprobs import MAX_LOGPROBS

@@ -79,7 +79,7 @@ def _has_default(field: dataclasses.Field[Any]) -> bool:
 def check_int(name: str, value: Any, low: int, high: int) -> None:
     """An integer from `low` to `high`; true and 1.0 are refused."""
     if type(value) is not int or not low <= value <= high:
-        raise ValueError(f"{name} must be an integer from {low} to {high}, not {_short(value)}")
+        raise ValueError(f"{name} must be an integer from {low} to {high}, not {short(value)}")
 
 
 def is_number(value: Any) -> bool:
@@ -90,7 +90,7 @@ def is_number(value: Any) -> bool:
 def check_str(name: str, value: Any, max_length: int) -> str:
     """`value` as a text of at most `max_length` characters."""
     if type(value) is not str or len(value) > max_length or not _is_unicode(value):
-        raise ValueError(f"{name} must be a text of at most {max_length} characters, not {_short(value)}")
+        raise ValueError(f"{name} must be a text of at most {max_length} characters, not {short(value)}")
     return value
 
 
@@ -98,13 +98,14 @@ def check_file_name(name: Any) -> None:
     """The name of a file directly in a directory: no separator, no `..`, nothing a file system cannot hold."""
     plain = type(name) is str and _is_unicode(name) and 0 < len(name.encode()) <= 255 and name not in (".", "..")
     if not plain or any(character in name for character in "/\\\0"):
-        raise ValueError(f"{_short(name)} is not the name of a file directly in the directory")
+        raise ValueError(f"{short(name)} is not the name of a file directly in the directory")
 
 
 def _is_unicode(text: str) -> bool:
     return not any(0xD800 <= ord(character) <= 0xDFFF for character in text)  # JSON can spell lone surrogates
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """`value` as it is shown in a message: at most 80 ASCII characters."""
     text = ascii(value) if not isinstance(value, int) or abs(value) < 2**64 else "a huge integer"
     return text if len(text) <= 80 else text[:77] + "..."

@@ -311,7 +311,7 @@ def parse_json_object(raw: bytes, what: str) -> dict[str, Any]:
     return value
 
 
-class HashingWriter:
+class HashingWriter(Closing):
     """Writes one file front to back with its SHA-256, synced and dropped from the page cache as it grows.
 
     With `preallocate` the space is reserved first, so that a full disk shows at the start. An existing file is kept:
@@ -332,10 +332,7 @@ class HashingWriter:
             os.close(self._fd)
             raise
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+    def close(self) -> None:
         os.close(self._fd)
 
     def write(self, data: memoryview) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from flashllm.base.text import inert, one_line, valid_unicode
 from flashllm.base.units import format_size, parse_size
 from flashllm.errors import FlashError
-from flashllm.generate.session import PrefillRecord, Session, TokenRecord
+from flashllm.generate.session import Session, TokenRecord
 from flashllm.generate.statistics import TurnStats
 from flashllm.parked.shelf import Shelf
 
@@ -37,24 +37,16 @@ class Memory:
     limit: int
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """A command's answer: lines to show, or the end of the chat."""
-
-    text: str = ""
-    quit: bool = False
-
-
 @dataclass(slots=True)
 class Chat:
     """One conversation: the session, what was said, and the last turn's statistics."""
 
     session: Session
     memory: Callable[[], Memory]
-    direct_io: bool = True
-    shelf: Shelf | None = None  # where /save keeps conversations
-    keep_to: Callable[[int], None] | None = None  # sets the limit of memory, in bytes
-    watch: Callable[[Callable[[int, int], None] | None], None] | None = None  # as engine.model.Model.watch
+    direct_io: bool
+    shelf: Shelf  # where /save keeps conversations
+    keep_to: Callable[[int], None]  # sets the limit of memory, in bytes
+    watch: Callable[[Callable[[int, int], None] | None], None]  # as engine.model.Model.watch
     stats: TurnStats = field(default_factory=TurnStats)
     transcript: list[tuple[str, str]] = field(default_factory=list)  # (speaker, text)
 
@@ -72,7 +64,7 @@ class Chat:
         user_text = valid_unicode(user_text)
         stats, answer = TurnStats(), ""
         try:
-            with contextlib.closing(self._records(user_text)) as records:
+            with contextlib.closing(self.session.stream_chat(user_text)) as records:
                 for record in records:
                     stats.add(record)
                     self.stats = stats
@@ -84,43 +76,39 @@ class Chat:
             if stats.prefill is not None:
                 self.transcript += [("user", user_text), ("model", answer)]
 
-    def _records(self, user_text: str) -> Generator[PrefillRecord | TokenRecord, None, None]:
-        yield from self.session.stream_chat(user_text)  # closing this closes the session's stream
-
     def ending(self) -> str | None:
         """A note about the end of the last answer; None where the model itself ended it."""
         if self.session.stopped == "context":
             return f"the context limit of {self.session.context_limit} tokens is reached; /reset begins anew"
         return None
 
-    def command(self, line: str) -> Reply:
-        """Carry out a line that begins with "/". An unknown command is answered with the list."""
+    def command(self, line: str) -> str | None:
+        """Carry out a line that begins with "/": lines to show, or None where the chat ends. An unknown command is
+        answered with the list."""
         name, _, argument = line.strip().partition(" ")
         argument = argument.strip()
         match name:
             case "/help":
-                return Reply(_help())
+                return _help()
             case "/quit":
-                return Reply(quit=True)
+                return None
             case "/reset":
                 self._reset()
-                return Reply("a new conversation")
+                return "a new conversation"
             case "/stats":
-                return Reply("\n".join(f"{name}: {value}" for name, value in self.stats_rows()))
+                return "\n".join(f"{name}: {value}" for name, value in self.stats_rows())
             case "/system":
-                return Reply(self._system(valid_unicode(argument)))
+                return self._system(valid_unicode(argument))
             case "/save":
-                return Reply(self._save(argument))
+                return self._save(argument)
             case "/load":
-                return Reply(self._load(argument))
+                return self._load(argument)
             case "/memory":
-                return Reply(self._memory(argument))
+                return self._memory(argument)
             case "/export":
-                return Reply(self._export(argument))
+                return self._export(argument)
             case _:
-                return Reply(
-                    f"there is no command {one_line(name)}; to send such text, begin it with a space\n{_help()}"
-                )
+                return f"there is no command {one_line(name)}; to send such text, begin it with a space\n{_help()}"
 
     @property
     def context_used(self) -> int:
@@ -167,8 +155,8 @@ class Chat:
         return "a new conversation, " + ("without instructions" if text == "off" else "under these instructions")
 
     def _save(self, name: str) -> str:
-        if self.shelf is None or not name:
-            return "say under what name: /save NAME" if self.shelf is not None else "conversations cannot be saved here"
+        if not name:
+            return "say under what name: /save NAME"
         note = {"system": self.session.system, "messages": self.session.messages, "transcript": self.transcript}
         try:
             nbytes = self.shelf.save(name, self.session, note)
@@ -177,8 +165,8 @@ class Chat:
         return f"saved as {one_line(name)}, {format_size(nbytes)}: /load {one_line(name)} takes it up again"
 
     def _load(self, name: str) -> str:
-        if self.shelf is None or not name:
-            return "say which: /load NAME" if self.shelf is not None else "conversations cannot be saved here"
+        if not name:
+            return "say which: /load NAME"
         try:
             note = self.shelf.load(name, self.session)
         except FlashError as error:
@@ -196,8 +184,6 @@ class Chat:
         memory = self.memory()
         if not argument:
             return f"{format_size(memory.used)} of {format_size(memory.limit)}"
-        if self.keep_to is None:
-            return "the memory limit cannot be changed here"
         try:
             self.keep_to(parse_size(argument))
         except FlashError as error:

@@ -30,10 +30,9 @@ def run_plain(chat: Chat, lines: Iterable[bytes], out: TextIO, err: TextIO) -> i
         if not text.strip():
             continue
         if is_command(text):
-            reply = chat.command(text)
-            if reply.quit:
+            if (reply := chat.command(text)) is None:
                 break
-            note(reply.text)
+            note(reply)
             continue
         try:
             _answer_plain(chat, text, out)

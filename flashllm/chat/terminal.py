@@ -63,10 +63,9 @@ class TerminalChat:
             if not text.strip():
                 continue
             if is_command(text):
-                reply = self._chat.command(text)
-                if reply.quit:
+                if (reply := self._chat.command(text)) is None:
                     return 0
-                self._note(reply.text)
+                self._note(reply)
             else:
                 self._answer(text)
 
@@ -103,9 +102,8 @@ class TerminalChat:
         """Meanwhile a line says that the prompt is read, and how far."""
         what = "reading the prompt"
         with self._console.status(what, spinner="line") as status, contextlib.ExitStack() as stack:
-            if (watch := self._chat.watch) is not None:
-                watch(lambda done, total: status.update(f"{what}: {done / total:.0%}"))
-                stack.callback(watch, None)
+            self._chat.watch(lambda done, total: status.update(f"{what}: {done / total:.0%}"))
+            stack.callback(self._chat.watch, None)
             yield
 
     def _note(self, text: Text | str) -> None:

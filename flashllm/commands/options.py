@@ -84,12 +84,8 @@ def add_run(parser: argparse.ArgumentParser, *, sampling: str | None = None) -> 
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="also say how the model is converted and why it is run as it is"
     )
-    if sampling is not None:
-        add_speculation(parser)
-        add_sampling(parser, defaults=sampling)
-
-
-def add_speculation(parser: argparse.ArgumentParser) -> None:
+    if sampling is None:
+        return
     parser.add_argument(
         "--speculate",
         metavar="off|lookup|DRAFT",
@@ -97,11 +93,7 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
         "vocabulary, and verify several in a pass, where that has paid so far; changes no token (default: "
         f"{SPECULATIONS[0]})",
     )
-
-
-def add_sampling(parser: argparse.ArgumentParser, *, defaults: str) -> None:
-    """How the next token is chosen. Absent options are None; `defaults` says in the help where values come from."""
-    group = parser.add_argument_group(f"sampling ({defaults})")
+    group = parser.add_argument_group(f"sampling ({sampling})")  # absent options are None
     group.add_argument("--temperature", metavar="X", type=number(0, None), help="0: always the likeliest token")
     group.add_argument("--top-k", metavar="K", type=whole(0), help="only the K likeliest tokens; 0: all")
     group.add_argument("--top-p", metavar="P", type=number(0, 1, low_allowed=False), help="only tokens up to this mass")

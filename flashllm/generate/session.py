@@ -219,7 +219,7 @@ class Session(Closing):
             keep = 0
         yield from self._extend(list(ids[keep:]), keep=keep, dense=alone and prompt, scored=scored)
 
-    def stream_chat(self, user_text: str) -> Iterator[PrefillRecord | TokenRecord]:
+    def stream_chat(self, user_text: str) -> Generator[PrefillRecord | TokenRecord, None, None]:
         """One user turn: through the chat template where there is one, else as a continuation of the text so far."""
         if self._template is None:
             first = not self._tokens

@@ -36,7 +36,8 @@ class ResidentProducts:
         self.pool = pool
         coded: tuple[Any, ...] = () if encoding == dtype else ("auto", encoding, _D_MODEL, _inputs(encoding))
         self._linears = [_core.Linear(weight, None, cast(Any, dtype), pool, *coded) for weight in weights]
-        self._x = _filled((1, _D_MODEL), dtype)
+        x = np.full((1, _D_MODEL), _INPUT, np.float32)  # one small value everywhere, as `dtype` is stored
+        self._x = np.ascontiguousarray(cast_dtype(x, WEIGHT_DTYPES["float32"], WEIGHT_DTYPES[dtype]))
         self._out = np.empty((1, rows), WEIGHT_DTYPES[dtype].storage)
         self._turn = itertools.cycle(self._linears)
 
@@ -93,12 +94,3 @@ def _vector(encoding: str) -> NDArray[Any]:
 
 def _encoded(values: NDArray[np.float32], encoding: str) -> NDArray[Any]:
     return np.ascontiguousarray(ROW_ENCODINGS[encoding].stored(values[None], WEIGHT_DTYPES["float32"])[0])
-
-
-def _filled(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
-    """One small value everywhere, as `dtype` is stored."""
-    return np.ascontiguousarray(_stored(np.full(shape, _INPUT, np.float32), dtype))
-
-
-def _stored(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
-    return cast_dtype(values, WEIGHT_DTYPES["float32"], WEIGHT_DTYPES[dtype])

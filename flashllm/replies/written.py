@@ -78,7 +78,8 @@ def types_of(schema: Any) -> frozenset[str]:
     if not isinstance(schema, Mapping):
         return frozenset()
     given = schema.get("type")
-    found = {given} if isinstance(given, str) else set(filter(_is_text, given)) if isinstance(given, list) else set()
+    names = given if isinstance(given, list) else [given]
+    found = {each for each in names if isinstance(each, str)}
     for name in ("anyOf", "oneOf"):
         inner = schema.get(name)
         for each in inner if isinstance(inner, list) else ():
@@ -117,10 +118,6 @@ def from_text(text: str, types: frozenset[str]) -> str:
             return dump(text)
         return plain
     return dump(text)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 def _refuse(name: str) -> None:

@@ -23,11 +23,6 @@ from flashllm.serve.worker import Began, Chosen, Ended
 Memory = Callable[[], Mapping[str, int]]  # bytes: "used" now, and the "limit"
 
 
-def error_object(message: str, *, kind: str, code: str | None, param: str | None = None) -> dict[str, Any]:
-    """OpenAI's error object."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
 @dataclass(slots=True)
 class _Choice:
     """A choice as far as it is known."""

@@ -18,7 +18,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flashllm.base.text import valid_unicode
 from flashllm.plan.requests import BODIES, body_nbytes, body_values
-from flashllm.serve.forms import error_object
 
 RETRY_AFTER_S = 10
 BODY_TIMEOUT_S = 30.0  # a body that has not come by then is given up
@@ -45,7 +44,7 @@ class ApiError(Exception):
         """OpenAI's error object."""
         kind = "invalid_request_error" if self.status < 500 and self.status != 429 else "server_error"
         kind = "rate_limit_error" if self.status == 429 else kind
-        return error_object(str(self), kind=kind, code=self.code, param=self.param)
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
         return JSONResponse(self.document, self.status, headers=self.headers)

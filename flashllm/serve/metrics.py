@@ -7,6 +7,17 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from flashllm.generate.session import PrefillRecord
 from flashllm.serve.worker import Began, Chosen, Event
 
+_COUNTS = {
+    "prompt_tokens": "prompt tokens computed",
+    "cached_tokens": "prompt tokens taken from kept conversations",
+    "generated_tokens": "tokens generated",
+    "drafted_tokens": "tokens drafted and verified",
+    "accepted_tokens": "drafted tokens that were right",
+    "rejected_bytes": "bytes read for drafted tokens that were wrong",
+    "read_bytes": "bytes read from flash",
+    "cache_hits": "active neurons found in the cache",
+    "cache_misses": "active neurons read from flash",
+}
 _TOKEN_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
 _PROMPT_S = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
@@ -26,19 +37,7 @@ class Metrics:
         self._requests = Counter(
             "flashllm_requests", "answers, by path and status", ["path", "status"], registry=registry
         )
-        self._prompt = Counter("flashllm_prompt_tokens", "prompt tokens computed", registry=registry)
-        self._cached = Counter(
-            "flashllm_cached_tokens", "prompt tokens taken from kept conversations", registry=registry
-        )
-        self._new = Counter("flashllm_generated_tokens", "tokens generated", registry=registry)
-        self._drafted = Counter("flashllm_drafted_tokens", "tokens drafted and verified", registry=registry)
-        self._accepted = Counter("flashllm_accepted_tokens", "drafted tokens that were right", registry=registry)
-        self._rejected = Counter(
-            "flashllm_rejected_bytes", "bytes read for drafted tokens that were wrong", registry=registry
-        )
-        self._read = Counter("flashllm_read_bytes", "bytes read from flash", registry=registry)
-        self._hits = Counter("flashllm_cache_hits", "active neurons found in the cache", registry=registry)
-        self._misses = Counter("flashllm_cache_misses", "active neurons read from flash", registry=registry)
+        self._counts = {name: Counter(f"flashllm_{name}", what, registry=registry) for name, what in _COUNTS.items()}
         self._prompt_s = Histogram("flashllm_prompt_seconds", "time of a prompt", buckets=_PROMPT_S, registry=registry)
         self._token_s = Histogram("flashllm_token_seconds", "time of a token", buckets=_TOKEN_S, registry=registry)
         gauges: tuple[tuple[str, str, Callable[[], int]], ...] = (
@@ -57,21 +56,19 @@ class Metrics:
         """Count what a record says."""
         if not isinstance(event, Began | Chosen):
             return
-        times = event.record.times
+        times, found = event.record.times, {"read_bytes": event.record.times.bytes_read}
+        found |= {"cache_hits": times.hits, "cache_misses": times.misses}
         if isinstance(event.record, PrefillRecord):
-            self._prompt.inc(event.record.tokens)
-            self._cached.inc(event.record.reused_tokens)
+            found |= {"prompt_tokens": event.record.tokens, "cached_tokens": event.record.reused_tokens}
             self._prompt_s.observe(times.total_ms / 1e3)
         else:
-            self._new.inc()
-            self._token_s.observe(times.total_ms / 1e3)
-            self._drafted.inc(max(0, event.record.pass_tokens - 1))
+            drafted = event.record.pass_tokens
             # Without a pass of its own a token was foreseen; the first comes from the prompt's.
-            self._accepted.inc(event.record.pass_tokens == 0 and not event.is_first)
-            self._rejected.inc(times.rejected_bytes)
-        self._read.inc(times.bytes_read)
-        self._hits.inc(times.hits)
-        self._misses.inc(times.misses)
+            found |= {"generated_tokens": 1, "accepted_tokens": drafted == 0 and not event.is_first}
+            found |= {"drafted_tokens": max(0, drafted - 1), "rejected_bytes": times.rejected_bytes}
+            self._token_s.observe(times.total_ms / 1e3)
+        for name, count in found.items():
+            self._counts[name].inc(count)
 
     def text(self) -> bytes:
         """All of it, in Prometheus's text format."""

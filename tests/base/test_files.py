@@ -95,7 +95,7 @@ STOPPED = """
 import os, sys
 from pathlib import Path
 from flashllm.base import files
-files.PATIENCE_S = 3.0
+files.PATIENCE_S = 1.0
 os.preadv = lambda fd, buffers, offset: os.readv(0, buffers)  # a drive that answers when the parent writes
 print("waiting", flush=True)
 print(files.pread_bytes(0, 5, 0, Path("f")).decode())
@@ -108,7 +108,7 @@ def test_the_time_in_which_the_process_was_stopped_does_not_count():
         assert process.stdout.readline() == "waiting\n"
         time.sleep(0.3)  # so that it waits
         process.send_signal(signal.SIGSTOP)
-        time.sleep(3.5)
+        time.sleep(1.2)
         process.send_signal(signal.SIGCONT)
         time.sleep(0.2)
         assert process.communicate("bytes", timeout=60)[0] == "bytes\n"

@@ -1,13 +1,12 @@
 """A token's activity by a trace: what the caches of a plan would miss, and what is worth prefetching."""
 
-import dataclasses
-
 import bench_path  # noqa: F401
 import core_testing  # noqa: F401
 import numpy as np
 import pytest
 import tools_path  # noqa: F401
 from activity_trace import Trace, TraceInfo, TraceWriter, pack_bits
+from planned import with_rows
 from trace_replay import count_requests, from_trace
 
 from flashllm import _core
@@ -19,12 +18,6 @@ from flashllm.plan.memory import plan_memory
 def model(tiny):
     opened = ModelDir.open(tiny("float16").path("random"))
     return opened, plan_memory(opened.manifest, opened.block, limit=None, available=10**12, process=10**8)
-
-
-def with_rows(plan, rows, **changes):
-    """The plan with other rows in each layer's cache, however long the context is."""
-    levels = np.array([rows], np.int32)
-    return dataclasses.replace(plan, levels=levels, level_blocks=plan.max_kv_blocks, **changes)
 
 
 def write_trace(path, masks, **changes):

@@ -42,11 +42,13 @@ class Terminal:
 
     def read_until(self, pattern):
         """Read until what is shown has `pattern` after what was read before."""
-        start, end = len(self.shown), time.monotonic() + WAIT_S
+        start, left = len(self.shown), WAIT_S
         while not re.search(pattern, self.shown[start:], re.DOTALL):
-            assert time.monotonic() < end, self.shown
             if select.select([self.parent], [], [], 0.1)[0]:
                 self.shown += os.read(self.parent, 1 << 16)
+            else:  # not by the clock: a machine that was stopped meanwhile is no hang
+                left -= 0.1
+                assert left > 0, self.shown
 
     def write(self, text):
         os.write(self.parent, text)
@@ -94,9 +96,8 @@ def terminal(tmp_path):
 @pytest.mark.parametrize(
     ("number", "when"),
     [
-        *((number, "in an answer") for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)),
-        *((number, "at the prompt") for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)),
-        *((number, "at the prompt") for number in (signal.SIGALRM, signal.SIGUSR1, signal.SIGXCPU)),
+        *((number, "in an answer") for number in (signal.SIGTERM, signal.SIGHUP)),
+        *((number, "at the prompt") for number in (signal.SIGQUIT, signal.SIGXCPU)),
     ],
     ids=lambda value: getattr(value, "name", value),
 )
@@ -112,58 +113,51 @@ def test_a_signal_that_ends_the_chat(terminal, when, number):
     assert b"\x1b[?25h" in chat.shown[-40:]  # the cursor is seen
 
 
-def test_ctrl_d_leaves_the_terminal_as_it_was(terminal):
-    chat = terminal()
-    chat.read_until(PROMPT)
-    chat.write(b"\x04")
-    assert chat.wait() == 0
-    assert termios.tcgetattr(chat.child) == chat.before
-
-
-@pytest.mark.parametrize("options", [{"term": "dumb"}, {"columns": 20}], ids=["dumb", "20 columns"])
-def test_poor_terminals(terminal, options):
+@pytest.mark.parametrize(
+    ("options", "end"), [({"term": "dumb"}, b"/quit\r"), ({"columns": 20}, b"\x04")], ids=["dumb", "20 columns"]
+)
+def test_poor_terminals(terminal, options, end):
     chat = terminal(**options)
     chat.read_until(PROMPT)
     chat.write(b"Once\r")
     chat.read_until(rb"Once.*[a-z]{3,} [a-z]{2,}")
     chat.process.send_signal(signal.SIGINT)  # as ctrl-C does
     chat.read_until(rb"stopped.*" + PROMPT)
-    chat.write(b"/quit\r")
+    chat.write(end)
     assert chat.wait() == 0
     assert b"Traceback" not in chat.shown
     assert termios.tcgetattr(chat.child) == chat.before
 
 
-@pytest.mark.parametrize("when", ["at the prompt", "in an answer"])
-def test_a_chat_that_is_stopped_and_goes_on(terminal, when):
+def test_a_chat_that_is_stopped_and_goes_on(terminal):
+    """At the prompt, then in an answer."""
     chat = terminal(leads=False)
     chat.read_until(PROMPT)
-    if when == "in an answer":
-        chat.write(b"Once upon a time\r")
-        chat.read_until(rb"Once upon a time.*[a-z]{3,} [a-z]{2,} [a-z]{2,}")
     during = termios.tcgetattr(chat.child)
-    assert during != chat.before
-    chat.process.send_signal(signal.SIGTSTP)
-    end = time.monotonic() + WAIT_S
-    while _state(chat.process.pid) != "T":
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    assert termios.tcgetattr(chat.child) == chat.before  # what a shell's user would type on
-    chat.process.send_signal(signal.SIGCONT)
-    if when == "in an answer":
-        chat.read_until(rb"[a-z]{2,} [a-z]{2,}")
-        chat.process.send_signal(signal.SIGINT)
-        chat.read_until(rb"stopped.*" + PROMPT)
-    else:
-        chat.read_until(rb">")  # drawn again
-        assert termios.tcgetattr(chat.child) == during
+    _stopped(chat)
+    chat.read_until(rb">")  # drawn again
+    assert termios.tcgetattr(chat.child) == during
+    chat.write(b"Once upon a time\r")
+    chat.read_until(rb"Once upon a time.*[a-z]{3,} [a-z]{2,} [a-z]{2,}")
+    _stopped(chat)
+    chat.read_until(rb"[a-z]{2,} [a-z]{2,}")
+    chat.process.send_signal(signal.SIGINT)
+    chat.read_until(rb"stopped.*" + PROMPT)
     chat.write(b"/quit\r")
     assert chat.wait() == 0
     assert termios.tcgetattr(chat.child) == chat.before
 
 
-def _state(pid):
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+def _stopped(chat):
+    """The chat is stopped, and goes on."""
+    assert termios.tcgetattr(chat.child) != chat.before
+    chat.process.send_signal(signal.SIGTSTP)
+    end = time.monotonic() + WAIT_S
+    while Path(f"/proc/{chat.process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert termios.tcgetattr(chat.child) == chat.before  # what a shell's user would type on
+    chat.process.send_signal(signal.SIGCONT)
 
 
 def test_a_large_paste_invalid_text_and_a_full_disk(terminal):

@@ -37,20 +37,14 @@ def loaded(*argv):
     return status, set(names)
 
 
-@pytest.mark.parametrize("more", ["", "--json", "--temperature=1 --top-p=0.9"])
+@pytest.mark.parametrize("more", ["", "--json --temperature=1 --top-p=0.9"])
 def test_generate_loads_numpy_and_the_tokenizer(tiny, more):
     status, names = loaded("generate", tiny().path(), "--prompt", "The cat", *OPTIONS, *more.split())
     assert status == 0
     assert names == ALONE
 
 
-def test_a_chat_through_a_pipe_needs_no_terminal(tiny):
-    status, names = loaded("chat", tiny().path(), *OPTIONS)
-    assert status == 0
-    assert names == ALONE
-
-
-def test_a_chat_template_is_no_matter_of_this_process(tiny, tmp_path):
+def test_a_chat_through_a_pipe_needs_no_terminal_and_no_template_engine(tiny, tmp_path):
     path = tmp_path / "model"
     shutil.copytree(tiny().path(), path)
     install_files(path, {"chat_template.jinja": [b"{% for m in messages %}{{ m.content }}{% endfor %}"]})

@@ -7,12 +7,12 @@ import shutil
 import numpy as np
 import pytest
 from arch_models import VARIANTS, make_checkpoint
+from planned import planned
 
 from flashllm.base.units import format_size
 from flashllm.cli import main
 from flashllm.config import RunConfig
 from flashllm.convert.run import convert
-from flashllm.engine.model import Model
 from flashllm.errors import ChecksumError, FlashIOError
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import RESIDENT
@@ -37,9 +37,7 @@ def directory(request, tmp_path_factory):
 
 
 def opened(directory, **memory):
-    model = ModelDir.open(directory)
-    plan = resolve(RUN, model, available=10**12, process=10**8)
-    return Model(model, dataclasses.replace(plan, memory=dataclasses.replace(plan.memory, **memory)), RUN)
+    return planned(directory, RUN, **memory)
 
 
 def passes(model):

@@ -101,12 +101,6 @@ def test_exposed_times_cover_the_call(tmp_path):
     assert shares[-1] > 0.9
 
 
-# Failures
-
-
-# A cache that shrinks and grows
-
-
 # Filling the cache as rows stream by
 
 

@@ -2,31 +2,21 @@
 it where it ends early."""
 
 import contextlib
-import dataclasses
 import itertools
 
 import numpy as np
 import pytest
+from planned import ids_of, planned
 
 from flashllm.config import RunConfig
-from flashllm.engine.model import Model
 from flashllm.errors import ContextFull, UsageError
-from flashllm.format.model_dir import ModelDir
-from flashllm.plan.resolve import resolve
 
 PART = 16
 
 
-def ids_of(count, seed=0):
-    return np.random.default_rng(seed).integers(4, 300, count).tolist()
-
-
-def in_parts(directory, *, memory=None, plan_fields=None, **config):
+def in_parts(directory, *, plan_fields=None, **config):
     """The model with prompts in parts of PART tokens."""
-    config, model_dir = RunConfig(threads=2, io_threads=4, memory=memory, **config), ModelDir.open(directory)
-    plan = resolve(config, model_dir, available=10**12, process=10**8)
-    fields = {"prompt_tokens": PART, **(plan_fields or {})}
-    return Model(model_dir, dataclasses.replace(plan, memory=dataclasses.replace(plan.memory, **fields)), config)
+    return planned(directory, RunConfig(threads=2, io_threads=4, **config), prompt_tokens=PART, **(plan_fields or {}))
 
 
 def alone(model, *pieces):

@@ -1,18 +1,15 @@
 """Prompts: each layer is read once for as many tokens as memory is lent for. And `prompts="sparse"`: long ones are
 computed as the mode computes single tokens, and everyone is told."""
 
-import dataclasses
-
 import numpy as np
 import pytest
+from planned import ids_of, planned
 
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
 from flashllm.errors import Cancelled, UsageError
-from flashllm.format.model_dir import ModelDir
 from flashllm.generate.session import PrefillRecord, Session
 from flashllm.generate.tokenizer import Tokenizer
-from flashllm.plan.resolve import resolve
 
 
 @pytest.fixture(scope="module")
@@ -24,16 +21,9 @@ def load(directory, **config):
     return Model.open(directory, RunConfig(threads=2, io_threads=4, **config))
 
 
-def ids_of(count, seed=0):
-    return np.random.default_rng(seed).integers(4, 300, count).tolist()
-
-
 def in_parts(directory, tokens=16, **memory):
     """The model in parts of so many tokens; `memory`: fields of its plan that are otherwise."""
-    config, model_dir = RunConfig(threads=2, io_threads=4), ModelDir.open(directory)
-    plan = resolve(config, model_dir, available=10**12, process=10**8)
-    plan = dataclasses.replace(plan, memory=dataclasses.replace(plan.memory, prompt_tokens=tokens, **memory))
-    return Model(model_dir, plan, config)
+    return planned(directory, RunConfig(threads=2, io_threads=4), prompt_tokens=tokens, **memory)
 
 
 def read_by(model, *prompts):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from arch_models import VARIANTS, make_checkpoint, open_model
+from planned import ids_of
 
 from flashllm.config import RunConfig
 from flashllm.convert.run import convert
@@ -41,10 +42,6 @@ def made(tmp_path_factory):
 def model(made, request):
     with Model.open(made(request.param)[1], RunConfig(mode="dense", threads=1, io_threads=4, direct=False)) as model:
         yield model
-
-
-def ids_of(count, seed=0):
-    return np.random.default_rng(seed).integers(5, 290, count).tolist()
 
 
 def logits_of(model, *passes):

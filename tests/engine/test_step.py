@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 from arch_models import CONTEXT, make_model
+from planned import ids_of
 
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
@@ -53,10 +54,6 @@ def test_numbers_that_are_not_finite_name_their_layer(directory_of, tmp_path, na
             with pytest.raises(NonFiniteError, match=r"layer 1 computed a number that is not finite.*float32"):
                 model.step([(sequence, ids_of(count))])
             assert sequence.length == 0
-
-
-def ids_of(count, seed=0):
-    return np.random.default_rng(seed).integers(5, 290, count).tolist()
 
 
 def alone(model, prompt, following=()):

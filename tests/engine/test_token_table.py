@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from arch_models import VARIANTS, make_checkpoint
 from arch_reference import ReferenceDecoder
+from planned import planned
 from safetensors.numpy import load_file, save_file
 
 from flashllm.base.units import format_size
 from flashllm.cli import main
 from flashllm.config import RunConfig
 from flashllm.convert.run import convert
-from flashllm.engine.model import Model
 from flashllm.errors import ChecksumError, FlashIOError, FormatError
 from flashllm.format.manifest import MANIFEST
 from flashllm.format.model_dir import ModelDir
@@ -27,9 +27,7 @@ IDS = [int(token) for token in np.random.default_rng(0).integers(4, 300, 90)]
 
 
 def opened(directory, *, config=RUN, **memory):
-    model = ModelDir.open(directory)
-    plan = resolve(config, model, available=10**12, process=10**8)
-    return Model(model, dataclasses.replace(plan, memory=dataclasses.replace(plan.memory, **memory)), config)
+    return planned(directory, config, **memory)
 
 
 def run(model, ids, sequence=None):

@@ -239,12 +239,12 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", help="operations")
     parser.add_argument("--fault", nargs="*", default=list(FAULTS), choices=FAULTS, help="default: all")
     parser.add_argument("--shim", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--root", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--root", type=Path, help="a folder with `Operations.lay_down`'s files (default: made anew)")
     args = parser.parse_args()
     if args.shim is None:
         with tempfile.TemporaryDirectory() as folder:
-            shim, root = build_shim(Path(folder)), Path(folder) / "files"
-            root.mkdir()
+            shim, root = build_shim(Path(folder)), args.root or Path(folder) / "files"
+            root.mkdir(exist_ok=True)
             environment = {**os.environ, "LD_PRELOAD": str(shim), "FAULT_PREFIX": str(root)}
             again = [sys.executable, __file__, *sys.argv[1:], "--shim", str(shim), "--root", str(root)]
             return subprocess.run(again, env=environment, check=False).returncode
@@ -253,7 +253,8 @@ def main() -> int:
     operations = trials.operations
     operations.calm = trials.calm
     chosen = {name: each for name, each in operations.names().items() if not args.only or name in args.only}
-    elsewhere(operations.lay_down)
+    if not operations.model.exists():
+        elsewhere(operations.lay_down)
     operations.load(chosen)
     rows: list[dict[str, Any]] = []
     for name, operation in chosen.items():

@@ -125,98 +125,52 @@ class Operation:
 
 def make_operations(root: Path) -> dict[str, Operation]:
     """Conversion, predictors put into a model, a batch job, training."""
-    training = Operations(root / "training")
-    training.root.mkdir()
-    training.lay_down()
-    training.load(["train"])
-    import predictor_files
-    from tiny_models import make_tiny_opt
-
-    from flashllm.cli import main
-    from flashllm.convert.run import convert
+    works = Operations(root)
+    if not works.model.exists():
+        works.lay_down()
+    works.load(["train", "offload run"])
     from flashllm.format.install import install_predictors
     from flashllm.format.manifest import open_model_dir
     from flashllm.format.report.verify import verify
 
-    hf = make_tiny_opt(root / "hf", d_model=32, d_ff=64, num_layers=2)
-    target, model, fresh = root / "converted", root / "model", root / "fresh"
-    convert(hf, fresh)
-    with_predictors = Path(shutil.copytree(fresh, root / "with predictors"))
-    predictor_files.install("exact", hf, with_predictors, root)
+    model, out = root / "mutable", root / "out.jsonl"
 
-    def problem(path: Path) -> str | None:
+    def whole(path: Path) -> str | None:
         if not path.exists():
             return None
         report = verify(path)
         return None if report.ok else "; ".join(each.message for each in report.problems)
 
-    def run_convert() -> None:
-        if not target.exists():
-            convert(hf, target)
+    def loads(path: Path) -> None:
+        """It loads, with predictors or without."""
+        open_model_dir(path)
 
-    def clear_convert() -> None:
-        for path in (target, root / "converted.partial"):
-            shutil.rmtree(path, ignore_errors=True)
-
-    def clear_model() -> None:
+    def clear() -> None:
+        works.clear()
         shutil.rmtree(model, ignore_errors=True)
-        shutil.copytree(fresh, model)
-
-    def model_problem() -> str | None:
-        open_model_dir(model)  # it loads, with predictors or without
-        return None
-
-    lines, out = root / "in.jsonl", root / "out.jsonl"
-    prompts = [[5 + index, 6, 7 + index] for index in range(6)]
-    lines.write_text(
-        "\n".join(
-            json.dumps({"custom_id": f"r{index}", "prompt": prompt, "max_tokens": 3})
-            for index, prompt in enumerate(prompts)
-        )
-    )
-    policy = root / "policy.json"
-    weights = {"wg": 0.0, "wc": 0.0, "wd": 1.0, "cg": 0.0, "cc": 0.0, "cd": 1.0, "hg": 0.0, "hc": 0.0, "hd": 1.0}
-    policy.write_text(json.dumps({"policy": {"gpu_batch": 2, "num_batches": 1, **weights}}))
-
-    def run_job() -> None:
-        given = ["-i", lines, "-o", out, "--policy", policy, "--scratch", root / "scratch", "--resume"]
-        status = main([str(word) for word in ("offload", "run", hf, *given)])
-        if status != 0:
-            raise RuntimeError(f"offload run ended with status {status}")
+        shutil.copytree(works.without, model)
 
     def job_answers() -> str:
         values = [json.loads(line) for line in out.read_text().splitlines()]
         return json.dumps(sorted((value["custom_id"], value["text"]) for value in values))
 
-    def job_problem() -> str | None:
+    def job_problem() -> None:
         """Every line but a torn last one is an answer."""
-        if out.exists():
-            for line in out.read_bytes().split(b"\n")[:-1]:
-                if line.strip(b"\0"):
-                    json.loads(line)
-        return None
+        for line in out.read_bytes().split(b"\n")[:-1] if out.exists() else ():
+            if line.strip(b"\0"):
+                json.loads(line)
 
-    def clear_job() -> None:
-        out.unlink(missing_ok=True)
-        shutil.rmtree(root / "scratch", ignore_errors=True)
-
-    def run_training() -> None:
-        training.train()
-
-    def training_problem() -> str | None:
-        open_model_dir(training.training)  # as for "predictors"
-        return None
-
+    converted, training = root / "converted", works.training
     return {
-        "convert": Operation(run_convert, lambda: tree_hash(target), lambda: problem(target), clear_convert),
+        "convert": Operation(works.convert, lambda: tree_hash(converted), lambda: whole(converted), clear),
         "predictors": Operation(
-            lambda: install_predictors(model, root / "exact.safetensors") and None,
-            lambda: (tree_hash(model), problem(model))[0],
-            model_problem,
-            clear_model,
+            lambda: install_predictors(model, root / "exact.safetensors"),
+            lambda: (tree_hash(model), whole(model))[0],
+            lambda: loads(model),
+            clear,
         ),
-        "offload run": Operation(run_job, job_answers, job_problem, clear_job),
-        "train": Operation(run_training, lambda: tree_hash(training.training), training_problem, training.clear),
+        "offload run": Operation(works.offload_run, job_answers, job_problem, clear),
+        "train": Operation(works.train, lambda: tree_hash(training), lambda: loads(training), clear),
     }
 
 
@@ -275,12 +229,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="*", help="operations")
     parser.add_argument("--folder", type=Path, help="where files are made (default: the temporary folder)")
     parser.add_argument("--shim", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--root", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--root", type=Path, help="a folder with `Operations.lay_down`'s files (default: made anew)")
     args = parser.parse_args(argv)
     if args.shim is None:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-            shim, root = build_shim(Path(folder)), Path(folder) / "files"
-            root.mkdir()
+            shim, root = build_shim(Path(folder)), args.root or Path(folder) / "files"
+            root.mkdir(exist_ok=True)
             environment = {
                 **os.environ,
                 "LD_PRELOAD": str(shim),
@@ -290,7 +244,7 @@ def main(argv: list[str] | None = None) -> int:
             again = [sys.executable, __file__, *sys.argv[1:], "--shim", str(shim), "--root", str(root)]
             return subprocess.run(again, env=environment, check=False).returncode
     os.environ.pop("LD_PRELOAD")
-    shim = Shim(args.shim, args.root.parent / "changes", args.root.parent / "old")
+    shim = Shim(args.shim, args.shim.parent / "changes", args.shim.parent / "old")
     table, problems = [], []
     for name, operation in make_operations(args.root).items():
         if args.only and name not in args.only:

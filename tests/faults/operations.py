@@ -6,6 +6,7 @@ Those that go through the command line raise `CommandError` where that ends with
 
 import contextlib
 import hashlib
+import importlib
 import json
 import os
 import random
@@ -80,7 +81,7 @@ class Operations:
 
     def __init__(self, root: Path, calm: Callable[[], None] = lambda: None) -> None:
         self.root, self.hf, self.model, self.calm = root, root / "hf", root / "model", calm
-        self.training = root / "training"
+        self.without, self.training = root / "without", root / "training"  # predictors; a model that is trained
         self.right: str | None = None  # what the server must answer once nothing fails
 
     def lay_down(self) -> None:
@@ -92,7 +93,8 @@ class Operations:
         from flashllm.convert.run import convert
 
         make_tiny_opt(self.hf)
-        convert(self.hf, self.model)
+        convert(self.hf, self.without)
+        shutil.copytree(self.without, self.model)
         predictor_files.install("exact", self.hf, self.model, self.root)
         # Training and batch jobs.
         small = make_tiny_opt(self.root / "small", d_model=32, d_ff=64)
@@ -114,6 +116,7 @@ class Operations:
 
             from flashllm.commands.predictors import scripts
 
+            importlib.import_module("torch._dynamo")  # by the first step of an optimizer, in seconds
             torch.set_num_threads(1)  # a forked child has none but its own
             scripts.load("train_predictor")
         if not {"offload", "offload run"}.isdisjoint(names):

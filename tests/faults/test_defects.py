@@ -245,9 +245,9 @@ def test_10_no_name_ends_a_chat(tmp_path, monkeypatch, name):
         computed, tokens, messages, system = 3, (5, 6, 7), (), None
 
     monkeypatch.chdir(tmp_path)
-    chat = Chat(Said(), lambda: Memory(used=1, limit=2), shelf=Shelf(tmp_path / "kept", "model"))
+    chat = Chat(Said(), lambda: Memory(used=1, limit=2), True, Shelf(tmp_path / "kept", "model"), None, None)
     for verb in ("/save", "/load", "/export"):
-        reply = chat.command(f"{verb} {name}".strip()).text
+        reply = chat.command(f"{verb} {name}".strip())
         assert reply
         assert "\n" not in reply
     assert not (tmp_path / "kept").exists()

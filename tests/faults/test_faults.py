@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mutations
 import pytest
+from operations import Operations
+
+from flashllm.convert.checkpoint import pickled
 
 needs_a_shim = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("cc") is None, reason="needs Linux and a C compiler"
@@ -23,9 +27,17 @@ def run(script, *arguments):
     return document
 
 
+@pytest.fixture(scope="module")
+def laid_down(tmp_path_factory):
+    """The files that operations work on, made here: what that takes is imported already."""
+    root = tmp_path_factory.mktemp("files")
+    Operations(root).lay_down()
+    return str(root)
+
+
 @needs_a_shim
-def test_a_sample_of_faults():
-    summary = run("harness.py", "--sample", "5")
+def test_a_sample_of_faults(laid_down):
+    summary = run("harness.py", "--sample", "5", "--root", laid_down)
     operations = ("convert", "generate", "verify", "offload", "offload run", "train", "serve")
     assert summary["trials"] == 5 * len(operations)
     for operation in operations:
@@ -47,14 +59,16 @@ def test_random_reads_with_random_faults():
 
 
 @needs_a_shim
-def test_a_sample_of_deaths():
-    table = run("kills.py", "--sample", "1")["table"]
+def test_a_sample_of_deaths(laid_down):
+    table = run("kills.py", "--sample", "1", "--root", laid_down)["table"]
     assert sum(row["tried"] for row in table) == 12
     assert sum(row["changes_lost"] for row in table) > 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-def test_a_sample_of_mutations():
-    table = run("mutations.py", "--each", "8", "--command", "5")["table"]
+def test_a_sample_of_mutations(capfd, monkeypatch):
+    monkeypatch.setattr(pickled, "ask_child", pickled.ask_child)  # which the script replaces
+    assert mutations.main(["--each", "8", "--command", "5"]) == 0, capfd.readouterr()
+    table = json.loads(capfd.readouterr().out.splitlines()[-1])["table"]
     assert sum(row["tried"] for row in table) >= 30 * 8 + 5
     assert sum(row.get("refused", 0) for row in table) > 100

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from planned import ids_of
 from test_session import TOKENIZER, PrefixModel, greedy, run
 
 import flashllm
@@ -71,10 +72,6 @@ def directory_of(variant_of):
     return lambda name: variant_of(name)[1]
 
 
-def prompt_of(count, seed=0):
-    return np.random.default_rng(seed).integers(5, 290, count).tolist()
-
-
 def answer_of(model, prompt, speculation, **options):
     options = SamplingOptions(**{"max_new_tokens": 30, "ignore_eos": True, **options})
     with Session(model, TOKENIZER, options, speculation=speculation) as session:
@@ -109,7 +106,7 @@ def test_tokens_are_the_same(directory_of, how, sampling):
             if rows is not None and mode != "dense":
                 for ffn in model.parts.ffns:
                     ffn.set_capacity(rows)
-            prompt = prompt_of(20 if bits is None else 50)  # drafts fill a page
+            prompt = ids_of(20 if bits is None else 50)  # drafts fill a page
             expected, _, _ = answer_of(model, prompt, None, **sampling)
             ids = [record.token_id for record in expected]
             for wrong in (10**9, 4) if rows is None else (4, 1):
@@ -130,7 +127,7 @@ def test_the_cache_learns_from_accepted_tokens_alone(directory_of):
     def cached_after(wrong):
         config = RunConfig(mode="sparse", cache_policy="window", window=3, io_threads=1, threads=1)
         with Model.open(directory_of("opt"), config) as model:
-            prompt = prompt_of(20)
+            prompt = ids_of(20)
             ids = [record.token_id for record in answer_of(model, prompt, None)[0]]
             with model.new_sequence() as sequence:
                 model.step([(sequence, prompt)])
@@ -161,7 +158,7 @@ def test_drafted_tokens_belong_to_one_sequence_and_are_few(directory_of):
         assert model.most_drafted == MOST
         with model.new_sequence() as one, model.new_sequence() as two:
             with pytest.raises(UsageError, match="at most 7"):
-                model.step([(one, prompt_of(9))], drafted=8)
+                model.step([(one, ids_of(9))], drafted=8)
             with pytest.raises(UsageError, match="alone"):
                 model.step([(one, [5, 6]), (two, [7])], drafted=1)
             model.step([(one, [5, 6])], drafted=1)
@@ -205,7 +202,7 @@ def session_of(model, speculation, **options):
 
 @pytest.mark.parametrize("room", range(9))
 def test_the_context_ends_where_it_does_without(room):
-    prompt = prompt_of(20)
+    prompt = ids_of(20)
     expected = greedy(prompt, 20)
     model = Verifying(context=len(prompt) + room)
     with session_of(model, always(Telling(expected))) as session:
@@ -218,7 +215,7 @@ def test_the_context_ends_where_it_does_without(room):
 @pytest.mark.parametrize("wrong", [10**9, 3])
 def test_a_stream_may_be_closed_after_any_token(count, wrong):
     """A client that goes away, ctrl-C: the session is as after the last record, and the next turn as without drafts."""
-    prompt = prompt_of(20)
+    prompt = ids_of(20)
     expected = greedy(prompt, 20)
     found = []
     for speculation in (None, always(Telling(expected, wrong))):
@@ -237,7 +234,7 @@ def test_a_stream_may_be_closed_after_any_token(count, wrong):
 
 
 def test_stop_strings_and_ends_are_where_they_were():
-    prompt = prompt_of(20)
+    prompt = ids_of(20)
     expected = greedy(prompt, 20)
     text = TOKENIZER.decode(expected)
     stop = text[len(text) // 2 : len(text) // 2 + 3]
@@ -251,7 +248,7 @@ def test_stop_strings_and_ends_are_where_they_were():
 
 
 def test_a_turn_that_is_overtaken_leaves_the_new_one_alone():
-    prompt = prompt_of(20)
+    prompt = ids_of(20)
     model = Verifying()
     with session_of(model, always(Telling(greedy(prompt, 20)))) as session:
         old = session.stream_ids(prompt)
@@ -272,14 +269,14 @@ def test_where_other_sequences_have_the_memory_no_token_is_drafted():
                 raise ContextFull("no block left")
             return super().step(entries)
 
-    prompt = prompt_of(20)
+    prompt = ids_of(20)
     expected = greedy(prompt, 20)
     with session_of(Full(), always(Telling(expected))) as session:
         assert run(session.stream_ids(prompt)) == expected
 
 
 def test_statistics_tell_places_apart():
-    prompt = prompt_of(20)
+    prompt = ids_of(20)
     speculation = always(Telling(greedy(prompt, 20), wrong=4), most=3)
     with session_of(Verifying(), speculation) as session:
         records = list(session.stream_ids(prompt))
@@ -359,7 +356,7 @@ def test_a_draft_model_drafts(directory_of, sampling):
     """The model itself is the best drafter; another one of its vocabulary is a bad one. Neither changes a token."""
     path = directory_of("llama relu")
     config = RunConfig(io_threads=2, threads=1)
-    prompt = prompt_of(40)
+    prompt = ids_of(40)
     with Model.open(path, config) as model:
         expected, _, _ = answer_of(model, prompt, None, **sampling)
     for draft_path in (path, directory_of("opt")):
@@ -384,12 +381,12 @@ def test_a_draft_model_ends_with_its_context(directory_of):
     path = directory_of("opt")
     with Model.open(path, RunConfig(io_threads=1, context=24)) as small, Model.open(path, RunConfig()) as model:
         drafter = DraftModel(small)
-        prompt = prompt_of(20)
+        prompt = ids_of(20)
         expected = answer_of(model, prompt, None)[0]
         speculation = always(drafter)
         assert ids_and_text(answer_of(model, prompt, speculation)[0]) == ids_and_text(expected)
         assert speculation.stats.drafts > 0
-        assert drafter.look(array("q", prompt_of(24)), 5) == (0, 0)
+        assert drafter.look(array("q", ids_of(24)), 5) == (0, 0)
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(directory_of):

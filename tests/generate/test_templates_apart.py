@@ -75,7 +75,7 @@ def test_a_bomb_renders_small_or_is_an_error(monkeypatch, warm, bomb):
     template = ChatTemplate(bomb, "dir", renderer=warm)
     began = time.monotonic()
     with monkeypatch.context() as patch:
-        patch.setattr(apart, "LIMIT_S", 0.3)  # less, for the tests' sake
+        patch.setattr(apart, "LIMIT_S", 0.1)  # less, for the tests' sake
         try:
             said = f"small: {len(template.render([USER]))} characters"
         except (FormatError, UsageError) as error:
@@ -90,9 +90,8 @@ def test_the_limits_as_they_are():
     with ChatTemplate(BOMBS[57], "dir") as template:
         assert "99999999999999999999" in BOMBS[57]
         template.check()
-        for _ in range(2):
-            with pytest.raises(FormatError, match=r"dir: the chat template failed: it takes longer than 1\.5 s"):
-                template.render([USER])
+        with pytest.raises(FormatError, match=r"dir: the chat template failed: it takes longer than 1\.5 s"):
+            template.render([USER])
     with ChatTemplate(BOMBS[0], "dir") as template:
         template.check()
         with pytest.raises(FormatError, match="dir: the chat template failed: it takes more than 32 MB of memory"):

@@ -3,14 +3,14 @@
 import os
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
 from arch_models import CONTEXT
+from planned import ids_of
+from serving import answered
 from tiny_models import make_tokenizer
 
-from flashllm.api.requests import Request
 from flashllm.chat.conversation import Chat, Memory
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
@@ -21,7 +21,7 @@ from flashllm.generate.tokenizer import Tokenizer
 from flashllm.parked.file import identity, read_header, read_parked, write_parked
 from flashllm.parked.folder import ParkingFolder
 from flashllm.parked.shelf import Shelf
-from flashllm.serve.worker import Began, Chosen, Finished, Job, Worker
+from flashllm.serve.worker import Worker
 
 TOKENIZER = Tokenizer(make_tokenizer(300).backend_tokenizer, end_ids=())
 BIG = 10**9
@@ -44,10 +44,6 @@ def opened(directory):
     yield get
     for model in models:
         model.close()
-
-
-def ids_of(count, seed=0):
-    return np.random.default_rng(seed).integers(5, 290, count).tolist()
 
 
 def session_of(model, count=6, **options):
@@ -137,34 +133,33 @@ def test_a_fill_that_fails_leaves_an_empty_sequence(opened):
 
 
 def chat_of(model, directory, shelf, **options):
-    return Chat(session_of(model, **options), lambda: Memory(used=1, limit=2), True, shelf)
+    return Chat(session_of(model, **options), lambda: Memory(used=1, limit=2), True, shelf, None, None)
 
 
 def test_save_and_load_in_chat(opened, directory, tmp_path):
     model = opened()
     shelf = Shelf(tmp_path / "shelf", identity(directory, model.plan.mode))
     chat = chat_of(model, directory, shelf)
-    assert "nothing has been said" in chat.command("/save first").text
+    assert "nothing has been said" in chat.command("/save first")
     "".join(chat.answer("The little dog ran to the tree."))
-    reply = chat.command("/save first").text
+    reply = chat.command("/save first")
     assert reply.startswith("saved as first, ")
-    assert "exists" in chat.command("/save first").text
+    assert "exists" in chat.command("/save first")
     expected = "".join(chat.answer("One day"))
     again = chat_of(opened(), directory, shelf)
     "".join(again.answer("It was"))
-    assert again.command("/load other").text == "there is no other; saved are: first"
+    assert again.command("/load other") == "there is no other; saved are: first"
     assert len(again.transcript) == 2  # the conversation goes on
-    assert "1 turns" in again.command("/load first").text
+    assert "1 turns" in again.command("/load first")
     assert "".join(again.answer("One day")) == expected
     assert again.transcript == chat.transcript
     for bad in ("../x", ".x", "a/b", "x" * 101, ""):
-        assert "name" in again.command(f"/save {bad}").text
-        assert "name" in again.command(f"/load {bad}".strip()).text.lower()
+        assert "name" in again.command(f"/save {bad}")
+        assert "name" in again.command(f"/load {bad}".strip()).lower()
     (file,) = (tmp_path / "shelf").glob("*.kv")
     file.write_bytes(file.read_bytes()[:-1] + b"?")
-    assert "damaged" in again.command("/load first").text
+    assert "damaged" in again.command("/load first")
     assert again.session.tokens == []
-    assert "cannot be saved" in Chat(chat.session, chat.memory).command("/save x").text
     for each in (chat, again):
         each.session.close()
 
@@ -272,22 +267,8 @@ def test_a_damaged_file_is_dropped_and_its_prompt_computed(opened, directory, tm
 
 def answer(worker, ids):
     """(reused tokens, ids) of a request, as the server makes it."""
-    events, done = [], threading.Event()
-
-    def deliver(event):
-        events.append(event)
-        if isinstance(event, Finished):
-            done.set()
-
-    options = SamplingOptions(max_new_tokens=5, ignore_eos=True)
-    request = Request(
-        custom_id="", kind="completion", prompt=tuple(ids), options=options, max_new_given=True, logprobs=None
-    )
-    worker.submit(Job(prompts=[(request, list(ids))], deliver=deliver))
-    assert done.wait(20)
-    assert events[-1] == Finished()
-    (began,) = [event for event in events if isinstance(event, Began)]
-    return began.record.reused_tokens, [event.record.token_id for event in events if isinstance(event, Chosen)]
+    ((found, reused, _),) = answered(worker, [ids], count=5)
+    return reused, found
 
 
 def test_a_server_takes_conversations_up_after_a_restart(opened, directory, tmp_path):

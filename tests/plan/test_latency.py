@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from planned import with_rows
 from profiles import profile_of, reader
 
 from flashllm.convert.run import convert
@@ -28,12 +29,6 @@ from flashllm.profile.costs import ReaderChoice
 def model(tiny):
     opened = ModelDir.open(tiny("float16").path("random"))
     return opened, plan_memory(opened.manifest, opened.block, limit=None, available=10**12, process=10**8)
-
-
-def with_rows(plan, rows, **changes):
-    """The plan with other rows in each layer's cache, however long the context is."""
-    levels = np.array([rows], np.int32)
-    return dataclasses.replace(plan, levels=levels, level_blocks=plan.max_kv_blocks, **changes)
 
 
 def one_cost(lost=5e-6):

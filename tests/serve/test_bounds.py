@@ -8,8 +8,8 @@ import select
 import socket
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -230,14 +230,6 @@ def test_encodings_that_are_not_understood(http, headers):
 
 
 def test_many_small_bodies_at_once_have_room(served):
-    statuses = []
-
-    def client():
-        statuses.append(httpx.post(f"{served[0]}{COMPLETION}", json=HELLO, timeout=60).status_code)
-
-    threads = [threading.Thread(target=client) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert set(statuses) == {200}
+    with ThreadPoolExecutor(8) as pool:
+        ask = lambda _: httpx.post(f"{served[0]}{COMPLETION}", json=HELLO, timeout=60).status_code  # noqa: E731
+        assert set(pool.map(ask, range(8))) == {200}

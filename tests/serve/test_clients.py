@@ -1,8 +1,8 @@
 """The server as clients see it: openai-python, plain HTTP, one that relies on `usage`, and lm-eval's requests."""
 
 import json
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 
 import httpx
@@ -239,12 +239,17 @@ def test_a_client_that_does_not_stream_and_goes_away_stops_its_answer(served, sl
     assert len(slow.passes) < 70
 
 
-def test_cancelled_while_it_waits(served, slow, client):
-    held = client.completions.create(
-        model="tiny", prompt="She", max_tokens=60, stream=True, extra_body={"ignore_eos": True}
-    )
-    next(iter(held))
+@pytest.fixture
+def held(slow, client):
+    """A stream of 90 tokens that has begun; passes wait from here on."""
+    body = {"model": "tiny", "prompt": "She", "max_tokens": 90, "extra_body": {"ignore_eos": True}}
+    stream = client.completions.create(**body, stream=True)
+    next(iter(stream))
     slow.runs.clear()
+    return stream
+
+
+def test_cancelled_while_it_waits(served, slow, client, held):
     with pytest.raises(openai.APITimeoutError):
         client.with_options(timeout=0.2).completions.create(model="tiny", prompt="It was", max_tokens=60)
     _wait_until(lambda: not served[1].waiting)
@@ -255,29 +260,17 @@ def test_cancelled_while_it_waits(served, slow, client):
     assert len(slow.passes) < 50  # of the first alone it would be more
 
 
-def test_the_queue_is_bounded(served, slow, client):
-    held = client.completions.create(
-        model="tiny", prompt="She", max_tokens=90, stream=True, extra_body={"ignore_eos": True}
-    )
-    next(iter(held))
-    slow.runs.clear()
-    answers = []
-
-    def ask():
-        answers.append(client.completions.create(model="tiny", prompt="It was", max_tokens=1))
-
-    threads = [threading.Thread(target=ask) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    _wait_until(lambda: served[1].waiting == 8)
-    with pytest.raises(openai.RateLimitError) as refused:
-        client.completions.create(model="tiny", prompt="It was", max_tokens=1)
-    assert refused.value.response.headers["retry-after"] == "10"
-    held.close()
-    slow.runs.set()
-    for thread in threads:
-        thread.join()
-    assert len(answers) == 8
+def test_the_queue_is_bounded(served, slow, client, held):
+    asked = {"model": "tiny", "prompt": "It was", "max_tokens": 1}
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(client.completions.create, **asked) for _ in range(8)]
+        _wait_until(lambda: served[1].waiting == 8)
+        with pytest.raises(openai.RateLimitError) as refused:
+            client.completions.create(**asked)
+        assert refused.value.response.headers["retry-after"] == "10"
+        held.close()
+        slow.runs.set()
+    assert all(each.result().choices for each in answers)
 
 
 def test_a_long_prompt_is_waited_for_with_comments(http, slow, monkeypatch):
@@ -306,27 +299,18 @@ def test_a_failing_model_is_a_500_and_the_next_request_is_answered(model, client
 
 def test_many_requests_at_once_are_all_answered(served, model):
     """60 of them, eight at a time: none is lost, each gets its own answer, and no more is kept than may be."""
-    expected, answers = {}, {}
+    expected = {}
 
-    def ask(client, number):
+    def ask(number):
         body = {"model": "tiny", "prompt": [5 + number % 7] * (2 + number % 5), "max_tokens": 3, "temperature": 0}
-        answers[number] = client.post("/v1/completions", json=body).json()
+        return http.post("/v1/completions", json=body).json()
 
-    def work(first):
-        with httpx.Client(base_url=served[0], timeout=60) as client:
-            for number in range(first, 60, 8):
-                ask(client, number)
-
-    threads = [threading.Thread(target=work, args=(first,)) for first in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(answers) == 60
-    for number, answer in answers.items():
+    with httpx.Client(base_url=served[0], timeout=60) as http, ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(ask, range(60)))
+    for number, answer in enumerate(answers):
         text = answer["choices"][0]["text"]
         assert expected.setdefault((number % 7, number % 5), text) == text
-    assert len({answer["id"] for answer in answers.values()}) == 60
+    assert len({answer["id"] for answer in answers}) == 60
     assert model.state_nbytes <= model.kept_nbytes
 
 
@@ -347,12 +331,7 @@ def test_metrics(http):
     assert np.isfinite(count)
 
 
-def test_a_request_given_up_while_it_waits_leaves_the_queue(served, slow, client):
-    held = client.completions.create(
-        model="tiny", prompt="She", max_tokens=90, stream=True, extra_body={"ignore_eos": True}
-    )
-    next(iter(held))
-    slow.runs.clear()
+def test_a_request_given_up_while_it_waits_leaves_the_queue(served, slow, client, held):
     for _ in range(12):  # more than may wait at once
         with pytest.raises(openai.APITimeoutError):
             client.with_options(timeout=0.05).completions.create(model="tiny", prompt="It was", max_tokens=1)

@@ -1,7 +1,6 @@
 """What kept conversations may give to a request: never another token than it would get alone, but where one goes on."""
 
 import dataclasses
-import threading
 import zlib
 
 import httpx
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving import Whole, running
+from serving import Whole, answered, running
 
 from flashllm.api.prompts import PromptEncoder
 from flashllm.api.requests import Request
@@ -22,7 +21,7 @@ from flashllm.generate.session import Session
 from flashllm.generate.templates.chat_template import ChatTemplate
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.serve.conversations import Conversations, digest, turns_of
-from flashllm.serve.worker import Began, Chosen, Ended, Finished, Job, Worker
+from flashllm.serve.worker import Worker
 
 FEW = 8
 VOCAB = 40
@@ -116,40 +115,6 @@ class PlacesModel:
         return np.random.default_rng(seed).standard_normal((1, VOCAB)).astype(np.float32)
 
 
-def run(worker, prompts, *, kind="completion", messages=(), count=4, logprobs=None):
-    """(token ids, reused tokens, log probabilities) of each prompt."""
-    events, done = [], threading.Event()
-
-    def deliver(event):
-        events.append(event)
-        if isinstance(event, Finished):
-            done.set()
-
-    options = SamplingOptions(max_new_tokens=count, ignore_eos=True)
-    requests = [
-        Request(
-            custom_id="",
-            kind=kind,
-            prompt=tuple(messages) or tuple(ids),
-            options=options,
-            max_new_given=True,
-            logprobs=logprobs,
-        )
-        for ids in prompts
-    ]
-    worker.submit(Job(prompts=list(zip(requests, prompts, strict=True)), deliver=deliver))
-    assert done.wait(20)
-    assert events[-1] == Finished()
-    found = []
-    for index in range(len(prompts)):
-        mine = [event for event in events if not isinstance(event, Finished) and event.index == index]
-        assert isinstance(mine[-1], Ended)
-        tokens = [event.record for event in mine if isinstance(event, Chosen)]
-        reused = next(event.record.reused_tokens for event in mine if isinstance(event, Began))
-        found.append(([token.token_id for token in tokens], reused, [token.logprobs for token in tokens]))
-    return found
-
-
 def worker_of(model, *, keep=200 * BYTES, tokenizer=None):
     return Worker(model, tokenizer or Letters(), max_waiting=8, keep=keep, on_event=lambda event: None)
 
@@ -172,7 +137,7 @@ def ended(kept, ids, after=None, **options):
 
 def alone(ids, count=4):
     with worker_of(PlacesModel(), keep=0) as worker:
-        return run(worker, [ids], count=count)[0][0]
+        return answered(worker, [ids], count=count)[0][0]
 
 
 prompts = st.lists(st.integers(0, 3), min_size=1, max_size=30)
@@ -193,7 +158,7 @@ def test_what_is_reused_changes_no_token(base, cuts, room):
             ids = [*base[which % len(base)][:length], *more]
             if any(len(ids) > len(whole) and ids[: len(whole)] == whole for whole in said):
                 continue  # by chance the same conversation, going on: another rule
-            ((found, _, _),) = run(worker, [ids])
+            ((found, _, _),) = answered(worker, [ids])
             assert found == alone(ids)
             said.append([*ids, *found])
     assert model.held() == 0
@@ -203,7 +168,7 @@ def test_shared_prompts_are_computed_once():
     with worker_of(PlacesModel()) as worker:
         first = list(range(20))
         second, third = [*range(15), 30, 31], [*range(15), 32]
-        results = run(worker, [first, second, third, first])
+        results = answered(worker, [first, second, third, first])
         assert [reused for _, reused, _ in results] == [0, 15, 15, 19]
         assert [found for found, _, _ in results] == [alone(ids) for ids in (first, second, third, first)]
 
@@ -213,8 +178,8 @@ def test_a_conversation_goes_on_as_in_a_chat():
     model = PlacesModel()
     with worker_of(model) as worker:
         first = list(range(20))
-        ((answer, _, _),) = run(worker, [first])
-        ((found, reused, _),) = run(worker, [[*first, *answer, 7, 8]])
+        ((answer, _, _),) = answered(worker, [first])
+        ((found, reused, _),) = answered(worker, [[*first, *answer, 7, 8]])
     assert reused == 23  # the answer's last token was not computed
     chat = Session(PlacesModel(), Letters(), SamplingOptions(max_new_tokens=4, ignore_eos=True))
     list(chat.stream_ids(first))
@@ -226,25 +191,25 @@ def test_a_chat_goes_on_though_its_answer_is_tokens_of_other_lengths():
     """The messages are the same, so the conversation is; what the tokens share is kept."""
     messages = [{"role": "user", "content": "hello"}]
     with worker_of(PlacesModel()) as worker:
-        ((answer, _, _),) = run(worker, [list(range(20))], kind="chat", messages=messages)
+        ((answer, _, _),) = answered(worker, [list(range(20))], kind="chat", messages=messages)
         said = Letters().decode(answer)
         longer = [*messages, {"role": "assistant", "content": f" {said}\n"}, {"role": "user", "content": "and"}]
         ids = [*range(20), *answer[:2], 39, 38, 37]
-        ((_, reused, _),) = run(worker, [ids], kind="chat", messages=longer)
+        ((_, reused, _),) = answered(worker, [ids], kind="chat", messages=longer)
         assert reused == 22
         other = [*messages, {"role": "assistant", "content": "another answer"}, {"role": "user", "content": "and"}]
-        ((found, reused, _),) = run(worker, [ids], kind="chat", messages=other)
+        ((found, reused, _),) = answered(worker, [ids], kind="chat", messages=other)
         assert (found, reused) == (alone(ids), 20)
 
 
 def test_what_follows_an_answer_is_not_another_conversations_beginning():
     with worker_of(PlacesModel()) as worker:
         first = list(range(12))
-        ((answer, _, _),) = run(worker, [first])
+        ((answer, _, _),) = answered(worker, [first])
         longer = [*first, *answer, *range(20, 32)]
-        run(worker, [longer])
+        answered(worker, [longer])
         ids = [*longer[:15], 39]
-        ((found, reused, _),) = run(worker, [ids])
+        ((found, reused, _),) = answered(worker, [ids])
     assert reused == 12
     assert found == alone(ids)
 
@@ -253,9 +218,9 @@ def test_a_turn_may_be_asked_again():
     """With another question after the same answer, or the same one: as if the other had not been."""
     first, again = list(range(12)), []
     with worker_of(PlacesModel()) as worker:
-        ((answer, _, _),) = run(worker, [first])
+        ((answer, _, _),) = answered(worker, [first])
         for more in (range(20, 32), range(25, 37), range(20, 32)):
-            again.append(run(worker, [[*first, *answer, *more]])[0])
+            again.append(answered(worker, [[*first, *answer, *more]])[0])
     assert [reused for _, reused, _ in again] == [15, 15, 15]
     assert again[0][0] == again[2][0]
     chat = Session(PlacesModel(), Letters(), SamplingOptions(max_new_tokens=4, ignore_eos=True))
@@ -362,7 +327,7 @@ def test_an_answer_never_lacks_memory_that_kept_conversations_hold():
     model = PlacesModel(room=64)
     with worker_of(model) as worker:
         for number in range(6):
-            run(worker, [[number] * 10], count=40)
+            answered(worker, [[number] * 10], count=40)
     assert model.held() == 0
 
 
@@ -395,10 +360,10 @@ def test_reuse_changes_no_bit_of_the_real_model(tiny, dtype):
     asked = [[*start[:cut], *random.integers(5, 290, 9).tolist()] for cut in (40, 39, 33, 17, 40)]
     with Model.open(path, RunConfig(threads=1, io_threads=4)) as model:
         with worker_of(model, tokenizer=tokenizer) as worker:
-            run(worker, [start])
-            found = run(worker, asked, logprobs=5)
+            answered(worker, [start])
+            found = answered(worker, asked, logprobs=5)
         with worker_of(model, tokenizer=tokenizer, keep=0) as worker:
-            expected = run(worker, asked, logprobs=5)
+            expected = answered(worker, asked, logprobs=5)
     assert [reused for _, reused, _ in found] == [40, 39, 33, 17, 40]
     assert [(ids, scores) for ids, _, scores in found] == [(ids, scores) for ids, _, scores in expected]
 

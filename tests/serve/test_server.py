@@ -143,12 +143,6 @@ def test_a_signal_ends_answers_and_requests_are_not_logged(tiny):
     assert rest[-2:] == ["data: [DONE]", ""] or "stopping" in str(rest)
 
 
-def test_sigterm_ends_it_too(tiny):
-    with Process(tiny().path()) as server:
-        assert httpx.get(f"{server.url}/health").status_code == 200
-        assert server.end(signal.SIGTERM)[0] == 0
-
-
 BOMB = (
     "{% if messages[0].content == 'bomb' %}{% set n = namespace(x=99999999999999999999) %}{% for i in range(40) %}"
     "{% set n.x = n.x * n.x %}{% endfor %}{{ n.x }}{% endif %}{{ messages[0].content }}"

@@ -104,42 +104,33 @@ class Quantised:
 
 def weights(form: ScaleForm, codes: Codes, scales: Mapping[str, NDArray[np.generic]]) -> Floats:
     """Weights that codes [n, length] stand for with scales [n, items] of `form`."""
+    length = codes.shape[1]
+    parts = form.parts().items()
+    each = {name: np.repeat(scales[name], share or length, axis=1)[:, :length] for name, (share, _) in parts}
+    return _weighted(form, codes, each)
+
+
+def _weighted(form: ScaleForm, codes: Codes, parts: Mapping[str, NDArray[np.generic]]) -> Floats:
+    """Weights that codes [n, length] stand for, with each part of the form for every one of them."""
     if form.is_power:
-        powers = np.repeat(scales["scales"], form.group, axis=1)[:, : codes.shape[1]]
-        return _fp4(codes, powers)
-    found = _numbers(form, codes) * _spread(form, scales, "scales", "factors", codes.shape[1])
+        return np.ldexp(FP4[codes], parts["scales"].astype(np.int32) - _POWER_BIAS)
+
+    def scale(half: str, factor: str) -> Floats:
+        found: Floats = parts[half].astype(np.float32)
+        if form.is_e4m3:
+            return found * e4m3_values(parts[factor])
+        return found * parts[factor].astype(np.float32) if form.has_factors else found
+
+    numbers: Floats = TABLES[form.table][codes] if form.table else codes.astype(np.float32)
+    found = numbers * scale("scales", "factors")
     if form.has_minimum:
-        found += _spread(form, scales, "minimums", "minimum_factors", codes.shape[1])
-    return found
-
-
-def _numbers(form: ScaleForm, codes: Codes) -> Floats:
-    """The numbers that codes stand for, before their scales."""
-    found: Floats = TABLES[form.table][codes] if form.table else codes.astype(np.float32)
-    return found
-
-
-def _spread(form: ScaleForm, scales: Mapping[str, NDArray[np.generic]], half: str, factor: str, length: int) -> Floats:
-    """The scale (or minimum) of each weight, [n, length]."""
-    parts = form.parts()
-    if form.is_e4m3:
-        factors = np.repeat(e4m3_values(scales[factor]), form.group, axis=1)[:, :length]
-        return scales[half].astype(np.float32) * factors
-    found: Floats = np.repeat(scales[half].astype(np.float32), parts[half][0], axis=1)[:, :length]
-    if form.has_factors:
-        found = found * np.repeat(scales[factor].astype(np.float32), parts[factor][0], axis=1)[:, :length]
+        found += scale("minimums", "minimum_factors")
     return found
 
 
 def e4m3_values(factors: NDArray[np.generic]) -> Floats:
     """The numbers that bytes in E4M3 (four bits of exponent, three of mantissa) stand for, which have no sign."""
     found: Floats = (factors.astype(np.uint16) << 7).view(np.float16).astype(np.float32) * np.float32(256)
-    return found
-
-
-def _fp4(codes: Codes, powers: NDArray[np.generic]) -> Floats:
-    """The weights of FP4 codes, and a scale's byte for each."""
-    found: Floats = np.ldexp(FP4[codes], powers.astype(np.int32) - _POWER_BIAS)
     return found
 
 
@@ -257,20 +248,7 @@ class Plane:
         neurons = np.arange(first, first + len(packed))
         parts = self.form.parts().items()
         rows = {name: self.arrays[name][neurons // (weights or self.form.group)] for name, (weights, _) in parts}
-        if self.form.is_power:
-            return _fp4(codes, rows["scales"])
-        scale: Floats = rows["scales"].astype(np.float32)
-        if self.form.is_e4m3:
-            scale = scale * e4m3_values(rows["factors"])
-        if self.form.has_factors:
-            scale = scale * rows["factors"].astype(np.float32)
-        found: Floats = _numbers(self.form, codes) * scale
-        if self.form.has_minimum:
-            minimum: Floats = rows["minimums"].astype(np.float32)
-            if self.form.has_factors:
-                minimum = minimum * rows["minimum_factors"].astype(np.float32)
-            found += minimum
-        return found
+        return _weighted(self.form, codes, rows)
 
 
 _SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "int8": "I8", "uint8": "U8"}

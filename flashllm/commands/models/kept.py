@@ -1,6 +1,5 @@
 """The models that conversions on first use have left in the user's cache. Loads none of them."""
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +19,6 @@ class KeptModel:
     nbytes: int
     what: str  # its architecture and dtype, or why it cannot be used
 
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset((self.name, self.path.name, str(self.path)))
-
 
 def kept_models(cache: Path | None = None) -> list[KeptModel]:
     """All in `cache` (by default the user's), by name."""
@@ -33,14 +28,9 @@ def kept_models(cache: Path | None = None) -> list[KeptModel]:
     return sorted((_kept(path, cache) for path in folder.iterdir() if path.is_dir()), key=lambda each: each.name)
 
 
-def remove(model: KeptModel) -> None:
-    """Delete it. OSError where that cannot be."""
-    shutil.rmtree(model.path)
-
-
 def find(name: str, models: list[KeptModel]) -> KeptModel:
     """The one that `name` means. UsageError where none is, or more than one."""
-    found = [each for each in models if name in each.names]
+    found = [each for each in models if name in (each.name, each.path.name, str(each.path))]
     if len(found) == 1:
         return found[0]
     if found:

@@ -10,13 +10,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Delete them; nothing is deleted where a name is wrong."""
+    import shutil
+
     from flashllm.base.command_line import say
     from flashllm.base.units import format_size
-    from flashllm.commands.models.kept import find, kept_models, remove
+    from flashllm.commands.models.kept import find, kept_models
 
     models = kept_models()
     chosen = {one.path: one for one in (find(name, models) for name in args.names)}
     for one in chosen.values():
-        remove(one)
+        shutil.rmtree(one.path)
         say(f"{one.name}: deleted, {format_size(one.nbytes)}")
     return 0

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flashllm.api.fields import BadRequest, json_object, short
+from flashllm.api.fields import BadRequest, json_object
 from flashllm.api.fields import text as checked_text
 from flashllm.api.requests import ENDPOINTS, SEED_MASK, Kind, Request, parse_body
+from flashllm.base.checks import short
 from flashllm.generate.sampling import SamplingOptions
 
 MAX_CUSTOM_ID_CHARS = 512

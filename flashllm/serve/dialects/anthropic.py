@@ -12,9 +12,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from flashllm.api.fields import BadRequest, check_names, flag, mapping, objects, short, text
+from flashllm.api.fields import BadRequest, check_names, flag, mapping, objects, text
 from flashllm.api.messages import UNSEEN_IMAGE
 from flashllm.api.requests import parse_body
+from flashllm.base.checks import short
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.replies import written
 from flashllm.replies.parser import Event as Said

@@ -1,0 +1,27 @@
+"""Models whose memory plan is changed, and ids for tiny models."""
+
+import dataclasses
+
+import numpy as np
+
+from flashllm.engine.model import Model
+from flashllm.format.model_dir import ModelDir
+from flashllm.plan.resolve import resolve
+
+
+def ids_of(count, seed=0):
+    """So many token ids, none of them special."""
+    return np.random.default_rng(seed).integers(5, 290, count).tolist()
+
+
+def planned(directory, config, **memory):
+    """The model of a directory, on a machine with room for all; `memory`: fields of its plan that are otherwise."""
+    model_dir = ModelDir.open(directory)
+    plan = resolve(config, model_dir, available=10**12, process=10**8)
+    return Model(model_dir, dataclasses.replace(plan, memory=dataclasses.replace(plan.memory, **memory)), config)
+
+
+def with_rows(plan, rows, **changes):
+    """The memory plan with other rows in each layer's cache, however long the context is."""
+    levels = np.array([rows], np.int32)
+    return dataclasses.replace(plan, levels=levels, level_blocks=plan.max_kv_blocks, **changes)
