@@ -82,7 +82,8 @@ class Part:
     turned: bool = False  # each run is a matrix whose columns are the rows, one run's after another's
 
 
-def _whole(config: Config) -> Part:
+def whole(config: Config) -> Part:
+    """All rows, in their order."""
     return Part()
 
 
@@ -95,7 +96,7 @@ class ResidentTensor:
     source: str
     when: Callable[[Config], bool] = _always
     layers: Callable[[LayerSpec], bool] = every_layer  # of a model that has it
-    part: Callable[[Config], Part] = _whole
+    part: Callable[[Config], Part] = whole
 
 
 def _nothing(config: Config) -> Mapping[str, Any]:
@@ -155,7 +156,7 @@ class ArchitectureSpec:
 
     def matrix_part(self, matrix: str, config: Config) -> Part:
         """Which rows of its tensor an FFN matrix is."""
-        return self.matrix_parts.get(matrix, _whole)(config)
+        return self.matrix_parts.get(matrix, whole)(config)
 
     def present(self, config: Config) -> list[ResidentTensor]:
         """The resident tensors a model of this complete config has."""

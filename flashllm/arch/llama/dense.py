@@ -10,10 +10,14 @@ from flashllm.arch.family import (
     fused,
     fused_tensors,
     head_size,
+    if_asked,
     kv_heads,
     linear_tensors,
     never,
+    num_layers,
+    of_layers,
     says,
+    sliding,
     turning,
 )
 from flashllm.arch.llama.names import (
@@ -37,12 +41,10 @@ MISTRAL = row("mistral")
 
 
 def _qwen(config: Config, **traits: Any) -> BlockSpec:
-    window = config["sliding_window"] if config["use_sliding_window"] else None
-    types = config.get("layer_types")
-    if types is None and window is not None:
-        first = config["max_window_layers"]
-        types = ["sliding_attention" if i >= first else "full_attention" for i in range(config["num_hidden_layers"])]
-    return decoder_block({**config, "sliding_window": window, "layer_types": types}, **traits)
+    config = if_asked(config)
+    if config.get("layer_types") is None and config["sliding_window"] is not None:
+        config["layer_types"] = sliding(i >= config["max_window_layers"] for i in range(num_layers(config)))
+    return decoder_block(config, **traits)
 
 
 QWEN2 = row("qwen2", block=_qwen, attention=projections(always, never))
@@ -102,13 +104,10 @@ OLMO2 = row(
 
 
 def _smollm3(config: Config) -> BlockSpec:
-    count = check_size("num_hidden_layers", config["num_hidden_layers"], 4096)
-    every = config.get("no_rope_layer_interval", 4)
-    turns = config.get("no_rope_layers") or [(layer + 1) % every != 0 for layer in range(count)]
-    if len(turns) != count:
-        raise ValueError(f"no_rope_layers must be a list of {count} numbers")
-    window = config["sliding_window"] if config["use_sliding_window"] else None
-    return turning(decoder_block({**config, "sliding_window": window}, theta=2_000_000.0), turns)
+    every = check_size("no_rope_layer_interval", config.get("no_rope_layer_interval", 4))
+    usual = [(layer + 1) % every != 0 for layer in range(num_layers(config))]
+    turns = of_layers("no_rope_layers", {**config, "no_rope_layers": config.get("no_rope_layers") or usual})
+    return turning(decoder_block(if_asked(config), theta=2_000_000.0), turns)
 
 
 SMOLLM3 = row(
