@@ -14,7 +14,7 @@ from flashllm.arch.mixers import Attention, Keeping, Rotary, check_size
 from flashllm.arch.mixture import ExpertsSpec
 from flashllm.arch.rotary import DEFAULT_THETA, rotary, said_context, trained_context
 from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, LayerSpec, check_number, known_activation
-from flashllm.arch.tensors import ArchitectureSpec, Part, ResidentTensor, whole
+from flashllm.arch.tensors import ArchitectureSpec, Part, ResidentTensor, attentions, whole
 from flashllm.errors import UnsupportedModelError
 
 When = Callable[[Config], bool]
@@ -104,6 +104,11 @@ def projections(
         for part, name in zip(("query", "key", "value", "out"), names, strict=False)
         for tensor in linear_tensors(f"layers.{{i}}.{part}", f"{source}.{name}", bias=out if part == "out" else query)
     )
+
+
+def attending(tensors: Iterable[ResidentTensor]) -> tuple[ResidentTensor, ...]:
+    """The same of those layers alone that attend to keys and values."""
+    return tuple(replace(tensor, layers=attentions) for tensor in tensors)
 
 
 FUSED = ("query", "key", "value")

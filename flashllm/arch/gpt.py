@@ -5,7 +5,8 @@ Most keep query, key and value in one tensor. Falcon with ReLU (ReluFalcon) and 
 neurons are never zero, unless their config says ReLU.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from flashllm.arch.alibi import falcon_alibi
@@ -13,6 +14,7 @@ from flashllm.arch.family import (
     always,
     decoder,
     decoder_block,
+    equal_part,
     fused,
     fused_tensors,
     head_size,
@@ -20,6 +22,7 @@ from flashllm.arch.family import (
     kv_heads,
     linear_tensors,
     never,
+    projections,
     says,
 )
 from flashllm.arch.mixers import check_size
@@ -101,11 +104,7 @@ PHI = decoder(
         query_key_norm="head" if config["qk_layernorm"] else "none",
     ),
     matrices={"up": "mlp.fc1", "down": "mlp.fc2"},
-    attention=tuple(
-        tensor
-        for name, source in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj"), ("out", "dense"))
-        for tensor in linear_tensors(f"layers.{{i}}.{name}", f"self_attn.{source}", bias=always)
-    ),
+    attention=projections(always, always, names=("q_proj", "k_proj", "v_proj", "dense")),
     norms={"attention_norm": ("input_layernorm", always)},
     norm_bias=always,
     head_norms={"query_norm": "self_attn.q_layernorm", "key_norm": "self_attn.k_layernorm"},
@@ -141,7 +140,7 @@ def _has_two_norms(config: Config) -> bool:
     return bool(config["new_decoder_architecture"]) and _falcon_norms(config) == 2
 
 
-def _falcon_part(part: int) -> Any:
+def _falcon_part(part: int) -> Callable[[Config], Part]:
     def rows(config: Config) -> Part:
         heads, kv_heads = config["num_attention_heads"], _falcon_kv_heads(config)
         width, group = config["hidden_size"] // heads, heads // kv_heads
@@ -206,16 +205,6 @@ def _transposed(config: Config) -> Part:
     return Part(transposed=True)
 
 
-def _transposed_part(part: int) -> Any:
-    """d_model columns of a transposed tensor, after `part` times so many."""
-
-    def rows(config: Config) -> Part:
-        width = check_size("n_embd", config["n_embd"])
-        return Part(first=part * width, count=width, transposed=True)
-
-    return rows
-
-
 def _gpt2_keys(config: Config) -> Mapping[str, Any]:
     width = check_size("n_embd", config["n_embd"])
     return {
@@ -248,13 +237,7 @@ _GPT2_NAMES: dict[str, Any] = {
     "norms": {"attention_norm": ("ln_1", always), "ffn_norm": ("ln_2", always)},
     "norm_bias": always,
     "ffn_bias": always,
-    "names": {
-        "base": "transformer.",
-        "embedding": "wte",
-        "positions": "wpe",
-        "layer": "h.{i}.",
-        "final_norm": "ln_f",
-    },
+    "names": {"base": "transformer.", "embedding": "wte", "positions": "wpe", "layer": "h.{i}.", "final_norm": "ln_f"},
     "ignored": ("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
 }
 GPT2 = decoder(
@@ -264,7 +247,7 @@ GPT2 = decoder(
     matrices=_FC,
     matrix_parts={"up": _transposed, "down": _transposed},
     attention=(
-        *fused_tensors("attn.c_attn", _transposed_part, bias=always),
+        *fused_tensors("attn.c_attn", partial(equal_part, transposed=True), bias=always),
         *linear_tensors("layers.{i}.out", "attn.c_proj", bias=always, part=_transposed),
     ),
     **_GPT2_NAMES,
@@ -273,11 +256,8 @@ GPT2 = decoder(
 # The first StarCoder (Li et al., 2023): GPT-2, one key-value head; weights lie as [outputs, inputs].
 
 
-def _bigcode_part(part: int) -> Any:
-    def rows(config: Config) -> Part:
-        return fused(part, kv_heads if config["multi_query"] else None)(config)
-
-    return rows
+def _bigcode_part(part: int) -> Callable[[Config], Part]:
+    return lambda config: fused(part, kv_heads if config["multi_query"] else None)(config)
 
 
 GPT_BIGCODE = decoder(
@@ -297,7 +277,10 @@ GPT_BIGCODE = decoder(
 
 
 def _gpt_neo(config: Config) -> BlockSpec:
-    kinds = [kind for names, times in config["attention_types"] for _ in range(times) for kind in names]
+    try:
+        kinds = [kind for names, times in config["attention_types"] for _ in range(times) for kind in names]
+    except (TypeError, ValueError) as error:
+        raise ValueError("attention_types must be a list of kinds, each with how often they come") from error
     types = [{"global": "full_attention", "local": "sliding_attention"}.get(kind, kind) for kind in kinds]
     return decoder_block(
         {**config, "layer_types": types, "sliding_window": check_size("window_size", config["window_size"])},
@@ -319,13 +302,7 @@ GPT_NEO = decoder(
     },
     block=_gpt_neo,
     matrices=_FC,
-    attention=tuple(
-        tensor
-        for name, source in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj"), ("out", "out_proj"))
-        for tensor in linear_tensors(
-            f"layers.{{i}}.{name}", f"attn.attention.{source}", bias=always if name == "out" else never
-        )
-    ),
+    attention=projections(never, always, "attn.attention", ("q_proj", "k_proj", "v_proj", "out_proj")),
     **{
         **_GPT2_NAMES,
         "ignored": ("transformer.h.*.attn.attention.bias", "transformer.h.*.attn.attention.masked_bias"),
@@ -369,7 +346,7 @@ def _like_gptj(model_type: str, attention: tuple[ResidentTensor, ...]) -> Archit
     )
 
 
-def _codegen_part(place: int) -> Any:
+def _codegen_part(place: int) -> Callable[[Config], Part]:
     """Four times, of a quarter of the heads: queries, values, keys."""
 
     def rows(config: Config) -> Part:
@@ -379,17 +356,7 @@ def _codegen_part(place: int) -> Any:
     return rows
 
 
-GPTJ = _like_gptj(
-    "gptj",
-    tuple(
-        tensor
-        for name, source in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj"))
-        for tensor in linear_tensors(f"layers.{{i}}.{name}", f"attn.{source}")
-    ),
-)
-CODEGEN = _like_gptj(
-    "codegen",
-    fused_tensors("attn.qkv_proj", _codegen_part, names=("query", "value", "key")),
-)
+GPTJ = _like_gptj("gptj", projections(never, never, "attn", ("q_proj", "k_proj", "v_proj")))
+CODEGEN = _like_gptj("codegen", fused_tensors("attn.qkv_proj", _codegen_part, names=("query", "value", "key")))
 
 GPT_LIKE = (GPT_NEOX, FALCON, PERSIMMON, PHI, GPT2, GPT_BIGCODE, GPT_NEO, GPTJ, CODEGEN)

@@ -7,10 +7,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from flashllm.arch.experts.row import dense_first, experts_of, in_layer
+from flashllm.arch.experts.row import in_layer, mixture_block
 from flashllm.arch.experts.row import row as mixture
 from flashllm.arch.family import (
     always,
+    attending,
     decoder_block,
     equal_part,
     keeping,
@@ -24,7 +25,7 @@ from flashllm.arch.llama.names import row
 from flashllm.arch.mixers import ShortConvolution, check_size
 from flashllm.arch.mixture import RouterSpec
 from flashllm.arch.spec import BlockSpec, Config, check_number
-from flashllm.arch.tensors import ResidentTensor, attentions, short_convolutions
+from flashllm.arch.tensors import ResidentTensor, short_convolutions
 
 
 def _tensors() -> tuple[ResidentTensor, ...]:
@@ -41,7 +42,7 @@ def _tensors() -> tuple[ResidentTensor, ...]:
         *linear_tensors(f"{at}out", "conv.out_proj", bias=biased),
     )
     return (
-        *(replace(tensor, layers=attentions) for tensor in attention),
+        *attending(attention),
         *(replace(tensor, layers=short_convolutions) for tensor in convolution),
     )
 
@@ -106,11 +107,7 @@ LFM2 = row(
 def _mixture(config: Config) -> BlockSpec:
     factor = check_number("routed_scaling_factor", config["routed_scaling_factor"])
     router = RouterSpec(score="sigmoid", normalized=bool(config["norm_topk_prob"]), epsilon=1e-6, factor=factor)
-    return _block(
-        config,
-        experts=experts_of(config, "moe_intermediate_size", router),
-        dense_layers=dense_first(config, "num_dense_layers"),
-    )
+    return mixture_block(config, router, first="num_dense_layers", block=_block)
 
 
 LFM2_MOE = mixture(

@@ -12,6 +12,7 @@ from flashllm.arch.experts.row import GATED_SHARED, experts_of, row
 from flashllm.arch.family import (
     When,
     always,
+    attending,
     decoder,
     decoder_block,
     head_size,
@@ -26,7 +27,7 @@ from flashllm.arch.mixers import DeltaRule, check_size
 from flashllm.arch.mixture import ExpertsSpec, RouterSpec
 from flashllm.arch.rotary import DEFAULT_THETA, rope_parameters
 from flashllm.arch.spec import BlockSpec, Config
-from flashllm.arch.tensors import Part, ResidentTensor, attentions, delta_rules, whole
+from flashllm.arch.tensors import Part, ResidentTensor, delta_rules, whole
 from flashllm.errors import UnsupportedModelError
 
 
@@ -68,7 +69,7 @@ def _attention() -> tuple[ResidentTensor, ...]:
         *linear_tensors("layers.{i}.value", "self_attn.v_proj", bias=bias, part=of_keys),
         *linear_tensors("layers.{i}.out", "self_attn.o_proj", bias=bias),
     )
-    return tuple(replace(tensor, layers=attentions) for tensor in tensors)
+    return attending(tensors)
 
 
 def _projections(
@@ -146,7 +147,7 @@ def _block(config: Config, **traits: Any) -> BlockSpec:
 def _experts(config: Config, *, normalized: bool) -> ExpertsSpec:
     key = "shared_expert_intermediate_size"
     shared = check_size(key, config[key])
-    return experts_of(config, "moe_intermediate_size", RouterSpec(normalized=normalized), shared=shared)
+    return experts_of(config, RouterSpec(normalized=normalized), shared=shared)
 
 
 def _qwen3_next(config: Config) -> BlockSpec:
@@ -229,7 +230,7 @@ OLMO_HYBRID = decoder(
     "olmo_hybrid",
     block=_olmo,
     attention=(
-        *(replace(tensor, layers=attentions) for tensor in BIASED),
+        *attending(BIASED),
         *of_rule(
             {
                 **{f"{part}.weight": f"{part[0]}_proj.weight" for part in ("query", "key", "value")},

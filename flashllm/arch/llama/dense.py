@@ -16,19 +16,12 @@ from flashllm.arch.family import (
     never,
     num_layers,
     of_layers,
+    projections,
     says,
     sliding,
     turning,
 )
-from flashllm.arch.llama.names import (
-    BEFORE,
-    BEHIND,
-    BIASED,
-    FUSED_GATE,
-    GATE_PARTS,
-    projections,
-    row,
-)
+from flashllm.arch.llama.names import BEFORE, BEHIND, BIASED, FUSED_GATE, GATE_PARTS, row
 from flashllm.arch.mixers import check_size
 from flashllm.arch.spec import BlockSpec, Config, check_number
 from flashllm.errors import UnsupportedModelError

@@ -103,6 +103,8 @@ def _gemma4_block(config: Config, types: list[str], rope: Mapping[str, Any]) -> 
         per_layer=_per_layer(config),
     )
     own, shared, experts = _own_config(config, types), _shared_layers(config, types), _experts(config)
+    if not all(isinstance(rope.get(kind), dict) for kind in types):
+        raise ValueError("rope_parameters must have those of every type of layer")
 
     def layer(spec: LayerSpec, number: int) -> LayerSpec:
         mixer, kind = {**bare, **own.get(number, {})}, types[number]
@@ -151,7 +153,7 @@ def _experts(config: Config) -> ExpertsSpec | None:
     if not config["enable_moe_block"]:
         return None
     router = RouterSpec(normalized=True, norm_epsilon=check_number("rms_norm_eps", config["rms_norm_eps"]))
-    return experts_of(config, "moe_intermediate_size", router, chosen="top_k_experts")
+    return experts_of(config, router, chosen="top_k_experts")
 
 
 def _per_layer(config: Config) -> PerLayerEmbedding | None:
