@@ -216,6 +216,9 @@ WINDOWED["phimoe, long"] = Variant(
         "original_max_position_embeddings": 160,
     },
 )
+# Whose usual share of a head is a part.
+_TURNED_WHOLE = {"rope_parameters": {**ROPE, "partial_rotary_factor": 1.0}}
+WINDOWED |= {f"{name}, turned whole": Variant(name, _TURNED_WHOLE) for name in ("stablelm", "phi", "gpt_neox")}
 GEMMA4 = ["gemma3n", "gemma4", "gemma4 experts", "gemma4 shared keys, rows of ids"]
 MORE = [*WINDOWED, *GEMMA4, "exaone4", "exaone4 without windows", "seed_oss", "ernie4_5", "hunyuan_v1_dense", "glm4"]
 MORE += ["lfm2", "lfm2_moe", "ministral3", "cohere2_moe sigmoid"]
