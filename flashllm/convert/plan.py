@@ -13,7 +13,6 @@ import numpy as np
 
 import flashllm
 from flashllm.arch.registry import (
-    ARCHITECTURES,
     Claim,
     block_spec,
     bundle_names,
@@ -38,8 +37,10 @@ from flashllm.convert.tokenizer import TOKENIZER, make_tokenizer
 from flashllm.convert.untrained.predictor import coded_gates_nbytes, default_rank, untrained_nbytes
 from flashllm.errors import FormatError, UnsupportedModelError, UsageError
 from flashllm.format.in_place import InPlace, lying_experts, stored_layouts
+from flashllm.format.manifest import Manifest
+from flashllm.format.manifest_values import FileEntry, Source
 from flashllm.format.model_files import ffn_tensor
-from flashllm.format.rows import RowLayout, TableLayout
+from flashllm.format.rows import RowLayout, TableLayout, checksum_rows
 from flashllm.format.safetensors import encode_header
 
 _METADATA = {"format": "pt"}  # transformers asks whose tensors these are
@@ -50,7 +51,6 @@ class ConversionPlan:
     """The files to be written, byte for byte, and where they come from."""
 
     checkpoint: Checkpoint
-    spec: ArchitectureSpec
     architecture: Architecture
     block: BlockSpec
     claims: dict[str, Claim]  # by canonical name
@@ -152,6 +152,24 @@ class ConversionPlan:
             **own,
         }
 
+    def manifest(self, files: Mapping[str, FileEntry], source_name: str) -> Manifest:
+        """The manifest of these files."""
+        return Manifest(
+            flashllm_version=flashllm.__version__,
+            architecture=self.architecture,
+            dtype=self.dtype.name,
+            rows=self.layout,
+            resident_encoding=self.resident_encoding,
+            other_encodings=self.other_encodings,
+            down_scales=self.kept.down_scales if self.kept is not None else (),
+            activations=self.activations,
+            checksum_rows=max(checksum_rows(self.layout, self.architecture)),
+            files=files,
+            stream_block_rows=self.stream_block_rows,
+            in_place=self.in_place,
+            source=Source(name=source_name, dtype=self.source_dtype.name),
+        )
+
     def lying_experts(self, layer: int) -> int:
         """Experts of a layer that stay where they are."""
         return lying_experts(self.architecture, self.in_place, layer)
@@ -202,7 +220,6 @@ def plan_conversion(checkpoint: Checkpoint, **choices: Unpack[Choices]) -> Conve
     ]
     return ConversionPlan(
         checkpoint=checkpoint,
-        spec=ARCHITECTURES[architecture.model_type],
         architecture=architecture,
         block=block,
         claims=claimed,

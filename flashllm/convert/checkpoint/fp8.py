@@ -9,9 +9,7 @@ inputs of products (`activation_scale`) are left out: inputs stay whole here.
 """
 
 import dataclasses
-import json
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -97,15 +95,7 @@ def widened(checkpoint: Checkpoint) -> Checkpoint:
         files[name] = MadeTensor(files[name], matrix.rows)
     config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
     whole = (info.dtype for name, info in tensors.items() if name.endswith("embed_tokens.weight"))
-    return dataclasses.replace(
-        checkpoint,
-        config=MappingProxyType(config),
-        tensors=MappingProxyType(tensors),
-        companions=tuple(path for path in checkpoint.companions if path.name != CONFIG),
-        made=MappingProxyType({**checkpoint.made, CONFIG: json.dumps(config, indent=2).encode()}),
-        preferred_dtype=WEIGHT_DTYPE_BY_CODE[next(whole, "BF16")].name,
-        _files=MappingProxyType(files),
-    )
+    return checkpoint.changed(tensors, files, config, preferred_dtype=WEIGHT_DTYPE_BY_CODE[next(whole, "BF16")].name)
 
 
 def _block(said: dict[str, Any], checkpoint: Checkpoint) -> tuple[int, int] | None:

@@ -11,7 +11,6 @@ them, for the mean, and of a down projection, whose vectors are columns.
 
 import dataclasses
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -171,12 +170,8 @@ def ternary(checkpoint: Checkpoint) -> Checkpoint:
         del tensors[name], files[name]
     whole = [info.dtype for name, info in checkpoint.tensors.items() if name.endswith("embed_tokens.weight")]
     preferred = WEIGHT_DTYPE_BY_CODE[whole[0]].name if whole and whole[0] in WEIGHT_DTYPE_BY_CODE else None
-    return dataclasses.replace(
-        checkpoint,
-        tensors=MappingProxyType(tensors),
-        quantised=MappingProxyType(quantised),
-        preferred_dtype=checkpoint.preferred_dtype or preferred,
-        _files=MappingProxyType(files),
+    return checkpoint.changed(
+        tensors, files, quantised=quantised, preferred_dtype=checkpoint.preferred_dtype or preferred
     )
 
 
