@@ -31,7 +31,9 @@ class Terminal:
         termios.tcsetwinsize(self.child, (24, columns))
         self.before = termios.tcgetattr(self.child)
         environment = {**os.environ, "HOME": str(home), "XDG_CACHE_HOME": str(home), "TERM": term}
-        environment["PROMPT_TOOLKIT_NO_CPR"] = "1"  # nobody answers for this terminal, and a warning would look like an answer
+        environment["PROMPT_TOOLKIT_NO_CPR"] = (
+            "1"  # nobody answers for this terminal, and a warning would look like an answer
+        )
         self.process = subprocess.Popen(
             ["sh", "-c", f'ulimit {"-f 0" if full else "-a > /dev/null"}; exec "$@"', "sh",
              sys.executable, "-m", "flashllm", "chat", str(demo_path()), "--max-new-tokens", "2000"],
