@@ -188,25 +188,17 @@ def untrained(model: Model, ranks: list[int]) -> list[LayerPredictor]:
     return made
 
 
-def coded_gates(model: Model) -> list[Namer]:
-    """The gates in 4 bits of a loaded model that has them."""
-    gates, d_model = Gates(model), model.manifest.architecture.d_model
-    tensors = load_file(model.directory.path / PREDICTORS)
-    layers = range(model.manifest.architecture.num_layers)
-    return [
-        GateNamer(gates, gates.coded_products, layer, d_model, -float(tensors[f"layers.{layer}.margin"]))
-        for layer in layers
-    ]
-
-
-def resident_gates(model: Model) -> list[Namer]:
-    """The gates of a loaded model that has them in memory: they name what fires, and nothing else."""
+def own_gates(model: Model) -> list[Namer]:
+    """The gates by which a loaded model names neurons: in memory, which name what fires and nothing else, or in 4 bits
+    with a margin."""
     gates, architecture = Gates(model), model.manifest.architecture
-    nothing = -float(np.finfo(np.float32).tiny)
-    return [
-        GateNamer(gates, gates.products, layer, architecture.d_model, nothing)
-        for layer in range(architecture.num_layers)
-    ]
+    if model.manifest.resident_gate:
+        products, margins = gates.products, [float(np.finfo(np.float32).tiny)] * architecture.num_layers
+    else:
+        tensors = load_file(model.directory.path / PREDICTORS)
+        margins = [float(tensors[f"layers.{layer}.margin"]) for layer in range(architecture.num_layers)]
+        products = gates.coded_products
+    return [GateNamer(gates, products, layer, architecture.d_model, -margin) for layer, margin in enumerate(margins)]
 
 
 def predictor_nbytes(path: Path) -> tuple[int, int]:

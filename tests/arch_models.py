@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import make_tokenizer
+from tiny_models import change_config, config_of, make_tokenizer
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.mistral4 import Mistral4Config, Mistral4ForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -750,10 +750,9 @@ def give_names_of_ling(path: Path) -> None:
             known = next((each for each in names if each in name), "")
             renamed[name.replace(known, names.get(known, ""))] = tensor
     save_file(renamed, path / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((path / "config.json").read_text())
-    config |= {"num_experts": config["n_routed_experts"], "num_shared_experts": config["n_shared_experts"]}
-    config |= {"score_function": "sigmoid", "moe_router_enable_expert_bias": True, "rotary_dim": 8}
-    (path / "config.json").write_text(json.dumps(config))
+    config = config_of(path)
+    counts = {"num_experts": config["n_routed_experts"], "num_shared_experts": config["n_shared_experts"]}
+    change_config(path, **counts, score_function="sigmoid", moe_router_enable_expert_bias=True, rotary_dim=8)
 
 
 def give_convolutions_apart(path: Path) -> None:
@@ -820,9 +819,7 @@ def make_checkpoint(path: Path, variant: Variant, *, dtype: str = "float32", see
         give_convolutions_apart(path)
     make_tokenizer(VOCAB).save_pretrained(path)
     if variant.model_type in _TEACHERS or isinstance(widths, list):
-        config = json.loads((path / "config.json").read_text())
-        config |= {"model_type": variant.model_type, **variant.config}
-        (path / "config.json").write_text(json.dumps(config))
+        change_config(path, model_type=variant.model_type, **variant.config)
     return path
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, cast
+from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE
 from flashllm.convert.checkpoint.source import Checkpoint, MadeTensor
 from flashllm.errors import FormatError, UnsupportedModelError
 from flashllm.format.model_files import CONFIG
@@ -56,19 +56,13 @@ class _Matrix:
         codes = np.empty((count, columns), np.uint8)
         self.checkpoint.read(self.info.name, first * columns, codes)
         top = first // height
-        scales = self._scales(top, -(-(first + count) // height) - top)
+        of_rows = -(-(first + count) // height) - top
+        scales = self.checkpoint.floats(self.scales.name, top, of_rows).reshape(of_rows, -1)
         if (codes & 0x7F == _NO_NUMBER).any() or not np.isfinite(scales).all():
             raise FormatError(f"{self.checkpoint.where(self.info.name)}: holds what is no number; download it again")
-        of_rows = scales[np.arange(first, first + count) // height - top]
-        result: Floats = _VALUES[codes] * np.repeat(of_rows, width, axis=1)[:, :columns]
+        scales = scales[np.arange(first, first + count) // height - top]
+        result: Floats = _VALUES[codes] * np.repeat(scales, width, axis=1)[:, :columns]
         return result
-
-    def _scales(self, first: int, count: int) -> Floats:
-        """Those rows of scales."""
-        across, dtype = -(-self.info.shape[1] // self.block[1]), WEIGHT_DTYPE_BY_CODE[self.scales.dtype]
-        stored = np.empty((count, across), dtype.storage)
-        self.checkpoint.read(self.scales.name, first * stored.itemsize * across, stored)
-        return cast(stored, dtype, WEIGHT_DTYPES["float32"])
 
 
 def widened(checkpoint: Checkpoint) -> Checkpoint:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, cast
 from flashllm.errors import FlashIOError, FormatError
 from flashllm.format.model_files import CONFIG
 from flashllm.format.safetensors import TensorInfo, read_start
@@ -134,6 +135,14 @@ class Checkpoint:
     def read(self, name: str, start: int, out: NDArray[Any]) -> None:
         """Fill contiguous `out` with the bytes of tensor `name` from its byte `start`, whatever its item type."""
         self._files[name].read_into(self.tensors[name], start, out.reshape(-1).view(np.uint8).data)
+
+    def floats(self, name: str, first: int, count: int) -> NDArray[np.float32]:
+        """Rows of a tensor in fp32, whatever its dtype of weights."""
+        info = self.tensors[name]
+        dtype = WEIGHT_DTYPE_BY_CODE[info.dtype]
+        values = np.empty((count, *info.shape[1:]), dtype.storage)
+        self.read(name, first * values[:1].nbytes, values)
+        return cast(values, dtype, WEIGHT_DTYPES["float32"])
 
     def extent(self, name: str) -> tuple[Path, int] | None:
         """(file, offset) of the tensor's bytes; None where they lie nowhere as they are."""
