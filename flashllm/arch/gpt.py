@@ -303,10 +303,7 @@ GPT_NEO = decoder(
     block=_gpt_neo,
     matrices=_FC,
     attention=projections(never, always, "attn.attention", ("q_proj", "k_proj", "v_proj", "out_proj")),
-    **{
-        **_GPT2_NAMES,
-        "ignored": ("transformer.h.*.attn.attention.bias", "transformer.h.*.attn.attention.masked_bias"),
-    },
+    **{**_GPT2_NAMES, "ignored": ("transformer.h.*.attn.attention.bias", "transformer.h.*.attn.attention.masked_bias")},
 )
 
 

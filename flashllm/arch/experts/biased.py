@@ -117,15 +117,7 @@ def _dots1(config: Config) -> BlockSpec:
     return mixture_block(full, grouped_router(config), shared="n_shared_experts", query_key_norm="head")
 
 
-DOTS1 = row(
-    "dots1",
-    experts=None,
-    is_wide=True,
-    choice=_BIAS,
-    block=_dots1,
-    attention=BIASED,
-    shared_matrices=SHARED,
-)
+DOTS1 = row("dots1", experts=None, is_wide=True, choice=_BIAS, block=_dots1, attention=BIASED, shared_matrices=SHARED)
 
 
 # MiniMax-M2 (MiniMax, 2025): norms over all queries and over all keys.
@@ -214,11 +206,7 @@ AFMOE = row(
     choice="mlp.expert_bias",
     block=_afmoe,
     attention=(*BIASED, ResidentTensor(name="layers.{i}.out_gate.weight", source="self_attn.gate_proj.weight")),
-    norms={
-        **AROUND,
-        "ffn_norm": ("pre_mlp_layernorm", always),
-        "ffn_output_norm": ("post_mlp_layernorm", always),
-    },
+    norms={**AROUND, "ffn_norm": ("pre_mlp_layernorm", always), "ffn_output_norm": ("post_mlp_layernorm", always)},
     shared_matrices=SHARED,
 )
 
@@ -361,7 +349,4 @@ MIMO = row(
     ),
 )
 
-BIASED_CHOICE = (
-    *(LING, MIMO),
-    *(ERNIE, GLM4, DOTS1, MINIMAX, SOLAR, EXAONE, AFMOE, LAGUNA, HUNYUAN3),
-)
+BIASED_CHOICE = (*(LING, MIMO), *(ERNIE, GLM4, DOTS1, MINIMAX, SOLAR, EXAONE, AFMOE, LAGUNA, HUNYUAN3))

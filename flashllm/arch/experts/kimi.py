@@ -6,13 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from flashllm.arch.experts.plain import W
-from flashllm.arch.experts.row import (
-    grouped_router,
-    in_layer,
-    matrices,
-    mixture_block,
-    row,
-)
+from flashllm.arch.experts.row import grouped_router, in_layer, matrices, mixture_block, row
 from flashllm.arch.family import attending, keeping, num_layers, turning
 from flashllm.arch.llama.delta import of_rule
 from flashllm.arch.llama.latent import LATENT, LATENT_NORMS, latent_block

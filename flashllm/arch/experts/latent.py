@@ -4,12 +4,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from flashllm.arch.experts.row import (
-    SHARED,
-    grouped_router,
-    mixture_block,
-    row,
-)
+from flashllm.arch.experts.row import SHARED, grouped_router, mixture_block, row
 from flashllm.arch.family import num_layers
 from flashllm.arch.llama.latent import LATENT, LATENT_NORMS, latent_block
 from flashllm.arch.mixers import check_size

@@ -94,11 +94,7 @@ def _qwen3_moe(config: Config) -> BlockSpec:
 
 
 QWEN2_MOE = row(
-    "qwen2_moe",
-    experts=60,
-    block=_qwen2_moe,
-    attention=projections(says("qkv_bias"), never),
-    **GATED_SHARED,
+    "qwen2_moe", experts=60, block=_qwen2_moe, attention=projections(says("qkv_bias"), never), **GATED_SHARED
 )
 QWEN3_MOE = row("qwen3_moe", experts=128, block=_qwen3_moe, attention=BIASED)
 
@@ -208,10 +204,7 @@ GPT_OSS = row(
     renamed={},
     stacked={},
     block=_gpt_oss,
-    attention=(
-        *BIASED,
-        SINKS,
-    ),
+    attention=(*BIASED, SINKS),
     ffn_tensors=(
         ResidentTensor(name="layers.{i}.router.bias", source="mlp.router.bias"),
         ResidentTensor(name="layers.{i}.ffn.up_bias", source="mlp.experts.up_bias"),

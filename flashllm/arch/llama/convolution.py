@@ -41,10 +41,7 @@ def _tensors() -> tuple[ResidentTensor, ...]:
         ResidentTensor(name=f"{at}conv.bias", source="conv.conv.bias", when=biased),
         *linear_tensors(f"{at}out", "conv.out_proj", bias=biased),
     )
-    return (
-        *attending(attention),
-        *(replace(tensor, layers=short_convolutions) for tensor in convolution),
-    )
+    return (*attending(attention), *(replace(tensor, layers=short_convolutions) for tensor in convolution))
 
 
 def _block(config: Config, **traits: Any) -> BlockSpec:

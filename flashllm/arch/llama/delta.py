@@ -98,12 +98,7 @@ def of_rule(names: Mapping[str, str], owner: str = "linear_attn") -> tuple[Resid
 
 _OF_DECAY = {"decay_log": "A_log", "decay_bias": "dt_bias"}
 _DELTA = of_rule(
-    {
-        "conv.weight": "conv1d.weight",
-        **_OF_DECAY,
-        "mixed_norm.weight": "norm.weight",
-        "out.weight": "out_proj.weight",
-    }
+    {"conv.weight": "conv1d.weight", **_OF_DECAY, "mixed_norm.weight": "norm.weight", "out.weight": "out_proj.weight"}
 )
 
 

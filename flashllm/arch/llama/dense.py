@@ -41,11 +41,7 @@ def _qwen(config: Config, **traits: Any) -> BlockSpec:
 
 
 QWEN2 = row("qwen2", block=_qwen, attention=projections(always, never))
-QWEN3 = row(
-    "qwen3",
-    block=lambda config: _qwen(config, query_key_norm="head"),
-    attention=BIASED,
-)
+QWEN3 = row("qwen3", block=lambda config: _qwen(config, query_key_norm="head"), attention=BIASED)
 
 # Phi-3 (Abdin et al., 2024): query, key, value in one tensor; gate and up in one tensor.
 PHI3 = row(
@@ -77,12 +73,7 @@ def granite_block(config: Config, **traits: Any) -> BlockSpec:
     )
 
 
-GRANITE = row(
-    "granite",
-    block=granite_block,
-    attention=BIASED,
-    ffn_bias=says("mlp_bias"),
-)
+GRANITE = row("granite", block=granite_block, attention=BIASED, ffn_bias=says("mlp_bias"))
 
 # OLMo 2 (OLMo Team, 2024): norms behind attention and FFN, and one over all queries, one over all keys.
 OLMO2 = row(
@@ -103,12 +94,7 @@ def _smollm3(config: Config) -> BlockSpec:
     return turning(decoder_block(if_asked(config), theta=2_000_000.0), turns)
 
 
-SMOLLM3 = row(
-    "smollm3",
-    block=_smollm3,
-    attention=BIASED,
-    ffn_bias=says("mlp_bias"),
-)
+SMOLLM3 = row("smollm3", block=_smollm3, attention=BIASED, ffn_bias=says("mlp_bias"))
 
 
 # StableLM (Bellagente et al., 2024): layer norms, a quarter of each head turned; attention and FFN in parallel (12B).
@@ -125,12 +111,7 @@ def _stablelm(config: Config) -> BlockSpec:
     )
 
 
-STABLELM = row(
-    "stablelm",
-    block=_stablelm,
-    attention=projections(says("use_qkv_bias"), never),
-    norm_bias=always,
-)
+STABLELM = row("stablelm", block=_stablelm, attention=projections(says("use_qkv_bias"), never), norm_bias=always)
 # StarCoder 2 (Lozhkov et al., 2024): layer norms, no gate, windows.
 STARCODER2 = row(
     "starcoder2",
@@ -162,12 +143,7 @@ def cohere_block(config: Config, theta: float = 500_000.0, **traits: Any) -> Blo
     )
 
 
-COHERE = row(
-    "cohere",
-    block=cohere_block,
-    attention=BIASED,
-    norms={"attention_norm": ("input_layernorm", always)},
-)
+COHERE = row("cohere", block=cohere_block, attention=BIASED, norms={"attention_norm": ("input_layernorm", always)})
 
 # GLM-4 9B (GLM Team, 2024): half of each head turned, neighbours together; gate and up in one tensor.
 GLM = row(
@@ -202,9 +178,7 @@ ERNIE_DENSE = row(
 
 # Seed-OSS (ByteDance Seed, 2025): biases of queries, keys and values.
 SEED_OSS = row(
-    "seed_oss",
-    attention=projections(says("attention_bias"), says("attention_out_bias")),
-    ffn_bias=says("mlp_bias"),
+    "seed_oss", attention=projections(says("attention_bias"), says("attention_out_bias")), ffn_bias=says("mlp_bias")
 )
 
 
@@ -217,13 +191,7 @@ def _olmo(config: Config) -> BlockSpec:
     return decoder_block({**config, "norm_eps": 1e-5}, epsilon="norm_eps", norm="layer")
 
 
-OLMO = row(
-    "olmo",
-    block=_olmo,
-    attention=BIASED,
-    norms={},
-    final_norm=never,
-)
+OLMO = row("olmo", block=_olmo, attention=BIASED, norms={}, final_norm=never)
 
 # Helium (Kyutai, 2025): neighbours turned together.
 HELIUM = row(

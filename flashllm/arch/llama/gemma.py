@@ -7,15 +7,7 @@ from statistics import NormalDist
 from typing import Any
 
 from flashllm.arch.experts.row import experts_of, in_layer, matrices
-from flashllm.arch.family import (
-    decoder_block,
-    each_layer,
-    head_size,
-    num_layers,
-    of_layers,
-    says,
-    with_types,
-)
+from flashllm.arch.family import decoder_block, each_layer, head_size, num_layers, of_layers, says, with_types
 from flashllm.arch.llama.names import AROUND, BIASED, GATED, row
 from flashllm.arch.mixers import check_size
 from flashllm.arch.mixture import ExpertsSpec, RouterSpec

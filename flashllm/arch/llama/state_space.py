@@ -60,12 +60,7 @@ def _space(config: Config, inner: int | None = None) -> StateSpace:
     if dim * heads != width:
         raise ValueError(f"{heads} heads of {dim} are not {width} wide")
     return _sized(
-        config,
-        key_heads="mamba_n_groups",
-        heads="mamba_n_heads",
-        dim=dim,
-        state="mamba_d_state",
-        kernel="mamba_d_conv",
+        config, key_heads="mamba_n_groups", heads="mamba_n_heads", dim=dim, state="mamba_d_state", kernel="mamba_d_conv"
     )
 
 
