@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from weights import Floats, LayerWeights
 
 from flashllm.convert.untrained.predictor import untrained_predictor
+from flashllm.convert.untrained.svd import normed_inputs
 from flashllm.engine.meter import Meter
 from flashllm.engine.model import Model
 from flashllm.engine.state import SequenceState
@@ -180,10 +181,8 @@ def untrained(model: Model, ranks: list[int]) -> list[LayerPredictor]:
     made = []
     for layer, rank in enumerate(ranks):
         weights = LayerWeights(model, layer)
-        scale, shift = weights.norm()
-        low_rank, threshold = untrained_predictor(
-            weights.drivers, weights.bias, scale, shift, d_model=weights.layout.d_model, rank=rank
-        )
+        inputs = normed_inputs(*weights.norm(), weights.layout.d_model)
+        low_rank, threshold = untrained_predictor(weights.drivers, weights.bias, inputs, rank)
         made.append(LayerPredictor.from_low_rank(low_rank, threshold).stored(16))
     return made
 
