@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flashllm.arch.family import always, decoder, decoder_block, equal_part, fused, fused_tensors, linear_tensors
+from flashllm.arch.llama.names import BEFORE
 from flashllm.arch.mixers import Alibi, check_size
 from flashllm.arch.spec import BlockSpec, Config, check_number
 from flashllm.errors import UnsupportedModelError
@@ -78,7 +79,7 @@ BLOOM = decoder(
         *fused_tensors("self_attention.query_key_value", fused, bias=always),
         *linear_tensors("layers.{i}.out", "self_attention.dense", bias=always),
     ),
-    norms={"attention_norm": ("input_layernorm", always), "ffn_norm": ("post_attention_layernorm", always)},
+    norms=BEFORE,
     norm_bias=always,
     ffn_bias=always,
     names={

@@ -25,11 +25,13 @@ from flashllm.arch.family import (
     projections,
     says,
 )
+from flashllm.arch.llama.names import BEFORE, ONE_BEFORE, row
 from flashllm.arch.mixers import check_size
 from flashllm.arch.spec import BlockSpec, Config
 from flashllm.arch.tensors import ArchitectureSpec, Part, ResidentTensor
 from flashllm.errors import UnsupportedModelError
 
+_block = partial(decoder_block, norm="layer", gated=False)
 _4H = {"up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}
 
 
@@ -42,12 +44,10 @@ def _interleaved(source: str, out: str, bias: Any) -> tuple[ResidentTensor, ...]
 
 
 def _gpt_neox(config: Config) -> BlockSpec:
-    return decoder_block(
+    return _block(
         config,
         epsilon="layer_norm_eps",
         rotary_share=0.25,
-        norm="layer",
-        gated=False,
         parallel=bool(config["use_parallel_residual"]),
     )
 
@@ -57,7 +57,7 @@ GPT_NEOX = decoder(
     block=_gpt_neox,
     matrices=_4H,
     attention=_interleaved("attention.query_key_value", "attention.dense", says("attention_bias")),
-    norms={"attention_norm": ("input_layernorm", always), "ffn_norm": ("post_attention_layernorm", always)},
+    norms=BEFORE,
     norm_bias=always,
     ffn_bias=always,
     names={"base": "gpt_neox.", "embedding": "embed_in", "final_norm": "final_layer_norm"},
@@ -70,48 +70,41 @@ GPT_NEOX = decoder(
 )
 
 # Persimmon (Elsen et al., 2023): the square of ReLU, layer norms of queries and keys.
-PERSIMMON = decoder(
+PERSIMMON = row(
     "persimmon",
-    block=lambda config: decoder_block(
+    block=lambda config: _block(
         config,
         epsilon="layer_norm_eps",
         rotary_share=0.5,
-        norm="layer",
-        gated=False,
         query_key_norm="head" if config["qk_layernorm"] else "none",
     ),
     matrices=_4H,
     attention=_interleaved("self_attn.query_key_value", "self_attn.dense", always),
-    norms={"attention_norm": ("input_layernorm", always), "ffn_norm": ("post_attention_layernorm", always)},
     norm_bias=always,
     head_norms={"query_norm": "self_attn.q_layernorm", "key_norm": "self_attn.k_layernorm"},
     ffn_bias=always,
     names={"final_norm": "final_layernorm"},
-    ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",),
 )
 
 # Phi-1, 1.5 and 2 (Gunasekar et al., 2023; Javaheripi et al., 2023): attention and FFN read one norm.
-PHI = decoder(
+PHI = row(
     "phi",
-    block=lambda config: decoder_block(
+    block=lambda config: _block(
         config,
         epsilon="layer_norm_eps",
         rotary_share=0.5,
-        norm="layer",
-        gated=False,
         parallel=True,
         shared_norm=True,
         query_key_norm="head" if config["qk_layernorm"] else "none",
     ),
     matrices={"up": "mlp.fc1", "down": "mlp.fc2"},
     attention=projections(always, always, names=("q_proj", "k_proj", "v_proj", "dense")),
-    norms={"attention_norm": ("input_layernorm", always)},
+    norms=ONE_BEFORE,
     norm_bias=always,
     head_norms={"query_norm": "self_attn.q_layernorm", "key_norm": "self_attn.k_layernorm"},
     ffn_bias=always,
     names={"final_norm": "final_layernorm"},
     head_bias=always,
-    ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",),
 )
 
 
@@ -159,12 +152,10 @@ def _falcon(config: Config) -> BlockSpec:
     traits: dict[str, Any] = {}
     if config["alibi"]:
         traits = {"positions": "none", "alibi": falcon_alibi(config["num_attention_heads"], head_size(config))}
-    return decoder_block(
+    return _block(
         config,
         epsilon="layer_norm_epsilon",
         activation="activation",
-        norm="layer",
-        gated=False,
         **traits,
         kv_heads=_falcon_kv_heads(config),
         parallel=_is_parallel(config),
@@ -221,12 +212,10 @@ def _gpt2(config: Config) -> BlockSpec:
         if config[key]:
             raise UnsupportedModelError(f"gpt2 with {key} is not supported")
     traits: dict[str, Any] = {} if config["scale_attn_weights"] else {"query_scale": 1.0}
-    return decoder_block(
+    return _block(
         config,
         epsilon="layer_norm_epsilon",
         activation="activation_function",
-        norm="layer",
-        gated=False,
         positions="learned",
         **traits,
     )
@@ -282,12 +271,10 @@ def _gpt_neo(config: Config) -> BlockSpec:
     except (TypeError, ValueError) as error:
         raise ValueError("attention_types must be a list of kinds, each with how often they come") from error
     types = [{"global": "full_attention", "local": "sliding_attention"}.get(kind, kind) for kind in kinds]
-    return decoder_block(
+    return _block(
         {**config, "layer_types": types, "sliding_window": check_size("window_size", config["window_size"])},
         epsilon="layer_norm_epsilon",
         activation="activation_function",
-        norm="layer",
-        gated=False,
         positions="learned",
         query_scale=1.0,
     )
@@ -313,14 +300,12 @@ GPT_NEO = decoder(
 
 def _gptj(config: Config) -> BlockSpec:
     dims = check_size("rotary_dim", config["rotary_dim"])
-    return decoder_block(
+    return _block(
         config,
         epsilon="layer_norm_epsilon",
         activation="activation_function",
         rotary_share=dims / head_size(config),
         rotary_style="interleaved",
-        norm="layer",
-        gated=False,
         parallel=True,
         shared_norm=True,
     )

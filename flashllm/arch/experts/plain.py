@@ -29,7 +29,7 @@ from flashllm.arch.family import (
     with_types,
 )
 from flashllm.arch.llama.dense import HUNYUAN_NORMS, cohere_block
-from flashllm.arch.llama.names import BARE, BEHIND, BIASED
+from flashllm.arch.llama.names import BARE, BEHIND, BIASED, ONE_BEFORE
 from flashllm.arch.llama.windowed import SINKS
 from flashllm.arch.mixers import check_size
 from flashllm.arch.mixture import RouterSpec
@@ -247,7 +247,7 @@ COHERE2 = row(
     experts=8,
     block=_cohere2,
     attention=BIASED,
-    norms={"attention_norm": ("input_layernorm", always)},
+    norms=ONE_BEFORE,
     shared_matrices=SHARED,
 )
 

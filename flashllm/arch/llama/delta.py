@@ -13,7 +13,6 @@ from flashllm.arch.family import (
     When,
     always,
     attending,
-    decoder,
     decoder_block,
     head_size,
     keeping,
@@ -22,7 +21,8 @@ from flashllm.arch.family import (
     num_layers,
     says,
 )
-from flashllm.arch.llama.names import BEFORE, BEHIND, BIASED, GATED
+from flashllm.arch.llama.names import BEFORE, BEHIND, BIASED
+from flashllm.arch.llama.names import row as dense
 from flashllm.arch.mixers import DeltaRule, check_size
 from flashllm.arch.mixture import ExpertsSpec, RouterSpec
 from flashllm.arch.rotary import DEFAULT_THETA, rope_parameters
@@ -180,14 +180,7 @@ _APART = (
     *_projections({**_FLAT, **{name: (f"in_proj_{of}", whole) for name, of in (("beta", "b"), ("decay", "a"))}}),
     *_DELTA,
 )
-QWEN3_5 = decoder(
-    "qwen3_5_text",
-    block=_block,
-    attention=_APART,
-    matrices=GATED,
-    norms=BEFORE,
-    ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",),
-)
+QWEN3_5 = dense("qwen3_5_text", block=_block, attention=_APART)
 QWEN3_5_MOE = row(
     "qwen3_5_moe_text",
     experts=256,
@@ -221,7 +214,7 @@ def _olmo(config: Config) -> BlockSpec:
     return keeping(config, kinds, "linear_attention", rule, make, norms="input")
 
 
-OLMO_HYBRID = decoder(
+OLMO_HYBRID = dense(
     "olmo_hybrid",
     block=_olmo,
     attention=(
@@ -239,7 +232,6 @@ OLMO_HYBRID = decoder(
             }
         ),
     ),
-    matrices=GATED,
     norms={**BEFORE, **BEHIND},
     renamed={  # as OLMo's own checkpoints have them
         f"model.layers.{{i}}.{own}.weight": f"model.layers.{{i}}.{name}.weight"

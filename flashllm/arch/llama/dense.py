@@ -21,7 +21,7 @@ from flashllm.arch.family import (
     sliding,
     turning,
 )
-from flashllm.arch.llama.names import BEFORE, BEHIND, BIASED, FUSED_GATE, GATE_PARTS, row
+from flashllm.arch.llama.names import BEFORE, BEHIND, BIASED, FUSED_GATE, GATE_PARTS, ONE_BEFORE, row
 from flashllm.arch.mixers import check_size
 from flashllm.arch.spec import BlockSpec, Config, check_number
 from flashllm.errors import UnsupportedModelError
@@ -143,7 +143,7 @@ def cohere_block(config: Config, theta: float = 500_000.0, **traits: Any) -> Blo
     )
 
 
-COHERE = row("cohere", block=cohere_block, attention=BIASED, norms={"attention_norm": ("input_layernorm", always)})
+COHERE = row("cohere", block=cohere_block, attention=BIASED, norms=ONE_BEFORE)
 
 # GLM-4 9B (GLM Team, 2024): half of each head turned, neighbours together; gate and up in one tensor.
 GLM = row(

@@ -11,6 +11,7 @@ from flashllm.arch.tensors import ArchitectureSpec
 UNGATED = {"up": "mlp.up_proj", "down": "mlp.down_proj"}
 GATED = {"up": "mlp.up_proj", "gate": "mlp.gate_proj", "down": "mlp.down_proj"}
 BEFORE = {"attention_norm": ("input_layernorm", always), "ffn_norm": ("post_attention_layernorm", always)}
+ONE_BEFORE = {"attention_norm": BEFORE["attention_norm"]}  # of layers whose parts read the same
 BEHIND = {
     "attention_output_norm": ("post_attention_layernorm", always),
     "ffn_output_norm": ("post_feedforward_layernorm", always),

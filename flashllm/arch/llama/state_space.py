@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from flashllm.arch.experts.granite import granite
-from flashllm.arch.experts.row import experts_of, grouped_router
+from flashllm.arch.experts.row import experts_of, grouped_router, matrices
 from flashllm.arch.experts.row import row as mixture
 from flashllm.arch.family import (
     always,
@@ -135,14 +135,17 @@ def _of_mamba(space: Space = _space, **others: Any) -> tuple[ResidentTensor, ...
     return _tensors("mamba", space, bias="mamba_proj_bias", convolution_bias="mamba_conv_bias", **others)
 
 
+_FEED_FORWARD: dict[str, Any] = {
+    "matrices": matrices("feed_forward"),
+    "norms": {"attention_norm": ("input_layernorm", always), "ffn_norm": ("pre_ff_layernorm", always)},
+    "names": {"final_norm": "final_layernorm"},
+    "ffn_bias": says("mlp_bias"),
+}
 BAMBA = row(
     "bamba",
     block=_bamba,
     attention=(*attending(BIASED), *_of_mamba()),
-    matrices={matrix: f"feed_forward.{matrix}_proj" for matrix in ("up", "gate", "down")},
-    norms={"attention_norm": ("input_layernorm", always), "ffn_norm": ("pre_ff_layernorm", always)},
-    names={"final_norm": "final_layernorm"},
-    ffn_bias=says("mlp_bias"),
+    **_FEED_FORWARD,
 )
 
 
@@ -299,10 +302,7 @@ FALCON_H1 = row(
     "falcon_h1",
     block=_falcon,
     attention=(*BIASED, *_of_mamba(_falcon_space, out_bias="projectors_bias", normed=says("mamba_rms_norm"))),
-    matrices={matrix: f"feed_forward.{matrix}_proj" for matrix in ("up", "gate", "down")},
-    norms={"attention_norm": ("input_layernorm", always), "ffn_norm": ("pre_ff_layernorm", always)},
-    names={"final_norm": "final_layernorm"},
-    ffn_bias=says("mlp_bias"),
+    **_FEED_FORWARD,
 )
 
 STATE_SPACES = (BAMBA, GRANITE, NEMOTRON_H, FALCON_H1)

@@ -16,7 +16,7 @@ from flashllm.arch.family import (
 )
 from flashllm.arch.llama.dense import cohere_block, granite_block
 from flashllm.arch.llama.gemma import gemma2_block
-from flashllm.arch.llama.names import BARE, BEFORE, BEHIND, BIASED, row
+from flashllm.arch.llama.names import BARE, BEFORE, BEHIND, BIASED, ONE_BEFORE, row
 from flashllm.arch.rotary import growth, rotary_by_type
 from flashllm.arch.rotary import rotary as rotary_of_all
 from flashllm.arch.spec import BlockSpec, Config, check_number
@@ -55,7 +55,7 @@ def _cohere2(config: Config) -> BlockSpec:
     return turning(cohere_block(full, theta=10_000.0), slides(full))
 
 
-COHERE2 = row("cohere2", block=_cohere2, attention=BIASED, norms={"attention_norm": ("input_layernorm", always)})
+COHERE2 = row("cohere2", block=_cohere2, attention=BIASED, norms=ONE_BEFORE)
 
 
 # EXAONE 4 (LG AI Research, 2025): norms behind attention and FFN; layers without a window turn nothing, where others
