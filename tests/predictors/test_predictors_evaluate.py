@@ -187,11 +187,11 @@ class Recorder:
 
 
 @pytest.mark.parametrize("name", ["llama relu", "llama biases", "llama squared relu", "fatrelu by layer", "bamboo"])
-@pytest.mark.parametrize("gate", ["rows", "resident"])
-def test_errors_of_gated_layers_are_those_of_what_the_engine_computes(opened, tmp_path, name, gate):
+@pytest.mark.parametrize(("gate", "encoding"), [("rows", None), ("resident", None), ("resident", "int8_32")])
+def test_errors_of_gated_layers_are_those_of_what_the_engine_computes(opened, tmp_path, name, gate, encoding):
     """Gates, thresholds by layer and values of ups all count: who fires, and what misses cost."""
     source = make_checkpoint(tmp_path / "hf", VARIANTS[name])
-    convert(source, tmp_path / "model", predictors=False, gate=gate)
+    convert(source, tmp_path / "model", predictors=False, gate=gate, encoding=encoding)
     model, seen = opened(tmp_path / "model", mode="dense"), Recorder()
     with model.new_sequence() as sequence:
         model.step([(sequence, token_ids(60)[0].tolist())], all_logits=True, observer=seen)
