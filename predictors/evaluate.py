@@ -23,10 +23,9 @@ from masked import (
     MaskedModel,
     Namer,
     Variant,
-    coded_gates,
     load_predictors,
+    own_gates,
     predictor_nbytes,
-    resident_gates,
     untrained,
 )
 from report import markdown, save_plots
@@ -190,22 +189,28 @@ def threshold_curve(
     points = []
     for recall in recalls:
         layers, _ = layer_reports(model, judged, sets[f"{recall:g}"], max_tokens, window)
-        nbytes = [layer["flash_bytes_per_token"] for layer in layers]
-        score = scores[f"{recall:g}"]
         points.append(
             {
                 "target_recall": recall,
                 "recall": 1 - float(np.mean([layer["false_negative"] for layer in layers])),
                 "true_share": float(np.mean([layer["true_share"] for layer in layers])),
-                "predicted_share": float(np.mean([layer["predicted_share"] for layer in layers])),
-                "flash_bytes_per_token": sum(nbytes),
-                "io_ms_per_token": 1e3 * seconds(nbytes),
-                "perplexity": score.perplexity,
-                "perplexity_dense": scores[Variant.DENSE].perplexity,
-                "kl": score.kl / score.tokens,
+                "io_ms_per_token": 1e3 * seconds([layer["flash_bytes_per_token"] for layer in layers]),
+                **_point(layers, scores[f"{recall:g}"], scores[Variant.DENSE]),
             }
         )
     return points
+
+
+def _point(layers: list[dict[str, Any]], score: TextScore, dense: TextScore) -> dict[str, float]:
+    """What a choice of neurons reads and costs."""
+    return {
+        "predicted_share": float(np.mean([layer["predicted_share"] for layer in layers])),
+        "flash_bytes_per_token": sum(layer["flash_bytes_per_token"] for layer in layers),
+        "perplexity": score.perplexity,
+        "perplexity_dense": dense.perplexity,
+        "kl": score.kl / score.tokens,
+        "same_top": score.same_top / score.tokens,
+    }
 
 
 def without_predictors(
@@ -233,18 +238,8 @@ def without_predictors(
     scores, found = score_text(model, ids, sets), []
     for count in counts:
         mine, _ = layer_reports(model, ids, sets[str(count)], max_tokens, window)
-        score = scores[str(count)]
-        found.append(
-            {
-                "layers": sorted(worst[:count]),
-                "predicted_share": float(np.mean([layer["predicted_share"] for layer in mine])),
-                "flash_bytes_per_token": sum(layer["flash_bytes_per_token"] for layer in mine),
-                "perplexity": score.perplexity,
-                "perplexity_dense": scores[Variant.DENSE].perplexity,
-                "kl": score.kl / score.tokens,
-                "same_top": score.same_top / score.tokens,
-            }
-        )
+        point = _point(mine, scores[str(count)], scores[Variant.DENSE])
+        found.append({"layers": sorted(worst[:count]), **point})
     return found
 
 
@@ -300,14 +295,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     with Model.open(directory, config) as model:
         predictors: dict[Variant, list[Namer]] = {}
         ranks: list[int] | None = None
-        if manifest.resident_gate:
-            predictors[Variant.GATES] = resident_gates(model)
-        elif PREDICTORS in manifest.files:
-            if set(predictor_ranks(directory / PREDICTORS, manifest)) == {0}:
-                predictors[Variant.GATES] = coded_gates(model)
-            else:
-                predictors[Variant.TRAINED] = list(load_predictors(directory / PREDICTORS, manifest))
-                ranks = [p.rank for p in predictors[Variant.TRAINED]]
+        has_file = PREDICTORS in manifest.files
+        if manifest.resident_gate or (has_file and set(predictor_ranks(directory / PREDICTORS, manifest)) == {0}):
+            predictors[Variant.GATES] = own_gates(model)
+        elif has_file:
+            predictors[Variant.TRAINED] = list(load_predictors(directory / PREDICTORS, manifest))
+            ranks = [p.rank for p in predictors[Variant.TRAINED]]
         architecture = manifest.architecture
         same = [default_rank(architecture.d_model)] * architecture.num_layers
         if not predictors or args.svd:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from weights import Floats, LayerWeights
 
 from flashllm.convert.untrained.predictor import untrained_predictor
+from flashllm.convert.untrained.svd import normed_inputs
 from flashllm.engine.meter import Meter
 from flashllm.engine.model import Model
 from flashllm.engine.state import SequenceState
@@ -180,33 +181,23 @@ def untrained(model: Model, ranks: list[int]) -> list[LayerPredictor]:
     made = []
     for layer, rank in enumerate(ranks):
         weights = LayerWeights(model, layer)
-        scale, shift = weights.norm()
-        low_rank, threshold = untrained_predictor(
-            weights.drivers, weights.bias, scale, shift, d_model=weights.layout.d_model, rank=rank
-        )
+        inputs = normed_inputs(*weights.norm(), weights.layout.d_model)
+        low_rank, threshold = untrained_predictor(weights.drivers, weights.bias, inputs, rank)
         made.append(LayerPredictor.from_low_rank(low_rank, threshold).stored(16))
     return made
 
 
-def coded_gates(model: Model) -> list[Namer]:
-    """The gates in 4 bits of a loaded model that has them."""
-    gates, d_model = Gates(model), model.manifest.architecture.d_model
-    tensors = load_file(model.directory.path / PREDICTORS)
-    layers = range(model.manifest.architecture.num_layers)
-    return [
-        GateNamer(gates, gates.coded_products, layer, d_model, -float(tensors[f"layers.{layer}.margin"]))
-        for layer in layers
-    ]
-
-
-def resident_gates(model: Model) -> list[Namer]:
-    """The gates of a loaded model that has them in memory: they name what fires, and nothing else."""
+def own_gates(model: Model) -> list[Namer]:
+    """The gates by which a loaded model names neurons: in memory, which name what fires and nothing else, or in 4 bits
+    with a margin."""
     gates, architecture = Gates(model), model.manifest.architecture
-    nothing = -float(np.finfo(np.float32).tiny)
-    return [
-        GateNamer(gates, gates.products, layer, architecture.d_model, nothing)
-        for layer in range(architecture.num_layers)
-    ]
+    if model.manifest.resident_gate:
+        products, margins = gates.products, [float(np.finfo(np.float32).tiny)] * architecture.num_layers
+    else:
+        tensors = load_file(model.directory.path / PREDICTORS)
+        margins = [float(tensors[f"layers.{layer}.margin"]) for layer in range(architecture.num_layers)]
+        products = gates.coded_products
+    return [GateNamer(gates, products, layer, architecture.d_model, -margin) for layer, margin in enumerate(margins)]
 
 
 def predictor_nbytes(path: Path) -> tuple[int, int]:

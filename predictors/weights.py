@@ -9,13 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES
-from flashllm.base.dtypes import cast as cast_dtype
 from flashllm.engine.model import Model
-from flashllm.format.model_dir import ModelDir, read_plane
-from flashllm.format.model_files import RESIDENT
+from flashllm.format.model_dir import read_plane, read_resident
 from flashllm.format.rows import widened_rows
-from flashllm.format.safetensors import open_safetensors
+from flashllm.pack.gates import Gates
 
 Floats = NDArray[np.float32]
 
@@ -48,9 +45,7 @@ class LayerWeights:
     def drivers(self) -> Iterator[Floats]:
         """The matrix whose products decide which neurons fire (the gate where there is one), some rows at a time."""
         if self.model.manifest.resident_gate:
-            gate = self._vector("gate.weight")
-            assert gate is not None
-            yield gate
+            yield from Gates(self.model).blocks(self.layer)
             return
         for _, block in self.blocks():
             yield np.ascontiguousarray(block.get("gate", block["up"]))
@@ -76,16 +71,4 @@ class LayerWeights:
         return weight if weight is None else weight + np.float32(block.norm_shift), bias
 
     def _vector(self, name: str) -> Floats | None:
-        return resident_vector(self.model.directory, f"layers.{self.layer}.{name}")
-
-
-def resident_vector(directory: ModelDir, name: str) -> Floats | None:
-    """The resident tensor of a canonical name, in fp32; None where the model has none."""
-    with open_safetensors(directory.path / RESIDENT) as file:
-        info = file.header.tensors.get(name)
-        if info is None:
-            return None
-        dtype = WEIGHT_DTYPE_BY_CODE[info.dtype]
-        values = np.empty(info.shape, dtype.storage)
-        file.read_into(info, 0, memoryview(values).cast("B"))
-    return np.asarray(cast_dtype(values, dtype, WEIGHT_DTYPES["float32"]), np.float32)
+        return read_resident(self.model.directory, f"layers.{self.layer}.{name}")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import make_tokenizer
+from tiny_models import change_config, config_of, make_tokenizer
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.mistral4 import Mistral4Config, Mistral4ForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -21,66 +21,60 @@ from flashllm.convert.run import convert
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)  # known there within a wrapper alone
 
 VOCAB, CONTEXT, LAYERS = 300, 160, 3
-_GROUPED = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-_WIDE_HEADS = (
-    *("qwen3", "gemma", "gemma2", "gemma3_text", "vaultgemma", "glm", "glm4", "ernie4_5", "seed_oss", "helium", "cwm"),
-    *("hunyuan_v1_dense", "hyperclovax"),
+_PLAIN = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+_GROUPED = {**_PLAIN, "num_key_value_heads": 2}
+_WIDE = {"head_dim": 16}
+_WIDE_HEADS = {**_GROUPED, **_WIDE}
+_MOE, _FFN = {"moe_intermediate_size": 48}, {"intermediate_size": 48}
+_SHARED = {**_MOE, "shared_expert_intermediate_size": 48}
+_GPT2 = {"n_embd": 64, "n_inner": 96, "n_head": 4, "n_positions": CONTEXT}
+_GPTJ = {**_GPT2, "rotary_dim": 8, "n_layer": LAYERS}
+
+
+def _mixture(count: str = "num_experts", *sizes: dict[str, Any], **others: Any) -> dict[str, Any]:
+    """Eight experts, under this key, of which a token goes to three."""
+    sized = {key: value for each in sizes for key, value in each.items()}
+    return {**_GROUPED, **sized, count: 8, "num_experts_per_tok": 3, **others}
+
+
+_LATENT = {
+    **_GROUPED,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 20,
+    "pad_token_id": None,  # whose embedding transformers' Youtu makes zero after it has read it
+}
+_LATENT_MIXTURE = _mixture(
+    "n_routed_experts", _LATENT, _MOE, n_group=1, topk_group=1, first_k_dense_replace=1, pad_token_id=1
 )
+_MIXED = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+_RULE = {
+    **_MIXED,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+}
+_MAMBA = {"mamba_n_heads": 6, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_expand": 3, "mamba_d_head": 32}
+_CONVOLVING = {**_GROUPED, "block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention", "conv"]}
 _SIZES = {  # of model_types whose config has other keys
     "opt": {"hidden_size": 64, "ffn_dim": 96, "num_attention_heads": 4},
-    **{name: {**_GROUPED, "head_dim": 16} for name in _WIDE_HEADS},
-    **{
-        name: {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
-        for name in ("gpt_neox", "persimmon")
-    },
-    **{
-        name: {**_GROUPED, **dict.fromkeys(sizes, 48), "num_experts": 8, "num_experts_per_tok": 3}
-        for name, sizes in {
-            "olmoe": ("intermediate_size",),
-            "mixtral": ("intermediate_size",),
-            "qwen2_moe": ("moe_intermediate_size", "shared_expert_intermediate_size"),
-            "qwen3_moe": ("moe_intermediate_size",),
-            "gpt_oss": ("intermediate_size",),
-            "qwen3_next": ("moe_intermediate_size", "shared_expert_intermediate_size"),
-            "qwen3_5_moe_text": ("moe_intermediate_size", "shared_expert_intermediate_size"),
-            "minimax_m2": ("intermediate_size",),
-            "ernie4_5_moe": ("moe_intermediate_size",),
-            "glm4_moe": ("moe_intermediate_size",),
-            "dots1": ("moe_intermediate_size",),
-            "flex_olmo": ("intermediate_size",),
-            "mellum": ("moe_intermediate_size",),
-            "phimoe": ("intermediate_size",),
-            "hunyuan_v1_moe": ("intermediate_size",),
-            "granitemoe": ("intermediate_size",),
-            "granitemoeshared": ("intermediate_size", "shared_intermediate_size"),
-            "granitemoe_swa": ("intermediate_size",),
-            "solar_open": ("moe_intermediate_size",),
-            "exaone_moe": ("moe_intermediate_size",),
-            "afmoe": ("moe_intermediate_size",),
-            "laguna": ("moe_intermediate_size", "shared_expert_intermediate_size"),
-            "hy_v3": ("moe_intermediate_size",),
-            "bailing_moe": ("moe_intermediate_size",),
-            "mimo_v2_flash": ("moe_intermediate_size",),
-        }.items()
-    },
-    **{
-        name: {
-            **_GROUPED,
-            "num_key_value_heads": 4,
-            "q_lora_rank": 24,
-            "kv_lora_rank": 32,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 12,
-            "v_head_dim": 20,
-            "pad_token_id": None,  # whose embedding transformers' Youtu makes zero after it has read it
-        }
-        for name in ("youtu", "minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
-    },
+    **dict.fromkeys(
+        (
+            *("qwen3", "gemma", "gemma2", "gemma3_text", "vaultgemma", "glm", "glm4", "ernie4_5", "seed_oss"),
+            *("helium", "cwm", "hunyuan_v1_dense", "hyperclovax"),
+        ),
+        _WIDE_HEADS,
+    ),
+    **dict.fromkeys(("gpt_neox", "persimmon"), _PLAIN),
     "falcon": {"hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4},
     "bloom": {"hidden_size": 64, "n_head": 4, "n_layer": LAYERS},
     "mpt": {"d_model": 64, "n_heads": 4, "n_layers": LAYERS, "max_seq_len": CONTEXT},
-    "gpt2": {"n_embd": 64, "n_inner": 96, "n_head": 4, "n_positions": CONTEXT},
-    "gpt_bigcode": {"n_embd": 64, "n_inner": 96, "n_head": 4, "n_positions": CONTEXT},
+    **dict.fromkeys(("gpt2", "gpt_bigcode"), _GPT2),
+    **dict.fromkeys(("gptj", "codegen"), _GPTJ),
     "gpt_neo": {
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -88,131 +82,84 @@ _SIZES = {  # of model_types whose config has other keys
         "num_layers": LAYERS,
         "attention_types": [[["global", "local", "local"], 1]],
     },
-    **{
-        name: {"n_embd": 64, "n_inner": 96, "n_head": 4, "n_positions": CONTEXT, "rotary_dim": 8, "n_layer": LAYERS}
-        for name in ("gptj", "codegen")
+    **dict.fromkeys(("olmoe", "mixtral", "gpt_oss", "flex_olmo"), _mixture("num_experts", _FFN)),
+    **dict.fromkeys(("qwen3_moe", "ernie4_5_moe", "exaone_moe"), _mixture("num_experts", _MOE)),
+    **dict.fromkeys(("mellum", "afmoe", "hy_v3"), _mixture("num_experts", _MOE, _WIDE)),
+    "minimax_m2": _mixture("num_experts", _FFN, _WIDE),
+    "qwen2_moe": _mixture("num_experts", _SHARED),
+    "laguna": _mixture("num_experts", _SHARED, _WIDE),
+    "glm4_moe": _mixture("n_routed_experts", _MOE),
+    "dots1": _mixture("n_routed_experts", _MOE, n_shared_experts=2, first_k_dense_replace=1),
+    "solar_open": _mixture("n_routed_experts", _MOE, _WIDE),
+    "bailing_moe": _mixture(
+        "n_routed_experts", _MOE, _WIDE, n_shared_experts=1, first_k_dense_replace=1, use_qk_norm=True
+    ),
+    "mimo_v2_flash": _mixture(
+        "n_routed_experts", _MOE, head_dim=24, v_head_dim=16, num_attention_heads=8, num_key_value_heads=2
+    ),
+    "phimoe": _mixture("num_local_experts", _FFN) | {"num_experts_per_tok": 2, "bos_token_id": 2, "lm_head_bias": True},
+    "hunyuan_v1_moe": {**_GROUPED, **_FFN, **_WIDE, "num_experts": 8, "moe_topk": 3},
+    **dict.fromkeys(("granitemoe", "granitemoe_swa"), _mixture("num_local_experts", _FFN)),
+    "granitemoeshared": _mixture("num_local_experts", _FFN, shared_intermediate_size=48),
+    "granitemoehybrid": _mixture("num_local_experts", _FFN, _MAMBA, _MIXED, shared_intermediate_size=80),
+    "cohere2_moe": _mixture("num_experts", _WIDE, num_shared_experts=2, prefix_dense_intermediate_size=80),
+    **dict.fromkeys(("youtu", "minicpm3"), _LATENT),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "mistral4"), _LATENT_MIXTURE),
+    # Far from 1e-6: of all norms of GLM-4.7-Flash; transformers has another for two of them.
+    "glm4_moe_lite": {key: value for key, value in _LATENT_MIXTURE.items() if key != "first_k_dense_replace"}
+    | {"rms_norm_eps": 0.03},
+    "kimi_linear": _mixture(
+        "num_local_experts",
+        *(_LATENT, _MOE, _MIXED),
+        q_lora_rank=None,
+        n_group=1,
+        topk_group=1,
+        linear_num_heads=4,
+        linear_head_dim=20,
+        rms_norm_eps=0.03,  # far from that of the latent norms
+        pad_token_id=1,
+    ),
+    "qwen3_next": _mixture("num_experts", _SHARED, _RULE, head_dim=32),
+    "qwen3_5_moe_text": _mixture("num_experts", _SHARED, _RULE, head_dim=32),
+    "qwen3_5_text": {**_GROUPED, **_RULE, "head_dim": 32},
+    "olmo_hybrid": {**_GROUPED, **_RULE, "rope_parameters": {"rope_theta": None, "rope_type": "default"}},
+    "nemotron_h": {
+        **_mixture("n_routed_experts", _MOE),
+        "head_dim": 24,
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 20,
+        "ssm_state_size": 12,
+        "n_groups": 2,
+        "moe_shared_expert_intermediate_size": 80,
+        "routed_scaling_factor": 2.5,
+        "hybrid_override_pattern": "ME*EM-M",
+    },
+    "falcon_h1": {**_GROUPED, **_MAMBA, "mamba_d_ssm": 192},
+    "bamba": {**_GROUPED, **_MAMBA, "attn_layer_indices": [1]},
+    "lfm2": _CONVOLVING,
+    "lfm2_moe": _mixture("num_experts", _CONVOLVING, _MOE, num_dense_layers=1, routed_scaling_factor=2.5),
+    "gemma4_text": {
+        **_GROUPED,
+        **_WIDE,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 0,
+        "sliding_window": 40,
+    },
+    "gemma3n_text": {
+        **_GROUPED,
+        **_WIDE,
+        "sliding_window": 40,
+        "num_hidden_layers": 5,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention"],
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": VOCAB - 10,
+        "laurel_rank": 16,
+        "activation_sparsity_pattern": [0.95, 0.0, 0.3, 0.0, 0.5],
+        "final_logit_softcapping": 5.0,
     },
 }
-_WITH_STATES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-for _name in _WITH_STATES:
-    _SIZES[_name] = {
-        **_SIZES.get(_name, _GROUPED),
-        "head_dim": 32,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 6,
-        "linear_key_head_dim": 12,
-        "linear_value_head_dim": 20,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    }
-_MAMBA = {"mamba_n_heads": 6, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_expand": 3, "mamba_d_head": 32}
-_SIZES["granitemoehybrid"] = {
-    **_GROUPED,
-    **_MAMBA,
-    "intermediate_size": 48,
-    "shared_intermediate_size": 80,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 3,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-}
-_SIZES["nemotron_h"] = {
-    **_GROUPED,
-    "head_dim": 24,
-    "mamba_num_heads": 6,
-    "mamba_head_dim": 20,
-    "ssm_state_size": 12,
-    "n_groups": 2,
-    "moe_intermediate_size": 48,
-    "moe_shared_expert_intermediate_size": 80,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "routed_scaling_factor": 2.5,
-    "hybrid_override_pattern": "ME*EM-M",
-}
-_SIZES["kimi_linear"] = {
-    **_SIZES["deepseek_v3"],
-    "q_lora_rank": None,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 48,
-    "n_group": 1,
-    "topk_group": 1,
-    "linear_num_heads": 4,
-    "linear_head_dim": 20,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "rms_norm_eps": 0.03,  # far from that of the latent norms
-    "pad_token_id": 1,
-}
-_SIZES["falcon_h1"] = {**_GROUPED, **_MAMBA, "mamba_d_ssm": 192}
-_SIZES["bamba"] = {**_GROUPED, **_MAMBA, "attn_layer_indices": [1]}
-_SIZES["olmo_hybrid"] = {
-    **_GROUPED,
-    "rope_parameters": {"rope_theta": None, "rope_type": "default"},  # nothing is turned
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
-    "linear_key_head_dim": 12,
-    "linear_value_head_dim": 20,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-}
-_SIZES["cohere2_moe"] = {
-    **_GROUPED,
-    "head_dim": 16,
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "num_shared_experts": 2,
-    "prefix_dense_intermediate_size": 80,
-}
-_SIZES["lfm2"] = {
-    **_GROUPED,
-    "block_auto_adjust_ff_dim": False,
-    "layer_types": ["conv", "full_attention", "conv"],
-}
-_SIZES["lfm2_moe"] = {
-    **_SIZES["lfm2"],
-    "moe_intermediate_size": 48,
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "num_dense_layers": 1,
-    "routed_scaling_factor": 2.5,
-}
-_SIZES["gemma4_text"] = {
-    **_GROUPED,
-    "head_dim": 16,
-    "global_head_dim": 32,
-    "num_global_key_value_heads": 1,
-    "hidden_size_per_layer_input": 0,
-    "sliding_window": 40,
-}
-_SIZES["gemma3n_text"] = {
-    **_GROUPED,
-    "head_dim": 16,
-    "sliding_window": 40,
-    "num_hidden_layers": 5,
-    "num_kv_shared_layers": 2,
-    "layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention"],
-    "hidden_size_per_layer_input": 32,
-    "vocab_size_per_layer_input": VOCAB - 10,
-    "laurel_rank": 16,
-    "activation_sparsity_pattern": [0.95, 0.0, 0.3, 0.0, 0.5],
-    "final_logit_softcapping": 5.0,
-}
-_SIZES["minimax_m2"] |= {"head_dim": 16}
-_SIZES["dots1"] |= {"n_shared_experts": 2, "first_k_dense_replace": 1}
-for _name in ("mellum", "hunyuan_v1_moe", "solar_open", "afmoe", "laguna", "hy_v3"):
-    _SIZES[_name] |= {"head_dim": 16}
-_SIZES["phimoe"] |= {"num_experts_per_tok": 2, "bos_token_id": 2, "lm_head_bias": True}
-for _name in ("phimoe", "granitemoe", "granitemoeshared", "granitemoe_swa"):
-    _SIZES[_name]["num_local_experts"] = _SIZES[_name].pop("num_experts")
-_SIZES["hunyuan_v1_moe"]["moe_topk"] = _SIZES["hunyuan_v1_moe"].pop("num_experts_per_tok")
-_SIZES["bailing_moe"] |= {"head_dim": 16, "n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": True}
-_SIZES["mimo_v2_flash"] |= {"head_dim": 24, "v_head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 2}
-for _name in ("glm4_moe", "dots1", "solar_open", "bailing_moe", "mimo_v2_flash"):
-    _SIZES[_name]["n_routed_experts"] = _SIZES[_name].pop("num_experts")
-for _name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"):
-    _SIZES[_name] |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
-    _SIZES[_name] |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "pad_token_id": 1}
-# Far from 1e-6: of all norms of GLM-4.7-Flash; transformers has another for two of them.
-_SIZES["glm4_moe_lite"] |= {"rms_norm_eps": 0.03}
-del _SIZES["glm4_moe_lite"]["first_k_dense_replace"]
 _WIDTHS = [96, 160, 40]  # neurons of layers that differ
 _TEACHERS = {
     "sparsellama": "llama",
@@ -221,8 +168,23 @@ _TEACHERS = {
     "bailing_moe": "glm4_moe",  # whose code is the vendor's, under other names
 }  # whose code computes them, but for the activation
 _ROPE = {"rope_theta": 500.0}
+_YARN = {**_ROPE, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40}
+_MULTIPLIED = {
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+}
 _UNSCALED = ("gemma3n_text", "gemma4_text")  # scores of queries and keys
-_SHIFTED = ("gemma", "gemma2", "gemma3_text", "nemotron", *_WITH_STATES)  # that keep their norms' weight - 1
+_SHIFTED = (
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "nemotron",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+)  # that keep their norms' weight - 1
 
 # An architecture of the tests' own: each layer is another family's, with heads, a head size and a rotation of its own.
 _FAMILIES = {
@@ -308,18 +270,7 @@ VARIANTS = {
             },
         },
     ),
-    "llama yarn rope": Variant(
-        "llama",
-        {
-            "hidden_act": "relu",
-            "rope_parameters": {
-                **_ROPE,
-                "rope_type": "yarn",
-                "factor": 4.0,
-                "original_max_position_embeddings": 40,
-            },
-        },
-    ),
+    "llama yarn rope": Variant("llama", {"hidden_act": "relu", "rope_parameters": _YARN}),
     "llama dynamic rope": Variant("llama", {"rope_parameters": {**_ROPE, "rope_type": "dynamic", "factor": 4.0}}),
     "mistral": Variant("mistral", {"sliding_window": None}),
     "mistral window": Variant("mistral", {"sliding_window": 37}),
@@ -383,17 +334,7 @@ VARIANTS = {
         },
     ),
     "gemma3n": Variant("gemma3n_text"),
-    "granite": Variant(
-        "granite",
-        {
-            "attention_multiplier": 0.2,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.5,
-            "logits_scaling": 2.0,
-            "attention_bias": True,
-            "mlp_bias": True,
-        },
-    ),
+    "granite": Variant("granite", {**_MULTIPLIED, "attention_bias": True, "mlp_bias": True}),
     "olmo2": Variant("olmo2"),
     "olmo2 relu": Variant("olmo2", {"hidden_act": "relu"}),
     "smollm3": Variant("smollm3", {"no_rope_layer_interval": 2}),
@@ -443,19 +384,7 @@ VARIANTS = {
     "youtu": Variant("youtu"),
     "youtu one projection, biases": Variant("youtu", {"q_lora_rank": None, "attention_bias": True}),
     "youtu halves, relu": Variant("youtu", {"rope_interleave": False, "hidden_act": "relu", "v_head_dim": 16}),
-    "youtu yarn rope": Variant(
-        "youtu",
-        {
-            "rope_parameters": {
-                **_ROPE,
-                "rope_type": "yarn",
-                "factor": 4.0,
-                "original_max_position_embeddings": 40,
-                "mscale": 1.0,
-                "mscale_all_dim": 0.7,
-            },
-        },
-    ),
+    "youtu yarn rope": Variant("youtu", {"rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7}}),
     "minicpm3": Variant("minicpm3", {"scale_depth": 1.1, "dim_model_base": 32}),
     "minicpm3 unscaled": Variant(
         "minicpm3", {"scale_emb": 1, "scale_depth": None, "dim_model_base": None, "mlp_bias": True}
@@ -539,15 +468,7 @@ VARIANTS |= {
             "attn_layer_indices": [0, 2],
         },
     ),
-    "granitemoehybrid": Variant(
-        "granitemoehybrid",
-        {
-            "attention_multiplier": 0.2,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.5,
-            "logits_scaling": 2.0,
-        },
-    ),
+    "granitemoehybrid": Variant("granitemoehybrid", _MULTIPLIED),
     "granitemoehybrid dense, rope": Variant(
         "granitemoehybrid",
         {"num_local_experts": 0, "position_embedding_type": "rope", "tie_word_embeddings": True},
@@ -609,17 +530,7 @@ VARIANTS |= {
         "deepseek_v2", _GROUPS | {"topk_method": "group_limited_greedy", "q_lora_rank": None}
     ),
     "deepseek_v2 yarn rope": Variant(
-        "deepseek_v2",
-        {
-            "rope_parameters": {
-                **_ROPE,
-                "rope_type": "yarn",
-                "factor": 40.0,
-                "original_max_position_embeddings": 40,
-                "mscale": 0.707,
-                "mscale_all_dim": 0.707,
-            },
-        },
+        "deepseek_v2", {"rope_parameters": {**_YARN, "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 0.707}}
     ),
     "deepseek_v3": Variant("deepseek_v3", _GROUPS),
     "deepseek_v3 biases": Variant("deepseek_v3", {"attention_bias": True, "norm_topk_prob": False}),
@@ -630,26 +541,12 @@ VARIANTS |= {
 
 
 _SOME = ["sparse", "dense", "sparse"]  # layers that are mixtures
-_MULTIPLIED = {
-    "attention_multiplier": 0.2,
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.5,
-    "logits_scaling": 2.0,
-}
 _TYPES = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 50}
 _TWO_ROPES = {
     "full_attention": {"rope_type": "default", "rope_theta": 500.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
 }
-_GROWING = {  # far more than published models' 0.1
-    **_ROPE,
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 40,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.5,
-}
+_GROWING = {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}  # of published models 0.1
 VARIANTS |= {
     "ministral": Variant("ministral", _TYPES | {"head_dim": 24}),
     "ministral3": Variant("ministral3", {"head_dim": 24, "rope_parameters": _GROWING}),
@@ -661,12 +558,7 @@ VARIANTS |= {
         _TYPES
         | {
             "rope_parameters": {
-                "full_attention": {
-                    "rope_type": "yarn",
-                    "rope_theta": 500.0,
-                    "factor": 4.0,
-                    "original_max_position_embeddings": 40,
-                },
+                "full_attention": _YARN,
                 "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
             }
         },
@@ -747,7 +639,7 @@ VARIANTS |= {
 
 def make_config(variant: Variant) -> PreTrainedConfig:
     """The variant's config, as transformers completes it."""
-    given = {**_SIZES.get(variant.model_type, _GROUPED), **copy.deepcopy(variant.config)}  # which it completes
+    given = copy.deepcopy({**_SIZES.get(variant.model_type, _GROUPED), **variant.config})  # which it completes
     if variant.model_type in _TEACHERS and variant.model_type != "bailing_moe":
         given["hidden_act"] = "relu"
     if variant.model_type == "nemotron_h":
@@ -858,10 +750,9 @@ def give_names_of_ling(path: Path) -> None:
             known = next((each for each in names if each in name), "")
             renamed[name.replace(known, names.get(known, ""))] = tensor
     save_file(renamed, path / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((path / "config.json").read_text())
-    config |= {"num_experts": config["n_routed_experts"], "num_shared_experts": config["n_shared_experts"]}
-    config |= {"score_function": "sigmoid", "moe_router_enable_expert_bias": True, "rotary_dim": 8}
-    (path / "config.json").write_text(json.dumps(config))
+    config = config_of(path)
+    counts = {"num_experts": config["n_routed_experts"], "num_shared_experts": config["n_shared_experts"]}
+    change_config(path, **counts, score_function="sigmoid", moe_router_enable_expert_bias=True, rotary_dim=8)
 
 
 def give_convolutions_apart(path: Path) -> None:
@@ -928,9 +819,7 @@ def make_checkpoint(path: Path, variant: Variant, *, dtype: str = "float32", see
         give_convolutions_apart(path)
     make_tokenizer(VOCAB).save_pretrained(path)
     if variant.model_type in _TEACHERS or isinstance(widths, list):
-        config = json.loads((path / "config.json").read_text())
-        config |= {"model_type": variant.model_type, **variant.config}
-        (path / "config.json").write_text(json.dumps(config))
+        change_config(path, model_type=variant.model_type, **variant.config)
     return path
 
 

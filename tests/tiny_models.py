@@ -1,5 +1,6 @@
 """Tiny random models as Hugging Face folders, tokenizer included, made in under a second without any network."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,16 @@ SENTENCES = (
     "They played together until it was time to go home.",
     "The cat said: I want to see the moon tonight!",
 )
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """Its config.json."""
+    return json.loads((folder / "config.json").read_text())
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    """Put these values into its config.json."""
+    (folder / "config.json").write_text(json.dumps(config_of(folder) | changes))
 
 
 def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:

@@ -18,7 +18,6 @@ import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Unpack
 
 import numpy as np
@@ -98,10 +97,10 @@ def dummy_checkpoint(folder: Path, config: dict[str, Any], dtype: WeightDtype, s
     }
     return DummyCheckpoint(
         path=folder,
-        config=MappingProxyType(config),
-        tensors=MappingProxyType(tensors),
+        config=config,
+        tensors=tensors,
         companions=tuple(companion_files(folder)),
-        _files=MappingProxyType({}),
+        _files={},
         numbers=Numbers(dtype, seed),
         dtype=dtype,
         seed=seed,

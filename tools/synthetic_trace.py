@@ -1,7 +1,5 @@
 """Made-up activity with the statistics of paper A: popular and rare neurons, some of them in groups that fire together.
 
-    python tools/synthetic_trace.py OUT --layers 32 --neurons 16384 --tokens 1000 [--part learn|judge]
-
 Layer l of L has mean activity m = 0.06 + 0.08 l / (L - 1). A neuron's popularity p is drawn from Beta(1.5 m, 1.5 (1 -
 m)). 30 % of the neurons belong to random groups of 16, which share one uniform draw a token; the others have their
 own. A neuron is active where the draw is below its p, and a third of the active fire. At m = 0.10 that gives the
@@ -12,7 +10,6 @@ seed share popularity and groups and nothing else, so that one can be learned fr
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -90,25 +87,3 @@ def add_prefetch_arguments(parser: argparse.ArgumentParser) -> None:
         "--early-recall", type=float, default=0.89, help="share of a layer's active neurons in its prefetch set"
     )
     parser.add_argument("--early-precision", type=float, default=0.80, help="share of the prefetch set that is active")
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--neurons", type=int, default=16384)
-    parser.add_argument("--tokens", type=int, default=1000)
-    parser.add_argument("--part", choices=PARTS, default="learn")
-    parser.add_argument("--seed", type=int, default=0)
-    add_prefetch_arguments(parser)
-    args = parser.parse_args(argv)
-    sha256, nbytes = write_synthetic_trace(
-        args.out, layers=args.layers, neurons=args.neurons, tokens=args.tokens, part=args.part,
-        recall=args.early_recall, precision=args.early_precision, seed=args.seed,
-    )  # fmt: skip
-    print(f"{args.out}: {nbytes} bytes, SHA-256 {sha256}", file=sys.stderr)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,10 +7,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from flashllm.arch.family import always, decoder, decoder_block, fused, fused_tensors, linear_tensors
+from flashllm.arch.family import always, decoder, decoder_block, equal_part, fused, fused_tensors, linear_tensors
+from flashllm.arch.llama.names import BEFORE
 from flashllm.arch.mixers import Alibi, check_size
 from flashllm.arch.spec import BlockSpec, Config, check_number
-from flashllm.arch.tensors import Part
 from flashllm.errors import UnsupportedModelError
 
 
@@ -79,7 +79,7 @@ BLOOM = decoder(
         *fused_tensors("self_attention.query_key_value", fused, bias=always),
         *linear_tensors("layers.{i}.out", "self_attention.dense", bias=always),
     ),
-    norms={"attention_norm": ("input_layernorm", always), "ffn_norm": ("post_attention_layernorm", always)},
+    norms=BEFORE,
     norm_bias=always,
     ffn_bias=always,
     names={
@@ -144,20 +144,12 @@ def _mpt_keys(config: Config) -> Mapping[str, Any]:
     }
 
 
-def _mpt_part(part: int) -> Any:
-    def rows(config: Config) -> Part:
-        width = check_size("d_model", config["d_model"])
-        return Part(first=part * width, count=width)
-
-    return rows
-
-
 MPT = decoder(
     "mpt",
     derived=_mpt_keys,
     block=_mpt,
     matrices={"up": "ffn.up_proj", "down": "ffn.down_proj"},
-    attention=(*fused_tensors("attn.Wqkv", _mpt_part), *linear_tensors("layers.{i}.out", "attn.out_proj")),
+    attention=(*fused_tensors("attn.Wqkv", equal_part), *linear_tensors("layers.{i}.out", "attn.out_proj")),
     norms={"attention_norm": ("norm_1", always), "ffn_norm": ("norm_2", always)},
     names={"base": "transformer.", "embedding": "wte", "layer": "blocks.{i}.", "final_norm": "norm_f"},
 )

@@ -4,20 +4,21 @@ A file says where its model_type differs. Plain values; knows no model_type.
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache, partial
 from importlib import resources
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from flashllm.arch.mixers import Attention, Rotary, check_size
+from flashllm.arch.mixers import Attention, Keeping, Rotary, check_size
 from flashllm.arch.mixture import ExpertsSpec
-from flashllm.arch.rotary import DEFAULT_THETA, rotary, trained_context
-from flashllm.arch.spec import MAX_CONTEXT, MAX_LAYERS, BlockSpec, Config, LayerSpec, check_number, known_activation
-from flashllm.arch.tensors import ArchitectureSpec, Part, ResidentTensor
+from flashllm.arch.rotary import DEFAULT_THETA, rotary, said_context, trained_context
+from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, LayerSpec, check_number, known_activation
+from flashllm.arch.tensors import ArchitectureSpec, Part, ResidentTensor, attentions, whole
 from flashllm.errors import UnsupportedModelError
 
 When = Callable[[Config], bool]
+T = TypeVar("T")
 
 ACTIVATION_NAMES = {  # transformers' names of what can be computed, and those of sparse models' own code
     "relu": "relu",
@@ -77,18 +78,37 @@ def norm_tensors(name: str, source: str, *, weight: When = always, bias: When = 
 
 
 def linear_tensors(
-    name: str, source: str, *, bias: When = never, part: Callable[[Config], Part] = lambda config: Part()
+    name: str, source: str, *, bias: When = never, part: Callable[[Config], Part] = whole
 ) -> tuple[ResidentTensor, ...]:
     """Weight and bias of a projection. `part`: the rows of the source's weight, and elements of its bias."""
 
     def of_bias(config: Config) -> Part:
-        mine = part(config)
-        return Part(first=mine.first, count=mine.count, step=mine.step, repeats=mine.repeats)
+        return replace(part(config), transposed=False, turned=False)
 
     return (
         ResidentTensor(name=f"{name}.weight", source=f"{source}.weight", part=part),
         ResidentTensor(name=f"{name}.bias", source=f"{source}.bias", when=bias, part=of_bias),
     )
+
+
+def projections(
+    query: When,
+    out: When,
+    source: str = "self_attn",
+    names: Sequence[str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
+) -> tuple[ResidentTensor, ...]:
+    """Query, key, value, and out where `names` has four, below `source` in a layer; biases of the first three, and of
+    the last."""
+    return tuple(
+        tensor
+        for part, name in zip(("query", "key", "value", "out"), names, strict=False)
+        for tensor in linear_tensors(f"layers.{{i}}.{part}", f"{source}.{name}", bias=out if part == "out" else query)
+    )
+
+
+def attending(tensors: Iterable[ResidentTensor]) -> tuple[ResidentTensor, ...]:
+    """The same of those layers alone that attend to keys and values."""
+    return tuple(replace(tensor, layers=attentions) for tensor in tensors)
 
 
 FUSED = ("query", "key", "value")
@@ -111,6 +131,16 @@ def bias_tensors(matrices: Mapping[str, str], when: When) -> tuple[ResidentTenso
         ResidentTensor(name=f"layers.{{i}}.ffn.{matrix}_bias", source=source.removesuffix("weight") + "bias", when=when)
         for matrix, source in matrices.items()
     )
+
+
+def equal_part(part: int, key: str = "hidden_size", *, transposed: bool = False) -> Callable[[Config], Part]:
+    """The `part`-th so many rows of a tensor as the config says under `key`."""
+
+    def rows(config: Config) -> Part:
+        count = check_size(key, config[key])
+        return Part(first=part * count, count=count, transposed=transposed)
+
+    return rows
 
 
 def fused(part: int, heads: Callable[[Config], int] | None = None) -> Callable[[Config], Part]:
@@ -255,12 +285,11 @@ def decoder_block(
             layer if i in dense_layers else replace(layer, neurons=experts.neurons, experts=experts)
             for i, layer in enumerate(layers)
         )
-    context = check_size("max_position_embeddings", config["max_position_embeddings"], MAX_CONTEXT)
     values: dict[str, Any] = {
         "d_model": check_size("hidden_size", config["hidden_size"]),
         "embed_dim": config["hidden_size"],
         "vocab_size": check_size("vocab_size", config["vocab_size"], 2**30),
-        "context": trained_context(config) if is_alike else context,
+        "context": trained_context(config) if is_alike else said_context(config),
         "norm": "rms",
         "norm_epsilon": check_number(epsilon, config[epsilon]),
         "final_norm": True,
@@ -282,18 +311,14 @@ def layer_specs(
 ) -> tuple[LayerSpec, ...]:
     """The layers: sliding windows by `layer_types` (all layers where there are none), FATReLU's thresholds, the rotary
     embedding by type, the neurons (one number, or a list of each layer's); `mixer` and `traits` are of all."""
-    count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
+    count = num_layers(config)
     window = config.get("sliding_window")
-    if window is not None and check_size("sliding_window", window, 2**30) >= config["max_position_embeddings"]:
+    if window is not None and check_size("sliding_window", window, 2**30) >= said_context(config):
         window = None  # every query sees all before it
-    types = config.get("layer_types")
-    types = ["sliding_attention"] * count if types is None else types
-    if not isinstance(types, list) or len(types) != count:
-        raise ValueError(f"layer_types must be a list of {count} names")
-    unknown = next((kind for kind in types if kind not in ("full_attention", "sliding_attention")), None)
-    if unknown is not None:
+    types = of_layers("layer_types", config, "names", ["sliding_attention"] * count)
+    if unknown := [kind for kind in types if kind not in ("full_attention", "sliding_attention")]:
         model_type = config.get("model_type")
-        raise UnsupportedModelError(f"layers of type {str(unknown)[:80]!r} are not supported for {model_type}")
+        raise UnsupportedModelError(f"layers of type {str(unknown[0])[:80]!r} are not supported for {model_type}")
     neurons = config["intermediate_size"]
     widths = neurons if isinstance(neurons, list) else [neurons] * count
     if len(widths) != count:
@@ -330,13 +355,73 @@ def _thresholds(config: Config, count: int) -> list[float]:
 
 def turning(block: BlockSpec, turns: Sequence[object]) -> BlockSpec:
     """The block with a rotation in those layers alone that `turns` has something true for."""
-    layers = (
-        layer if turned else replace(layer, mixer=replace(layer.attention, rotary=None))
-        for turned, layer in zip(turns, block.layers, strict=True)
-    )
-    return replace(block, layers=tuple(layers))
+    return each_layer(block, turns, lambda layer, turned: layer if turned else with_attention(layer, rotary=None))
+
+
+def keeping(
+    config: Config, kinds: Any, kind: str, mixer: Keeping, make: Callable[[Config], BlockSpec], **changes: Any
+) -> BlockSpec:
+    """The block whose layers of this kind have a mixer that keeps a state, and `changes`. `make` gives the block of a
+    config where those, too, attend to all before."""
+    kinds = of_layers("layer_types", {**config, "layer_types": kinds}, "names")
+    alike = ["full_attention" if each == kind else each for each in kinds]
+
+    def layer(spec: LayerSpec, own: str) -> LayerSpec:
+        return replace(spec, mixer=mixer, **changes) if own == kind else spec
+
+    return each_layer(make({**config, "layer_types": alike}), kinds, layer)
+
+
+def each_layer(block: BlockSpec, of: Iterable[T], change: Callable[[LayerSpec, T], LayerSpec]) -> BlockSpec:
+    """The block with what `change` makes of each layer and its own value."""
+    return replace(block, layers=tuple(change(*each) for each in zip(block.layers, of, strict=True)))
+
+
+def with_attention(layer: LayerSpec, **changes: Any) -> LayerSpec:
+    """The layer with these changes of its attention."""
+    return replace(layer, mixer=replace(layer.attention, **changes))
+
+
+def num_layers(config: Config) -> int:
+    """Layers of the model. ValueError for a number that cannot be."""
+    return check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
+
+
+def of_layers(key: str, config: Config, what: str = "numbers", usual: list[Any] | None = None) -> list[Any]:
+    """The config's list under `key`, an entry for each layer; `usual` where there is none. ValueError for another."""
+    given = usual if config.get(key) is None else config[key]
+    if not isinstance(given, list) or len(given) != num_layers(config):
+        raise ValueError(f"{key} must be a list of {num_layers(config)} {what}")
+    return given
+
+
+# Types of layers
+
+
+def sliding(slides: Iterable[object]) -> list[str]:
+    """Layer types: a window for each true value."""
+    return ["sliding_attention" if each else "full_attention" for each in slides]
 
 
 def alternating(count: int, period: int) -> list[str]:
     """Layer types where every `period`-th layer sees everything and the others slide."""
-    return ["full_attention" if (layer + 1) % period == 0 else "sliding_attention" for layer in range(count)]
+    return sliding((layer + 1) % period for layer in range(count))
+
+
+def with_types(config: Config, period: int, *, first: bool = False) -> dict[str, Any]:
+    """The config with its types of layers, or with the usual ones: every `period`-th layer sees everything, the
+    `first` of each period or the last."""
+    types, count = config.get("layer_types"), num_layers(config)
+    if types is None:
+        types = alternating(count + period - 1, period)[period - 1 :] if first else alternating(count, period)
+    return {**config, "layer_types": types}
+
+
+def if_asked(config: Config) -> dict[str, Any]:
+    """The config with a window only where it asks for it."""
+    return {**config, "sliding_window": config["sliding_window"] if config["use_sliding_window"] else None}
+
+
+def slides(config: Config) -> list[bool]:
+    """True for each layer that attends within a window; one longer than the context counts."""
+    return [kind == "sliding_attention" and config["sliding_window"] is not None for kind in config["layer_types"]]

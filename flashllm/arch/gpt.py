@@ -5,7 +5,8 @@ Most keep query, key and value in one tensor. Falcon with ReLU (ReluFalcon) and 
 neurons are never zero, unless their config says ReLU.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from flashllm.arch.alibi import falcon_alibi
@@ -13,6 +14,7 @@ from flashllm.arch.family import (
     always,
     decoder,
     decoder_block,
+    equal_part,
     fused,
     fused_tensors,
     head_size,
@@ -20,13 +22,16 @@ from flashllm.arch.family import (
     kv_heads,
     linear_tensors,
     never,
+    projections,
     says,
 )
+from flashllm.arch.llama.names import BEFORE, ONE_BEFORE, row
 from flashllm.arch.mixers import check_size
 from flashllm.arch.spec import BlockSpec, Config
 from flashllm.arch.tensors import ArchitectureSpec, Part, ResidentTensor
 from flashllm.errors import UnsupportedModelError
 
+_block = partial(decoder_block, norm="layer", gated=False)
 _4H = {"up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}
 
 
@@ -39,12 +44,10 @@ def _interleaved(source: str, out: str, bias: Any) -> tuple[ResidentTensor, ...]
 
 
 def _gpt_neox(config: Config) -> BlockSpec:
-    return decoder_block(
+    return _block(
         config,
         epsilon="layer_norm_eps",
         rotary_share=0.25,
-        norm="layer",
-        gated=False,
         parallel=bool(config["use_parallel_residual"]),
     )
 
@@ -54,7 +57,7 @@ GPT_NEOX = decoder(
     block=_gpt_neox,
     matrices=_4H,
     attention=_interleaved("attention.query_key_value", "attention.dense", says("attention_bias")),
-    norms={"attention_norm": ("input_layernorm", always), "ffn_norm": ("post_attention_layernorm", always)},
+    norms=BEFORE,
     norm_bias=always,
     ffn_bias=always,
     names={"base": "gpt_neox.", "embedding": "embed_in", "final_norm": "final_layer_norm"},
@@ -67,52 +70,41 @@ GPT_NEOX = decoder(
 )
 
 # Persimmon (Elsen et al., 2023): the square of ReLU, layer norms of queries and keys.
-PERSIMMON = decoder(
+PERSIMMON = row(
     "persimmon",
-    block=lambda config: decoder_block(
+    block=lambda config: _block(
         config,
         epsilon="layer_norm_eps",
         rotary_share=0.5,
-        norm="layer",
-        gated=False,
         query_key_norm="head" if config["qk_layernorm"] else "none",
     ),
     matrices=_4H,
     attention=_interleaved("self_attn.query_key_value", "self_attn.dense", always),
-    norms={"attention_norm": ("input_layernorm", always), "ffn_norm": ("post_attention_layernorm", always)},
     norm_bias=always,
     head_norms={"query_norm": "self_attn.q_layernorm", "key_norm": "self_attn.k_layernorm"},
     ffn_bias=always,
     names={"final_norm": "final_layernorm"},
-    ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",),
 )
 
 # Phi-1, 1.5 and 2 (Gunasekar et al., 2023; Javaheripi et al., 2023): attention and FFN read one norm.
-PHI = decoder(
+PHI = row(
     "phi",
-    block=lambda config: decoder_block(
+    block=lambda config: _block(
         config,
         epsilon="layer_norm_eps",
         rotary_share=0.5,
-        norm="layer",
-        gated=False,
         parallel=True,
         shared_norm=True,
         query_key_norm="head" if config["qk_layernorm"] else "none",
     ),
     matrices={"up": "mlp.fc1", "down": "mlp.fc2"},
-    attention=tuple(
-        tensor
-        for name, source in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj"), ("out", "dense"))
-        for tensor in linear_tensors(f"layers.{{i}}.{name}", f"self_attn.{source}", bias=always)
-    ),
-    norms={"attention_norm": ("input_layernorm", always)},
+    attention=projections(always, always, names=("q_proj", "k_proj", "v_proj", "dense")),
+    norms=ONE_BEFORE,
     norm_bias=always,
     head_norms={"query_norm": "self_attn.q_layernorm", "key_norm": "self_attn.k_layernorm"},
     ffn_bias=always,
     names={"final_norm": "final_layernorm"},
     head_bias=always,
-    ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",),
 )
 
 
@@ -141,7 +133,7 @@ def _has_two_norms(config: Config) -> bool:
     return bool(config["new_decoder_architecture"]) and _falcon_norms(config) == 2
 
 
-def _falcon_part(part: int) -> Any:
+def _falcon_part(part: int) -> Callable[[Config], Part]:
     def rows(config: Config) -> Part:
         heads, kv_heads = config["num_attention_heads"], _falcon_kv_heads(config)
         width, group = config["hidden_size"] // heads, heads // kv_heads
@@ -160,12 +152,10 @@ def _falcon(config: Config) -> BlockSpec:
     traits: dict[str, Any] = {}
     if config["alibi"]:
         traits = {"positions": "none", "alibi": falcon_alibi(config["num_attention_heads"], head_size(config))}
-    return decoder_block(
+    return _block(
         config,
         epsilon="layer_norm_epsilon",
         activation="activation",
-        norm="layer",
-        gated=False,
         **traits,
         kv_heads=_falcon_kv_heads(config),
         parallel=_is_parallel(config),
@@ -206,16 +196,6 @@ def _transposed(config: Config) -> Part:
     return Part(transposed=True)
 
 
-def _transposed_part(part: int) -> Any:
-    """d_model columns of a transposed tensor, after `part` times so many."""
-
-    def rows(config: Config) -> Part:
-        width = check_size("n_embd", config["n_embd"])
-        return Part(first=part * width, count=width, transposed=True)
-
-    return rows
-
-
 def _gpt2_keys(config: Config) -> Mapping[str, Any]:
     width = check_size("n_embd", config["n_embd"])
     return {
@@ -232,12 +212,10 @@ def _gpt2(config: Config) -> BlockSpec:
         if config[key]:
             raise UnsupportedModelError(f"gpt2 with {key} is not supported")
     traits: dict[str, Any] = {} if config["scale_attn_weights"] else {"query_scale": 1.0}
-    return decoder_block(
+    return _block(
         config,
         epsilon="layer_norm_epsilon",
         activation="activation_function",
-        norm="layer",
-        gated=False,
         positions="learned",
         **traits,
     )
@@ -248,13 +226,7 @@ _GPT2_NAMES: dict[str, Any] = {
     "norms": {"attention_norm": ("ln_1", always), "ffn_norm": ("ln_2", always)},
     "norm_bias": always,
     "ffn_bias": always,
-    "names": {
-        "base": "transformer.",
-        "embedding": "wte",
-        "positions": "wpe",
-        "layer": "h.{i}.",
-        "final_norm": "ln_f",
-    },
+    "names": {"base": "transformer.", "embedding": "wte", "positions": "wpe", "layer": "h.{i}.", "final_norm": "ln_f"},
     "ignored": ("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
 }
 GPT2 = decoder(
@@ -264,7 +236,7 @@ GPT2 = decoder(
     matrices=_FC,
     matrix_parts={"up": _transposed, "down": _transposed},
     attention=(
-        *fused_tensors("attn.c_attn", _transposed_part, bias=always),
+        *fused_tensors("attn.c_attn", partial(equal_part, transposed=True), bias=always),
         *linear_tensors("layers.{i}.out", "attn.c_proj", bias=always, part=_transposed),
     ),
     **_GPT2_NAMES,
@@ -273,11 +245,8 @@ GPT2 = decoder(
 # The first StarCoder (Li et al., 2023): GPT-2, one key-value head; weights lie as [outputs, inputs].
 
 
-def _bigcode_part(part: int) -> Any:
-    def rows(config: Config) -> Part:
-        return fused(part, kv_heads if config["multi_query"] else None)(config)
-
-    return rows
+def _bigcode_part(part: int) -> Callable[[Config], Part]:
+    return lambda config: fused(part, kv_heads if config["multi_query"] else None)(config)
 
 
 GPT_BIGCODE = decoder(
@@ -297,14 +266,15 @@ GPT_BIGCODE = decoder(
 
 
 def _gpt_neo(config: Config) -> BlockSpec:
-    kinds = [kind for names, times in config["attention_types"] for _ in range(times) for kind in names]
+    try:
+        kinds = [kind for names, times in config["attention_types"] for _ in range(times) for kind in names]
+    except (TypeError, ValueError) as error:
+        raise ValueError("attention_types must be a list of kinds, each with how often they come") from error
     types = [{"global": "full_attention", "local": "sliding_attention"}.get(kind, kind) for kind in kinds]
-    return decoder_block(
+    return _block(
         {**config, "layer_types": types, "sliding_window": check_size("window_size", config["window_size"])},
         epsilon="layer_norm_epsilon",
         activation="activation_function",
-        norm="layer",
-        gated=False,
         positions="learned",
         query_scale=1.0,
     )
@@ -319,17 +289,8 @@ GPT_NEO = decoder(
     },
     block=_gpt_neo,
     matrices=_FC,
-    attention=tuple(
-        tensor
-        for name, source in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj"), ("out", "out_proj"))
-        for tensor in linear_tensors(
-            f"layers.{{i}}.{name}", f"attn.attention.{source}", bias=always if name == "out" else never
-        )
-    ),
-    **{
-        **_GPT2_NAMES,
-        "ignored": ("transformer.h.*.attn.attention.bias", "transformer.h.*.attn.attention.masked_bias"),
-    },
+    attention=projections(never, always, "attn.attention", ("q_proj", "k_proj", "v_proj", "out_proj")),
+    **{**_GPT2_NAMES, "ignored": ("transformer.h.*.attn.attention.bias", "transformer.h.*.attn.attention.masked_bias")},
 )
 
 
@@ -339,14 +300,12 @@ GPT_NEO = decoder(
 
 def _gptj(config: Config) -> BlockSpec:
     dims = check_size("rotary_dim", config["rotary_dim"])
-    return decoder_block(
+    return _block(
         config,
         epsilon="layer_norm_epsilon",
         activation="activation_function",
         rotary_share=dims / head_size(config),
         rotary_style="interleaved",
-        norm="layer",
-        gated=False,
         parallel=True,
         shared_norm=True,
     )
@@ -369,7 +328,7 @@ def _like_gptj(model_type: str, attention: tuple[ResidentTensor, ...]) -> Archit
     )
 
 
-def _codegen_part(place: int) -> Any:
+def _codegen_part(place: int) -> Callable[[Config], Part]:
     """Four times, of a quarter of the heads: queries, values, keys."""
 
     def rows(config: Config) -> Part:
@@ -379,17 +338,7 @@ def _codegen_part(place: int) -> Any:
     return rows
 
 
-GPTJ = _like_gptj(
-    "gptj",
-    tuple(
-        tensor
-        for name, source in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj"))
-        for tensor in linear_tensors(f"layers.{{i}}.{name}", f"attn.{source}")
-    ),
-)
-CODEGEN = _like_gptj(
-    "codegen",
-    fused_tensors("attn.qkv_proj", _codegen_part, names=("query", "value", "key")),
-)
+GPTJ = _like_gptj("gptj", projections(never, never, "attn", ("q_proj", "k_proj", "v_proj")))
+CODEGEN = _like_gptj("codegen", fused_tensors("attn.qkv_proj", _codegen_part, names=("query", "value", "key")))
 
 GPT_LIKE = (GPT_NEOX, FALCON, PERSIMMON, PHI, GPT2, GPT_BIGCODE, GPT_NEO, GPTJ, CODEGEN)

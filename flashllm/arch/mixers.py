@@ -325,15 +325,10 @@ class DeltaRule(HeadStates):
     @property
     def rows(self) -> Mapping[str, int]:
         """As of any, with those that others read."""
-        rows = {**HeadStates.rows.__get__(self), "decay": self.decays}
-        return (
-            rows if self.channel_rank is None else rows | dict.fromkeys(("decay_down", "gate_down"), self.channel_rank)
-        )
-
-    @property
-    def decays(self) -> int:
-        """Decays of a token: one a head, or one a channel of the keys."""
-        return self.value_heads if self.channel_rank is None else self.key_heads * self.key_dim
+        rows: Mapping[str, int] = HeadStates.rows.__get__(self)
+        if self.channel_rank is None:
+            return rows
+        return {**rows, "decay": rows["key"], "decay_down": self.channel_rank, "gate_down": self.channel_rank}
 
     @property
     def norm_dim(self) -> int:

@@ -96,11 +96,13 @@ def growth(config: Config) -> Growth | None:
 
 def trained_context(config: Config) -> int:
     """Positions for which the frequencies are right: the config's, or fewer where longer texts would change them."""
-    context = check_size("max_position_embeddings", config["max_position_embeddings"], MAX_CONTEXT)
-    rope = rope_parameters(config)
-    if _kind(rope, config) == "longrope":
-        return min(context, int(_trained(rope, config)))
-    return context
+    rope, context = rope_parameters(config), said_context(config)
+    return min(context, int(_trained(rope, config))) if _kind(rope, config) == "longrope" else context
+
+
+def said_context(config: Config) -> int:
+    """Positions that the config says it knows."""
+    return check_size("max_position_embeddings", config["max_position_embeddings"], MAX_CONTEXT)
 
 
 def _kind(rope: dict[str, Any], config: Config) -> str:
@@ -134,6 +136,12 @@ def _trained(rope: dict[str, Any], config: Config) -> float:
     return _positive({key: value}, key)
 
 
+def _stretched(rope: dict[str, Any], config: Config) -> tuple[float, float]:
+    """(`_trained`, by how much it is stretched)"""
+    trained, factor = _trained(rope, config), rope.get("factor")
+    return trained, said_context(config) / trained if factor is None else _positive(rope, "factor")
+
+
 def _llama3(frequency: float, rope: dict[str, Any], config: Config) -> float:
     """Llama 3.1's rule: waves longer than the trained context are stretched by `factor`, short ones kept, those
     between blended."""
@@ -162,10 +170,7 @@ def _proportional(rope: dict[str, Any], head_dim: int, *, theta: float, share: f
 
 def _yarn(plain: list[float], rope: dict[str, Any], config: Config, theta: float) -> Rotary:
     """YaRN (Peng et al., 2023): slow pairs are interpolated, fast ones kept, with a ramp between; scores are scaled."""
-    trained = _trained(rope, config)
-    factor = (
-        _positive(rope, "factor") if rope.get("factor") is not None else config["max_position_embeddings"] / trained
-    )
+    trained, factor = _stretched(rope, config)
     dims = 2 * len(plain)
     if theta == 1:
         raise ValueError("rope_theta 1 turns all pairs alike; yarn needs another")
@@ -203,10 +208,7 @@ def _longrope(plain: list[float], rope: dict[str, Any], config: Config) -> Rotar
     factors = rope.get("short_factor")
     if not isinstance(factors, list) or len(factors) != len(plain):
         raise ValueError(f"short_factor must be a list of {len(plain)} numbers")
-    trained = _trained(rope, config)
-    factor = (
-        _positive(rope, "factor") if rope.get("factor") is not None else config["max_position_embeddings"] / trained
-    )
+    trained, factor = _stretched(rope, config)
     if rope.get("attention_factor") is not None:
         scaling = _positive(rope, "attention_factor")
     else:

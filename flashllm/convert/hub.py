@@ -16,11 +16,10 @@ from urllib.parse import unquote
 from flashllm.arch.registry import resolve
 from flashllm.base.files import read_json_object
 from flashllm.base.units import format_size
-from flashllm.convert.checkpoint.source import ADAPTER, ADAPTER_HINT
+from flashllm.convert.checkpoint.source import ADAPTER, ADAPTER_HINT, COPIED_SUFFIXES
 from flashllm.errors import FlashError, FlashIOError, FormatError, UnsupportedModelError, UsageError
 from flashllm.format.model_files import CONFIG
 
-_COMPANION_SUFFIXES = (".json", ".txt", ".model", ".jinja")
 _SINGLE = "model.safetensors"
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _PICKLED_SINGLE = "pytorch_model.bin"
@@ -104,7 +103,7 @@ def needed_files(names: Iterable[str]) -> list[str]:
             "it has neither safetensors nor pytorch_model.bin weights; where its community page offers a branch that "
             "has, name the model as owner/name@refs/pr/NUMBER"
         )
-    return [name for name in top if name.endswith(_COMPANION_SUFFIXES)] + weights
+    return [name for name in top if name.endswith(COPIED_SUFFIXES)] + weights
 
 
 class Hub:
@@ -205,7 +204,7 @@ class Hub:
                 allow_patterns=[
                     "*.safetensors",
                     "pytorch_model*.bin",
-                    *(f"*{suffix}" for suffix in _COMPANION_SUFFIXES),
+                    *(f"*{suffix}" for suffix in COPIED_SUFFIXES),
                 ],
                 ignore_patterns=["*/*"],
                 cache_dir=self._cache,

@@ -15,17 +15,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import flashllm
 from flashllm.arch.registry import block_spec, source_shapes
 from flashllm.base.group_codes import DEFAULT_GROUP, code_of
 from flashllm.base.user_dirs import user_cache_dir
 from flashllm.convert.checkpoint.source import Checkpoint
 from flashllm.convert.plan import plan_conversion
 from flashllm.convert.untrained.predictor import untrained_header, untrained_nbytes
-from flashllm.format.manifest import Manifest
-from flashllm.format.manifest_values import FileEntry, Source
+from flashllm.format.manifest_values import FileEntry
 from flashllm.format.model_files import CONFIG, FFN, PREDICTORS, RESIDENT
-from flashllm.format.rows import checksum_rows
 from flashllm.format.safetensors import TensorInfo
 
 _CONTEXT = 8192
@@ -99,16 +96,4 @@ def write_outline(config: Mapping[str, Any], directory: Path, *, bits: int, sour
             file.write(header)
             file.truncate(nbytes)
         files[name] = FileEntry(sha256=_UNKNOWN, nbytes=nbytes)
-    Manifest(
-        flashllm_version=flashllm.__version__,
-        architecture=plan.architecture,
-        dtype=plan.dtype.name,
-        rows=plan.layout,
-        resident_encoding=plan.resident_encoding,
-        other_encodings=plan.other_encodings,
-        activations=plan.activations,
-        checksum_rows=max(checksum_rows(plan.layout, plan.architecture)),
-        files=files,
-        stream_block_rows=plan.stream_block_rows,
-        source=Source(name=source_name, dtype=plan.source_dtype.name),
-    ).save(directory)
+    plan.manifest(files, source_name).save(directory)

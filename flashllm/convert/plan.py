@@ -5,7 +5,7 @@ Checks the whole checkpoint against its config. Reads headers (and a tied head, 
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -13,7 +13,6 @@ import numpy as np
 
 import flashllm
 from flashllm.arch.registry import (
-    ARCHITECTURES,
     Claim,
     block_spec,
     bundle_names,
@@ -32,49 +31,41 @@ from flashllm.convert.checkpoint.coded import CodedWeights
 from flashllm.convert.checkpoint.source import Checkpoint, OwnPredictors
 from flashllm.convert.checkpoint.wrapped import what_wraps
 from flashllm.convert.choices import Activations, Choices, GatePlace
-from flashllm.convert.kept.weights import KeptWeights
-from flashllm.convert.storage import ResidentEntry, Sources, Storage, storage_of
+from flashllm.convert.storage import Sources, Storage, storage_of
 from flashllm.convert.tokenizer import TOKENIZER, make_tokenizer
 from flashllm.convert.untrained.predictor import coded_gates_nbytes, default_rank, untrained_nbytes
 from flashllm.errors import FormatError, UnsupportedModelError, UsageError
-from flashllm.format.in_place import InPlace, lying_experts, stored_layouts
+from flashllm.format.in_place import lying_experts, stored_layouts
+from flashllm.format.manifest import Manifest
+from flashllm.format.manifest_values import FileEntry, Source
 from flashllm.format.model_files import ffn_tensor
-from flashllm.format.rows import RowLayout, TableLayout
+from flashllm.format.rows import RowLayout, checksum_rows
 from flashllm.format.safetensors import encode_header
 
 _METADATA = {"format": "pt"}  # transformers asks whose tensors these are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConversionPlan:
+class ConversionPlan(Storage):
     """The files to be written, byte for byte, and where they come from."""
 
     checkpoint: Checkpoint
-    spec: ArchitectureSpec
     architecture: Architecture
     block: BlockSpec
     claims: dict[str, Claim]  # by canonical name
     names: dict[str, str]  # state_dict name -> name in the checkpoint
     source_dtype: WeightDtype
     dtype: WeightDtype
-    layout: RowLayout
     activations: str | None  # what codes are multiplied by, a token at a time; None: fp32
-    resident_encoding: str | None  # of the resident matrices, where they are coded
-    other_encodings: Mapping[str, str]  # by name, of those that are stored otherwise
-    resident: tuple[ResidentEntry, ...]  # in file order
     ffn_header: bytes
     resident_header: bytes
-    table: TableLayout | None  # of per-layer embeddings
     table_header: bytes
     companions: tuple[Path, ...]  # files to copy
     made: Mapping[str, bytes]  # files to write, by name
     predictor_rank: int = 0  # 0: none are made
     coded_gates: bool = False  # are the predictors
     own_predictors: OwnPredictors | None = None  # of the checkpoint, which are the model's
-    coded: CodedWeights | None = None  # what is written as it is
-    kept: KeptWeights | None = None  # `coded`, where it is the checkpoint's own
-    in_place: InPlace | None = None  # experts that stay where they are
-    not_in_place: str | None = None  # why none do, though they were to
+    coded: CodedWeights | None = None  # what is written as it is: `kept`, where there are some
 
     @property
     def ffn_nbytes(self) -> int:
@@ -152,6 +143,24 @@ class ConversionPlan:
             **own,
         }
 
+    def manifest(self, files: Mapping[str, FileEntry], source_name: str) -> Manifest:
+        """The manifest of these files."""
+        return Manifest(
+            flashllm_version=flashllm.__version__,
+            architecture=self.architecture,
+            dtype=self.dtype.name,
+            rows=self.layout,
+            resident_encoding=self.resident_encoding,
+            other_encodings=self.other_encodings,
+            down_scales=self.kept.down_scales if self.kept is not None else (),
+            activations=self.activations,
+            checksum_rows=max(checksum_rows(self.layout, self.architecture)),
+            files=files,
+            stream_block_rows=self.stream_block_rows,
+            in_place=self.in_place,
+            source=Source(name=source_name, dtype=self.source_dtype.name),
+        )
+
     def lying_experts(self, layer: int) -> int:
         """Experts of a layer that stay where they are."""
         return lying_experts(self.architecture, self.in_place, layer)
@@ -187,8 +196,7 @@ def plan_conversion(checkpoint: Checkpoint, **choices: Unpack[Choices]) -> Conve
     target = source_dtype if dtype is None else WEIGHT_DTYPES[dtype]
     _check_gate(checkpoint, architecture, gate)
     storage = storage_of(Sources(checkpoint, names, claimed), architecture, target, choices)
-    layout, kept, entries, table = storage.layout, storage.kept, storage.entries, storage.table
-    in_place = storage.in_place
+    layout, table = storage.layout, storage.table
     # Other gates than those in the rows name the active neurons themselves.
     wants_predictors = choices.get("predictors", False) and architecture.sparse and gate == "rows"
     own = checkpoint.predictors if wants_predictors else None
@@ -197,26 +205,21 @@ def plan_conversion(checkpoint: Checkpoint, **choices: Unpack[Choices]) -> Conve
         made[TOKENIZER] = tokenizer
     ffn = [
         (ffn_tensor(layer), layout.safetensors_dtype, each.shape)
-        for layer, each in enumerate(stored_layouts(architecture, layout, in_place))
+        for layer, each in enumerate(stored_layouts(architecture, layout, storage.in_place))
         if each is not None
     ]
     return ConversionPlan(
         checkpoint=checkpoint,
-        spec=ARCHITECTURES[architecture.model_type],
         architecture=architecture,
         block=block,
         claims=claimed,
         names=names,
         source_dtype=source_dtype,
         dtype=target,
-        layout=layout,
+        **{each.name: getattr(storage, each.name) for each in fields(storage)},
         activations=_activations(checkpoint, storage, choices.get("activations")),
-        resident_encoding=storage.resident,
-        other_encodings=storage.others,
-        resident=entries,
         ffn_header=encode_header(ffn, _METADATA),
-        resident_header=encode_header([(entry.name, entry.code, entry.shape) for entry in entries], _METADATA),
-        table=table,
+        resident_header=encode_header([(entry.name, entry.code, entry.shape) for entry in storage.resident], _METADATA),
         table_header=b""
         if table is None
         else encode_header([(TOKEN_TABLE, "U8", (table.rows, table.stride))], _METADATA),
@@ -225,17 +228,14 @@ def plan_conversion(checkpoint: Checkpoint, **choices: Unpack[Choices]) -> Conve
         predictor_rank=default_rank(architecture.d_model) if wants_predictors and own is None else 0,
         own_predictors=own,
         coded_gates=gate == "4bit",
-        coded=choices.get("coded") if kept is None else kept,
-        kept=kept,
-        in_place=in_place,
-        not_in_place=storage.not_in_place,
+        coded=choices.get("coded") if storage.kept is None else storage.kept,
     )
 
 
 def _activations(checkpoint: Checkpoint, storage: Storage, asked: Activations | None) -> str | None:
     """UsageError where there are no codes."""
     usual = usual_activations(
-        (storage.layout.encoding, storage.layout.down, storage.resident, *storage.others.values())
+        (storage.layout.encoding, storage.layout.down, storage.resident_encoding, *storage.other_encodings.values())
     )
     if asked is None:
         return usual

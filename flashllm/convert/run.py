@@ -17,7 +17,6 @@ from typing import Any, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-import flashllm
 from flashllm.arch.tensors import TOKEN_TABLE
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.files import HashingWriter, Progress, iterate_chunks
@@ -34,7 +33,7 @@ from flashllm.convert.weights import Weights
 from flashllm.errors import FlashIOError, UsageError
 from flashllm.format.in_place import SliceReader
 from flashllm.format.manifest import MANIFEST, PARTIAL_SUFFIX, Manifest
-from flashllm.format.manifest_values import FileEntry, Source
+from flashllm.format.manifest_values import FileEntry
 from flashllm.format.model_files import FFN, PREDICTORS, RESIDENT, TABLE, TABLE_CHECKSUMS
 from flashllm.format.partial import PartialDirectory, check_space, open_partial
 from flashllm.format.rows import CODED_ENCODINGS, checksum_rows, row_checksums
@@ -159,21 +158,7 @@ class _Conversion:
             self._write_own_predictors(self._plan.own_predictors)
         elif self._plan.predictor_rank or self._plan.coded_gates:
             self._write_predictors()
-        manifest = Manifest(
-            flashllm_version=flashllm.__version__,
-            architecture=self._plan.architecture,
-            dtype=self._plan.dtype.name,
-            rows=self._plan.layout,
-            resident_encoding=self._plan.resident_encoding,
-            other_encodings=self._plan.other_encodings,
-            down_scales=self._plan.kept.down_scales if self._plan.kept is not None else (),
-            activations=self._plan.activations,
-            checksum_rows=max(self._together),
-            files=self._files,
-            stream_block_rows=self._plan.stream_block_rows,
-            in_place=self._plan.in_place,
-            source=Source(name=source_name, dtype=self._plan.source_dtype.name),
-        )
+        manifest = self._plan.manifest(self._files, source_name)
         manifest.save(self._partial.path)
         self._partial.publish(dst, {MANIFEST, *self._files})
         return manifest

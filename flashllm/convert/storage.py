@@ -4,7 +4,8 @@ Decides only; reads headers, and matrices that 12 bits may not hold.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from flashllm.arch.registry import Claim, bundle_names, resident_sources
@@ -53,14 +54,15 @@ class Sources(NamedTuple):
     claims: dict[str, Claim]  # by canonical name
 
 
-class Storage(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
     """How each matrix is stored."""
 
     layout: RowLayout
-    resident: str | None  # the resident matrices, where they are coded
-    others: dict[str, str]  # by name, those that are stored otherwise
-    kept: KeptWeights | None
-    entries: tuple[ResidentEntry, ...]  # of the resident file, in its order
+    resident_encoding: str | None  # of the resident matrices, where they are coded
+    other_encodings: Mapping[str, str]  # by name, of those that are stored otherwise
+    kept: KeptWeights | None  # the codes that the checkpoint has
+    resident: tuple[ResidentEntry, ...] = ()  # of the resident file, in its order
     table: TableLayout | None = None  # of per-layer embeddings
     in_place: InPlace | None = None  # experts that stay where they are
     not_in_place: str | None = None  # why none do, though they were to
@@ -113,8 +115,16 @@ def storage_of(sources: Sources, architecture: Architecture, target: WeightDtype
         encoding = stored_as(TOKEN_TABLE, target.name, resident, None, others)
         ids, columns = claimed[TOKEN_TABLE].shape
         of_table = TableLayout(ids, columns, encoding)
-    storage = Storage(layout, resident, others, kept, (), of_table, in_place, reason)
-    return storage._replace(entries=_entries(sources, architecture, target, storage))
+    storage = Storage(
+        layout=layout,
+        resident_encoding=resident,
+        other_encodings=others,
+        kept=kept,
+        table=of_table,
+        in_place=in_place,
+        not_in_place=reason,
+    )
+    return replace(storage, resident=_entries(sources, architecture, target, storage))
 
 
 def _entries(
@@ -128,7 +138,9 @@ def _entries(
         stored += [gate_tensor(layer) for layer in layers]
     entries = []
     for claim in (sources.claims[name] for name in stored):
-        encoding = stored_as(claim.name, target.name, storage.resident, layout.encoding, storage.others)
+        encoding = stored_as(
+            claim.name, target.name, storage.resident_encoding, layout.encoding, storage.other_encodings
+        )
         entries.append(_resident_entry(claim, sources.names[claim.source], encoding))
     counts = checksum_counts(architecture, layout, storage.in_place, checksum_rows(layout, architecture))
     entries += [

@@ -12,10 +12,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from flashllm.arch.registry import block_spec, complete_config
 from flashllm.arch.spec import Architecture, BlockSpec
 from flashllm.base.codes.carried import SCALE_FORMS, Plane
-from flashllm.base.dtypes import WEIGHT_DTYPES, WeightDtype
+from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, WeightDtype, cast
 from flashllm.base.files import is_there, parse_json_object, read_bounded
 from flashllm.errors import ChecksumError
 from flashllm.format.manifest import MANIFEST, Manifest, open_model_dir
@@ -147,6 +150,16 @@ def read_plane(directory: Path, manifest: Manifest, layer: int) -> Plane | None:
         for name in plane_tensors(layer, form, manifest.layout(layer)):
             arrays[name.rpartition(".")[2]] = file.array(file.header.tensors[name])
     return Plane(form=SCALE_FORMS[form], arrays=arrays)
+
+
+def read_resident(model: ModelDir, name: str) -> NDArray[np.float32] | None:
+    """The resident tensor of a canonical name, one that is in no codes, in fp32; None where the model has none.
+    FormatError, FlashIOError."""
+    with open_safetensors(model.path / RESIDENT) as file:
+        info = file.header.tensors.get(name)
+        if info is None:
+            return None
+        return cast(file.array(info), WEIGHT_DTYPE_BY_CODE[info.dtype], WEIGHT_DTYPES["float32"])
 
 
 def _with_cuts(block: BlockSpec, manifest: Manifest) -> BlockSpec:

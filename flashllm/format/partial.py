@@ -30,24 +30,21 @@ class PartialDirectory:
 
     def record(self, step: Mapping[str, Any]) -> None:
         """Append a finished step to the journal. What it stands for must be durable already."""
-        self._append(step)
-
-    def restart_journal(self, identity: Mapping[str, Any], steps: list[dict[str, Any]]) -> None:
-        """Keep only these steps: the others turned out to be damaged."""
-        with naming(self.path / _JOURNAL):
-            os.ftruncate(self._journal_fd, 0)
-        for line in (identity, *steps):
-            self._append(line)
-        self.steps = steps
-
-    def _append(self, value: Mapping[str, Any]) -> None:
-        line = (json.dumps(dict(value), separators=(",", ":")) + "\n").encode()
+        line = (json.dumps(dict(step), separators=(",", ":")) + "\n").encode()
         with naming(self.path / _JOURNAL):
             offset = os.lseek(self._journal_fd, 0, os.SEEK_END)
             while line:
                 count = os.pwrite(self._journal_fd, line, offset)
                 line, offset = line[count:], offset + count
             os.fsync(self._journal_fd)
+
+    def restart_journal(self, identity: Mapping[str, Any], steps: list[dict[str, Any]]) -> None:
+        """Keep only these steps: the others turned out to be damaged."""
+        with naming(self.path / _JOURNAL):
+            os.ftruncate(self._journal_fd, 0)
+        for line in (identity, *steps):
+            self.record(line)
+        self.steps = steps
 
     def publish(self, target: Path, names: Collection[str]) -> None:
         """Make the finished directory appear as `target`, holding only `names`, whose contents are durable already."""

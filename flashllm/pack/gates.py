@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
-from flashllm.base.dtypes import WEIGHT_DTYPES
-from flashllm.base.dtypes import cast as cast_dtype
 from flashllm.engine.model import Model
+from flashllm.format.model_dir import read_resident
 from flashllm.format.model_files import PREDICTORS, RESIDENT, gate_tensor
 from flashllm.format.predictors import GATE_CODE
 from flashllm.format.rows import ROW_ENCODINGS, unpack_rows
@@ -30,7 +29,7 @@ class Gates:
 
     def products(self, layer: int, x: Floats) -> Floats:
         """gate(x) [tokens, d_ff] of inputs x [tokens, d_model], in fp32."""
-        products = np.concatenate([x @ block.T for block in self._blocks(layer)], axis=1)
+        products = np.concatenate([x @ block.T for block in self.blocks(layer)], axis=1)
         return self._biased(layer, products)
 
     def coded_products(self, layer: int, x: Floats) -> Floats:
@@ -62,8 +61,8 @@ class Gates:
             away = np.minimum(away, beside)
         return away
 
-    def _blocks(self, layer: int) -> Iterator[Floats]:
-        """The gate, some rows at a time."""
+    def blocks(self, layer: int) -> Iterator[Floats]:
+        """The gate's rows [n, d_model] in fp32, some at a time."""
         rows, together = self._manifest.layout(layer), self._manifest.stream_block_rows
         encoding = ROW_ENCODINGS[rows.encoding]
         if self._manifest.resident_gate:
@@ -79,10 +78,5 @@ class Gates:
             yield encoding.widened(unpack_rows(rows, packed[: rows.d_ff - first])["gate"], rows.d_model)
 
     def _biased(self, layer: int, products: Floats) -> Floats:
-        name = f"layers.{layer}.ffn.gate_bias"
-        with open_safetensors(self._model.directory.path / RESIDENT) as file:
-            if name not in file.header.tensors:
-                return products
-            values, dtype = file.array(file.header.tensors[name]), self._model.directory.dtype
-            bias: Floats = cast_dtype(values, dtype, WEIGHT_DTYPES["float32"])
-            return np.add(products, bias, out=products)
+        bias = read_resident(self._model.directory, f"layers.{layer}.ffn.gate_bias")
+        return products if bias is None else np.add(products, bias, out=products)

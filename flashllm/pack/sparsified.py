@@ -20,7 +20,7 @@ from flashllm.base.files import CHUNK_NBYTES, Progress, fsync_directory
 from flashllm.base.machine import available_nbytes, process_nbytes
 from flashllm.config import RunConfig
 from flashllm.convert.choices import Choices
-from flashllm.convert.run import Say, convert
+from flashllm.convert.run import Say, check_destination, convert
 from flashllm.engine.model import Model
 from flashllm.errors import UsageError
 from flashllm.format.install import install_files
@@ -130,8 +130,7 @@ def convert_sparsified(
     """
     dst = Path(os.path.abspath(dst))
     work = dst.with_name(dst.name + ".dense")
-    if os.path.lexists(dst):
-        raise UsageError(f"{dst}: exists; remove it or choose another destination")
+    check_destination(dst)
     read_text(text)
     gate = choices.get("gate", "resident")
     if gate == "rows":

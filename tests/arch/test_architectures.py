@@ -1,7 +1,9 @@
 """What a config.json means: sizes, variants, tensors and their shapes, and what is refused."""
 
+import contextlib
 import copy
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -267,6 +269,19 @@ def test_unsupported_variants(config, message):
 def test_impossible_values(config, key, value):
     with pytest.raises(FormatError, match=r"^config\.json: "):
         resolve({**config, key: value})
+
+
+ODD = (None, "a", -1, 1.5, [], {}, [None] * 3, {"rope_type": "yarn"}, {"full_attention": {}})
+
+
+@pytest.mark.parametrize("model_type", sorted({variant.model_type for variant in VARIANTS.values()}))
+def test_any_key_may_have_an_odd_value(model_type):
+    """It is a model, or a sentence that names the config."""
+    variant = next(each for each in VARIANTS.values() if each.model_type == model_type)
+    config = make_config(variant).to_dict() | variant.config | {"model_type": model_type}
+    for key, value in itertools.product(sorted({*spec_of(config).defaults, "layer_types", "rope_parameters"}), ODD):
+        with contextlib.suppress(FormatError, UnsupportedModelError):
+            claims({**config, key: value})
 
 
 def in_checkpoints(shapes, spec, layers):

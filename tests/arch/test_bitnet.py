@@ -14,6 +14,7 @@ import torch
 from arch_models import VARIANTS, make_checkpoint
 from arch_reference import ReferenceDecoder
 from safetensors.torch import load_file, save_file
+from tiny_models import change_config
 from transformers import AutoConfig, BitNetForCausalLM, BitNetQuantConfig
 
 from flashllm.arch.registry import resident_sources
@@ -41,9 +42,7 @@ STEP = 0.5  # the same, after a rounding that went the other way
 def quantised(path, form, dtype="float32"):
     """A checkpoint of the form in the folder `path`, from random weights; the folder."""
     make_checkpoint(path, VARIANTS["bitnet"], dtype=dtype)
-    config = json.loads((path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitnet", **FORMS[form]}
-    (path / "config.json").write_text(json.dumps(config))
+    change_config(path, quantization_config={"quant_method": "bitnet", **FORMS[form]})
     if form == "master":
         return path
     tensors = {}
@@ -214,7 +213,6 @@ def test_damaged_checkpoints_are_refused(tmp_path, change, message):
 
 def test_other_models_in_such_codes_are_refused(tmp_path):
     path = make_checkpoint(tmp_path / "hf", VARIANTS["llama relu"])
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "bitnet"}}))
+    change_config(path, quantization_config={"quant_method": "bitnet"})
     with pytest.raises(UnsupportedModelError, match=r"in codes \(bitnet\), which are not read"):
         convert(path, tmp_path / "model")

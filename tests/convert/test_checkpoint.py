@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import make_tiny_opt
+from tiny_models import change_config, make_tiny_opt
 
 from flashllm.convert.checkpoint.folder import INDEX, SINGLE
 from flashllm.convert.checkpoint.opened import open_checkpoint
@@ -211,8 +211,7 @@ def test_a_fingerprint_changes_with_any_weight_file(copy):
 )
 def test_codes_that_are_not_read_are_named_with_a_way_out(tmp_path, said, tensor, what):
     source = make_tiny_opt(tmp_path / "hf")
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | said))
+    change_config(source, **said)
     if tensor is not None:
         state = load_file(source / SINGLE)
         state[tensor[0]] = torch.zeros(4).to(tensor[1])
@@ -228,8 +227,7 @@ def test_codes_that_are_not_read_are_named_with_a_way_out(tmp_path, said, tensor
 
 def test_an_empty_word_about_codes_is_no_word(tmp_path):
     source = make_tiny_opt(tmp_path / "hf")
-    config = json.loads((source / "config.json").read_text())
     for said in ({}, {"load_in_8bit": False}):
-        (source / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+        change_config(source, quantization_config=said)
         with open_checkpoint(source) as checkpoint:
             assert checkpoint.tensors

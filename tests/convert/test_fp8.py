@@ -8,6 +8,7 @@ import pytest
 import torch
 from arch_models import VARIANTS, make_checkpoint
 from safetensors.torch import load_file, save_file
+from tiny_models import change_config
 
 from flashllm.convert.checkpoint import fp8
 from flashllm.convert.checkpoint.opened import open_checkpoint
@@ -39,13 +40,8 @@ def coded(path, block, *, dtype=torch.float32, variant="deepseek_v3"):
             codes[name.removesuffix("weight") + "activation_scale"] = torch.tensor(2.0)
     save_file(state, whole / "model.safetensors", {"format": "pt"})
     save_file(state | codes, path / "coded" / "model.safetensors", {"format": "pt"})
-    _say(path / "coded", FP8 | {"weight_block_size": block and list(block)})
+    change_config(path / "coded", quantization_config=FP8 | {"weight_block_size": block and list(block)})
     return path / "coded", whole
-
-
-def _say(folder, said):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
 
 
 def test_every_code_means_what_torch_says():
@@ -131,7 +127,7 @@ def test_codes_and_scales_that_cannot_be(tmp_path, change, message):
 )
 def test_other_kinds_are_refused(tmp_path, said, error, message):
     source, _ = coded(tmp_path, (16, 16))
-    _say(source, FP8 | said)
+    change_config(source, quantization_config=FP8 | said)
     with pytest.raises(error, match=re.escape(message)), open_checkpoint(source):
         pass
 

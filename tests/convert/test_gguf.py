@@ -107,12 +107,7 @@ def test_every_architecture_converts_to_the_same_weights_and_block(tmp_path, arc
     said = {of_head[architecture]: 16} if architecture in of_head else {}  # not stored
     source = make_checkpoint(tmp_path / "hf", Variant(MODELS[architecture].model_type, said), dtype="bfloat16")
     path = write_gguf(source, tmp_path / "model.gguf", "BF16")
-    expected, found = convert(source, tmp_path / "expected"), convert(path, tmp_path / "found")
-    assert found.architecture == expected.architecture
-    assert _weights(found) == _weights(expected)
-    blocks = [block_spec(json.loads((tmp_path / name / "config.json").read_text())) for name in ("found", "expected")]
-    assert blocks[0] == blocks[1]
-    _check_config(tmp_path / "found")
+    _same_model(tmp_path, source, path)
 
 
 @pytest.mark.parametrize("architecture", [name for name in MIXTURES if name not in WITH_STATES])
@@ -145,7 +140,7 @@ def test_mixtures_convert_to_the_same_weights_and_block(tmp_path, architecture, 
     assert found.files[FFN] == expected.files[FFN]
     if kind == "F32":  # of codes, those of resident matrices may be kept
         assert _weights(found) == _weights(expected)
-    blocks = [block_spec(json.loads((tmp_path / name / "config.json").read_text())) for name in ("found", "expected")]
+    blocks = _blocks(tmp_path)
     assert blocks[0] == blocks[1]
     _check_config(tmp_path / "found")
 
@@ -216,6 +211,9 @@ WINDOWED["phimoe, long"] = Variant(
         "original_max_position_embeddings": 160,
     },
 )
+# Whose usual share of a head is a part.
+_TURNED_WHOLE = {"rope_parameters": {**ROPE, "partial_rotary_factor": 1.0}}
+WINDOWED |= {f"{name}, turned whole": Variant(name, _TURNED_WHOLE) for name in ("stablelm", "phi", "gpt_neox")}
 GEMMA4 = ["gemma3n", "gemma4", "gemma4 experts", "gemma4 shared keys, rows of ids"]
 MORE = [*WINDOWED, *GEMMA4, "exaone4", "exaone4 without windows", "seed_oss", "ernie4_5", "hunyuan_v1_dense", "glm4"]
 MORE += ["lfm2", "lfm2_moe", "ministral3", "cohere2_moe sigmoid"]
@@ -477,7 +475,7 @@ def _same_model(root, source, path):
     """The file says what the folder says."""
     expected, found = convert(source, root / "expected"), convert(path, root / "found")
     assert found.architecture == expected.architecture
-    blocks = [block_spec(json.loads((root / name / "config.json").read_text())) for name in ("found", "expected")]
+    blocks = _blocks(root)
     assert blocks[0] == blocks[1]
     assert _weights(found) == _weights(expected)
     _check_config(root / "found")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from arch_models import VARIANTS, make_checkpoint, open_model
 from safetensors.torch import load_file, save_file
+from tiny_models import change_config
 from transformers.integrations.mxfp4 import FP4_VALUES
 
 from flashllm.config import Ablation, RunConfig
@@ -42,9 +43,8 @@ def mxfp4(path, seed=0):
         wide = torch.ldexp(pairs, scales[..., None].int() - 127).reshape(experts, outputs, inputs)
         values[name] = wide.transpose(1, 2).contiguous()
     save_file(state, path / "model.safetensors", {"format": "pt"})
-    config = json.loads((path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens"]}
-    (path / "config.json").write_text(json.dumps(config))
+    said = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens"]}
+    change_config(path, quantization_config=said)
     return values
 
 
@@ -61,9 +61,7 @@ def test_mxfp4_converts_to_what_its_values_do(whole, tmp_path):
     plain = load_file(whole / "model.safetensors")
     values = mxfp4(whole)
     found = convert(whole, tmp_path / "found")
-    config = json.loads((whole / "config.json").read_text())
-    del config["quantization_config"]
-    (whole / "config.json").write_text(json.dumps(config))
+    change_config(whole, quantization_config=None)
     exact = {name: tensor.bfloat16() for name, tensor in values.items()}
     assert all(torch.equal(exact[name].float(), tensor) for name, tensor in values.items())
     save_file(plain | exact, whole / "model.safetensors", {"format": "pt"})

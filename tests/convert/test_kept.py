@@ -15,6 +15,7 @@ from arch_reference import ReferenceDecoder
 from gguf_files import write_gguf
 from offload_runs import DEVICE, DISK, MIXED, answers, policy
 from safetensors.torch import save_file
+from tiny_models import change_config
 
 from flashllm import _core
 from flashllm.base.codes.carried import PACKED_AS
@@ -113,7 +114,7 @@ def make(root, kind, model_type="llama"):
             state[name] = torch.from_numpy(values)
         own = {key: value for key, value in checkpoint.config.items() if key in OF_FILES}
     save_file(state, source / "model.safetensors", {"format": "pt"})
-    (source / "config.json").write_text(json.dumps(json.loads((source / "config.json").read_text()) | own))
+    change_config(source, **own)
     return path, source
 
 

@@ -121,7 +121,7 @@ def test_degenerate_layers_give_finite_predictors():
     assert np.isfinite(silent.b).all()
     matrix, bias, _, _ = random_layer()
     dead = np.zeros(D_MODEL, np.float32)  # a norm that lets nothing through
-    predictor, threshold = untrained_predictor(blocks_of(matrix), bias, dead, None, d_model=D_MODEL, rank=4)
+    predictor, threshold = untrained_predictor(blocks_of(matrix), bias, normed_inputs(dead, None, D_MODEL), 4)
     assert np.isfinite(predictor.b.astype(np.float16)).all()
     assert not math.isnan(threshold)
 

@@ -10,6 +10,7 @@ from arch_models import VARIANTS, make_checkpoint
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import load_file as torch_load
 from safetensors.torch import save_file as torch_save
+from tiny_models import change_config, config_of
 
 from flashllm.config import RunConfig
 from flashllm.convert.run import convert
@@ -84,10 +85,8 @@ def test_layers_that_draft_behind_the_models_own(variant, said, variant_of, tmp_
     source, alone = variant_of(variant)
     path = tmp_path / "hf"
     shutil.copytree(source, path)
-    config = json.loads((path / "config.json").read_text())
-    count = config["num_hidden_layers"]
-    config |= {} if said is None else {"num_nextn_predict_layers": said}
-    (path / "config.json").write_text(json.dumps(config))
+    count = config_of(path)["num_hidden_layers"]
+    change_config(path, **({} if said is None else {"num_nextn_predict_layers": said}))
     tensors = load_file(path / "model.safetensors")
     tensors[f"model.layers.{count}.eh_proj.weight"] = np.ones((2, 3), np.float32)
     tensors[f"model.layers.{count}.self_attn.o_proj.weight"] = np.ones((2, 3), np.float32)
@@ -105,10 +104,9 @@ def test_a_vendors_name_of_the_same(variant, name, variant_of, tmp_path):
     """Kimi K2 and Ling 2.0 open by themselves."""
     source, alone = variant_of(variant)
     shutil.copytree(source, tmp_path / "hf")
-    config = json.loads((source / "config.json").read_text())
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"model_type": name}))
+    change_config(tmp_path / "hf", model_type=name)
     convert(tmp_path / "hf", tmp_path / "model")
-    assert json.loads((tmp_path / "model" / "config.json").read_text()) == config
+    assert config_of(tmp_path / "model") == config_of(source)
     theirs, mine = (json.loads((each / MANIFEST).read_text())["files"] for each in (alone, tmp_path / "model"))
     for file in ("ffn.safetensors", "resident.safetensors"):
         assert mine[file] == theirs[file]

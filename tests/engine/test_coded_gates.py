@@ -9,6 +9,7 @@ from flashllm import _core
 from flashllm.config import RunConfig
 from flashllm.convert.run import convert
 from flashllm.convert.untrained.predictor import GATE_RECALL, coded_gate
+from flashllm.convert.untrained.svd import normed_inputs
 from flashllm.engine.model import Model
 from flashllm.format.manifest import Manifest, predictor_ranks
 from flashllm.format.model_dir import ModelDir
@@ -49,7 +50,7 @@ def test_the_expected_margin_finds_the_expected_share():
     random = np.random.default_rng(3)
     gate = random.standard_normal((400, 96)).astype(np.float32)
     weight, bias = 0.5 + random.random(96).astype(np.float32), random.standard_normal(400).astype(np.float32) - 8
-    codes, margin = coded_gate(lambda: iter([gate[:250], gate[250:]]), bias, weight, None, d_model=96)
+    codes, margin = coded_gate(lambda: iter([gate[:250], gate[250:]]), bias, normed_inputs(weight, None, 96))
     x = random.standard_normal((2000, 96)).astype(np.float32) * weight
     firing = x @ gate.T + bias > 0
     named = x @ GATE_CODE.decode(codes, 96).T + bias > -margin

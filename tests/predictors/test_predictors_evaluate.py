@@ -9,7 +9,7 @@ import torch
 from activity import aggregated_usage, friends, layer_activity, new_rows_per_token
 from arch_models import LAYERS, VARIANTS, make_checkpoint
 from evaluate import main, read_time
-from masked import MaskedModel, Variant, coded_gates, load_predictors, untrained
+from masked import MaskedModel, Variant, load_predictors, own_gates, untrained
 from safetensors.torch import load_file, save_file
 from scoring import score_items, score_text, windows
 from tasks import TASKS, Item, load_items
@@ -187,11 +187,11 @@ class Recorder:
 
 
 @pytest.mark.parametrize("name", ["llama relu", "llama biases", "llama squared relu", "fatrelu by layer", "bamboo"])
-@pytest.mark.parametrize("gate", ["rows", "resident"])
-def test_errors_of_gated_layers_are_those_of_what_the_engine_computes(opened, tmp_path, name, gate):
+@pytest.mark.parametrize(("gate", "encoding"), [("rows", None), ("resident", None), ("resident", "int8_32")])
+def test_errors_of_gated_layers_are_those_of_what_the_engine_computes(opened, tmp_path, name, gate, encoding):
     """Gates, thresholds by layer and values of ups all count: who fires, and what misses cost."""
     source = make_checkpoint(tmp_path / "hf", VARIANTS[name])
-    convert(source, tmp_path / "model", predictors=False, gate=gate)
+    convert(source, tmp_path / "model", predictors=False, gate=gate, encoding=encoding)
     model, seen = opened(tmp_path / "model", mode="dense"), Recorder()
     with model.new_sequence() as sequence:
         model.step([(sequence, token_ids(60)[0].tolist())], all_logits=True, observer=seen)
@@ -213,7 +213,7 @@ def test_masked_passes_with_gates_in_4_bits_compute_what_the_engine_computes(ope
     convert(make_checkpoint(tmp_path / "hf", VARIANTS[name]), tmp_path / "model", gate="4bit")
     dense = opened(tmp_path / "model", mode="dense")
     # Narrower margins than conversion chooses, so that neurons are missed.
-    gates = [dataclasses.replace(gate, threshold=0.1 * gate.threshold) for gate in coded_gates(dense)]
+    gates = [dataclasses.replace(gate, threshold=0.1 * gate.threshold) for gate in own_gates(dense)]
     tensors = load_file(tmp_path / "model" / PREDICTORS)
     for layer, gate in enumerate(gates):
         tensors[f"layers.{layer}.margin"] = torch.tensor([-gate.threshold]).half()

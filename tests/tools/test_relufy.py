@@ -15,7 +15,7 @@ from relufication.refit import fit, threshold_of
 from relufication.student import ffns, relufied_config, student_of
 from relufy import main
 from safetensors.torch import load_file
-from tiny_models import SENTENCES
+from tiny_models import SENTENCES, config_of
 from transformers import AutoModelForCausalLM
 
 from flashllm.arch.registry import resolve
@@ -43,10 +43,6 @@ def relufied(tmp_path, texts, source, name, *arguments):
     out = tmp_path / name
     command = [str(source), str(out), "--work", str(tmp_path / f"{name}-work"), *texts, *SIZES, *arguments]
     return out, main(command)
-
-
-def config_of(path):
-    return json.loads((path / "config.json").read_text())
 
 
 def pair(path):

@@ -14,6 +14,7 @@ from activity_trace import Stream, Trace
 from install_popularity import measure_popularity
 from predictor_files import MARGIN
 from scripts import REPOSITORY, run_script
+from synthetic_trace import write_synthetic_trace
 from traced import TracedModel
 from traces import masks_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -229,9 +230,8 @@ def test_a_synthetic_gated_model_runs_by_its_trace(tmp_path, gate):
 
 
 def test_a_synthetic_trace_has_the_statistics_it_promises(tmp_path):
-    size = ["--layers", 3, "--neurons", 2048, "--tokens", 300, "--early-recall", 0.6, "--early-precision", 0.8]
     for part in ("learn", "judge"):
-        assert run_script("tools/synthetic_trace.py", tmp_path / part, *size, "--part", part).returncode == 0
+        write_synthetic_trace(tmp_path / part, layers=3, neurons=2048, tokens=300, part=part, recall=0.6, precision=0.8)
     with Trace(tmp_path / "learn") as learn, Trace(tmp_path / "judge") as judge:
         assert judge.info.synthetic
         first, middle = masks_of(judge, 0), masks_of(judge, 1)

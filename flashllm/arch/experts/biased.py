@@ -1,9 +1,9 @@
 """Mixtures of experts whose routers choose by a bias that their weights do not have (Wang et al., 2024), a row each."""
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from flashllm.arch.experts.plain import W
 from flashllm.arch.experts.row import (
     SHARED,
     dense_first,
@@ -11,48 +11,67 @@ from flashllm.arch.experts.row import (
     grouped_router,
     in_layer,
     matrices,
+    mixture_block,
     row,
     shared_neurons,
 )
 from flashllm.arch.family import (
     always,
     decoder_block,
+    each_layer,
     fused,
     fused_tensors,
     head_size,
     kv_heads,
     linear_tensors,
     never,
+    num_layers,
+    of_layers,
+    projections,
     says,
+    slides,
+    sliding,
     turning,
+    with_attention,
+    with_types,
 )
-from flashllm.arch.llama.names import AROUND, BARE, BIASED, projections
-from flashllm.arch.llama.windowed import exaone_block, slides, with_types
+from flashllm.arch.llama.names import AROUND, BARE, BIASED
+from flashllm.arch.llama.windowed import exaone_block
 from flashllm.arch.mixers import check_size
 from flashllm.arch.mixture import RouterSpec
 from flashllm.arch.rotary import rotary_by_type
 from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, LayerSpec, check_number
 from flashllm.arch.tensors import ResidentTensor
+from flashllm.base.checks import check_int
 from flashllm.errors import UnsupportedModelError
 
 _BIAS = "mlp.gate.e_score_correction_bias"
+
+
+def sigmoid_router(config: Config, factor: str, *, epsilon: float = 1e-20) -> RouterSpec:
+    """Sigmoids as shares of their sum, times a factor of the config."""
+    by = check_number(factor, config[factor])
+    return RouterSpec(score="sigmoid", normalized=True, epsilon=epsilon, factor=by)
 
 
 # ERNIE 4.5 (Baidu, 2025): a softmax, whose bias is of the choice alone.
 
 
 def _ernie(config: Config) -> BlockSpec:
-    count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
-    first, last, step = (config[f"moe_layer_{name}"] for name in ("start_index", "end_index", "interval"))
-    every = check_size("moe_layer_interval", step)
+    count, every = num_layers(config), check_size("moe_layer_interval", config["moe_layer_interval"])
+    first, last = config["moe_layer_start_index"], config["moe_layer_end_index"]
+    check_int("moe_layer_start_index", first, 0, MAX_LAYERS)
+    check_int("moe_layer_end_index", last, -1, MAX_LAYERS)
     mixtures = range(first, count if last == -1 else last + 1)
     router = RouterSpec(normalized=True, least_sum=check_number("moe_norm_min", config["moe_norm_min"]))
-    shared = shared_neurons(config, "moe_num_shared_experts")
-    return decoder_block(
+    return mixture_block(
         config,
+        router,
+        chosen="moe_k",
+        shared="moe_num_shared_experts",
+        first=None,
         theta=500_000.0,
         rotary_style="interleaved",
-        experts=experts_of(config, "moe_intermediate_size", router, chosen="moe_k", shared=shared),
         dense_layers={i for i in range(count) if i not in mixtures or (i + 1) % every},
     )
 
@@ -70,25 +89,18 @@ ERNIE = row(
 
 
 # GLM-4.5 (GLM-4.5 Team, 2025), 4.6 and Air: half of each head is turned.
-
-
-def _glm4(config: Config) -> BlockSpec:
-    shared = shared_neurons(config, "n_shared_experts")
-    return decoder_block(
-        config,
-        rotary_share=0.5,
-        query_key_norm="head" if config["use_qk_norm"] else "none",
-        experts=experts_of(config, "moe_intermediate_size", grouped_router(config), shared=shared),
-        dense_layers=dense_first(config),
-    )
-
-
 GLM4 = row(
     "glm4_moe",
     experts=128,
     is_wide=True,
     choice=_BIAS,
-    block=_glm4,
+    block=lambda config: mixture_block(
+        config,
+        grouped_router(config),
+        shared="n_shared_experts",
+        rotary_share=0.5,
+        query_key_norm="head" if config["use_qk_norm"] else "none",
+    ),
     attention=projections(says("attention_bias"), never),
     shared_matrices=SHARED,
 )
@@ -100,26 +112,12 @@ GLM4 = row(
 def _dots1(config: Config) -> BlockSpec:
     types, window = config["layer_types"], config["sliding_window"]
     if types is None:
-        slides = [window is not None and i >= config["max_window_layers"] for i in range(config["num_hidden_layers"])]
-        types = ["sliding_attention" if each else "full_attention" for each in slides]
-    shared = shared_neurons(config, "n_shared_experts")
-    return decoder_block(
-        {**config, "layer_types": types},
-        query_key_norm="head",
-        experts=experts_of(config, "moe_intermediate_size", grouped_router(config), shared=shared),
-        dense_layers=dense_first(config),
-    )
+        types = sliding(window is not None and i >= config["max_window_layers"] for i in range(num_layers(config)))
+    full = {**config, "layer_types": types}
+    return mixture_block(full, grouped_router(config), shared="n_shared_experts", query_key_norm="head")
 
 
-DOTS1 = row(
-    "dots1",
-    experts=None,
-    is_wide=True,
-    choice=_BIAS,
-    block=_dots1,
-    attention=BIASED,
-    shared_matrices=SHARED,
-)
+DOTS1 = row("dots1", experts=None, is_wide=True, choice=_BIAS, block=_dots1, attention=BIASED, shared_matrices=SHARED)
 
 
 # MiniMax-M2 (MiniMax, 2025): norms over all queries and over all keys.
@@ -127,12 +125,14 @@ DOTS1 = row(
 
 def _minimax(config: Config) -> BlockSpec:
     dims = config.get("rotary_dim")
-    return decoder_block(
+    return mixture_block(
         config,
+        RouterSpec(score="sigmoid", normalized=True),
+        size="intermediate_size",
+        first=None,
         theta=5e6,
-        rotary_share=1.0 if dims is None else check_size("rotary_dim", dims) / config["head_dim"],
+        rotary_share=1.0 if dims is None else check_size("rotary_dim", dims) / head_size(config),
         query_key_norm="projection",
-        experts=experts_of(config, "intermediate_size", RouterSpec(score="sigmoid", normalized=True)),
     )
 
 
@@ -144,15 +144,14 @@ MINIMAX = row(
     newer_choice="mlp.e_score_correction_bias",
     block=_minimax,
     attention=BARE,
-    matrices={matrix: f"block_sparse_moe.experts.{{e}}.w{i}" for matrix, i in (("up", 3), ("gate", 1), ("down", 2))},
+    matrices=W,
 )
 
 # Solar Open (Upstage, 2026): GLM-4.5's router.
 
 
 def _solar(config: Config) -> BlockSpec:
-    shared = shared_neurons(config, "n_shared_experts")
-    experts = experts_of(config, "moe_intermediate_size", grouped_router(config), shared=shared)
+    experts = experts_of(config, grouped_router(config), shared=shared_neurons(config, "n_shared_experts"))
     return decoder_block({"intermediate_size": experts.neurons, **config}, theta=1e6, experts=experts)
 
 
@@ -168,21 +167,13 @@ SOLAR = row(
 
 
 # EXAONE MoE (LG AI Research, 2026): EXAONE 4's windows and rotation, its norms before attention and FFN.
-
-
-def _exaone(config: Config) -> BlockSpec:
-    shared = shared_neurons(config, "num_shared_experts")
-    experts = experts_of(config, "moe_intermediate_size", grouped_router(config), shared=shared)
-    return exaone_block(config, experts=experts, dense_layers=dense_first(config))
-
-
 EXAONE = row(
     "exaone_moe",
     experts=64,
     is_wide=True,
     choice="mlp.e_score_correction_bias",
     newer_choice=_BIAS,
-    block=_exaone,
+    block=lambda config: mixture_block(config, grouped_router(config), shared="num_shared_experts", block=exaone_block),
     attention=BARE,
     shared_matrices=SHARED,
 )
@@ -193,18 +184,16 @@ EXAONE = row(
 
 def _afmoe(config: Config) -> BlockSpec:
     full = with_types(config, config["global_attn_every_n_layers"])
-    router = RouterSpec(
-        score="sigmoid", normalized=True, epsilon=1e-20, factor=check_number("route_scale", config["route_scale"])
-    )
-    shared = shared_neurons(config, "num_shared_experts")
-    block = decoder_block(
+    width = check_size("hidden_size", config["hidden_size"])
+    block = mixture_block(
         full,
+        sigmoid_router(config, "route_scale"),
+        shared="num_shared_experts",
+        first="num_dense_layers",
         query_key_norm="head",
         gate="sigmoid",
         norms="both",
-        embedding_scale=config["hidden_size"] ** 0.5 if config["mup_enabled"] else 1.0,
-        experts=experts_of(config, "moe_intermediate_size", router, shared=shared),
-        dense_layers=dense_first(config, "num_dense_layers"),
+        embedding_scale=width**0.5 if config["mup_enabled"] else 1.0,
     )
     return turning(block, slides(full))
 
@@ -217,11 +206,7 @@ AFMOE = row(
     choice="mlp.expert_bias",
     block=_afmoe,
     attention=(*BIASED, ResidentTensor(name="layers.{i}.out_gate.weight", source="self_attn.gate_proj.weight")),
-    norms={
-        **AROUND,
-        "ffn_norm": ("pre_mlp_layernorm", always),
-        "ffn_output_norm": ("post_mlp_layernorm", always),
-    },
+    norms={**AROUND, "ffn_norm": ("pre_mlp_layernorm", always), "ffn_output_norm": ("post_mlp_layernorm", always)},
     shared_matrices=SHARED,
 )
 
@@ -233,12 +218,9 @@ def _laguna(config: Config) -> BlockSpec:
     for key in ("moe_apply_router_weight_on_input", "moe_router_logit_softcapping"):
         if config[key]:
             raise UnsupportedModelError(f"laguna with {key} is not supported")
-    count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
-    heads = config["num_attention_heads_per_layer"] or [config["num_attention_heads"]] * count
-    if not isinstance(heads, list) or len(heads) != count:
-        raise ValueError(f"num_attention_heads_per_layer must be a list of {count} numbers")
-    factor = check_number("moe_routed_scaling_factor", config["moe_routed_scaling_factor"])
-    key = "shared_expert_intermediate_size"
+    count, key = num_layers(config), "shared_expert_intermediate_size"
+    heads = of_layers("num_attention_heads_per_layer", config, usual=[config["num_attention_heads"]] * count)
+    router = sigmoid_router(config, "moe_routed_scaling_factor", epsilon=0.0)
     block = decoder_block(
         {
             **config,
@@ -248,19 +230,10 @@ def _laguna(config: Config) -> BlockSpec:
         query_key_norm="head",
         gate="head_softplus" if config["gating"] in (True, "per-head") else "softplus",
         rotary_of=rotary_by_type(config, head_size(config), theta=500_000.0),
-        experts=experts_of(
-            config,
-            "moe_intermediate_size",
-            RouterSpec(score="sigmoid", normalized=True, factor=factor),
-            shared=check_size(key, config[key]),
-        ),
-        dense_layers=dense_first(config, "first_k_dense_replace"),
+        experts=experts_of(config, router, shared=check_size(key, config[key])),
+        dense_layers=dense_first(config),
     )
-    layers = (
-        replace(layer, mixer=replace(layer.attention, heads=own))
-        for layer, own in zip(block.layers, heads, strict=True)
-    )
-    return replace(block, layers=tuple(layers))
+    return each_layer(block, heads, lambda layer, own: with_attention(layer, heads=own))
 
 
 LAGUNA = row(
@@ -275,21 +248,6 @@ LAGUNA = row(
 
 
 # Hunyuan 3 (Tencent, 2026).
-
-
-def _hunyuan3(config: Config) -> BlockSpec:
-    factor = check_number("router_scaling_factor", config["router_scaling_factor"])
-    router = RouterSpec(score="sigmoid", normalized=True, epsilon=1e-20, factor=factor)
-    shared = shared_neurons(config, "num_shared_experts")
-    return decoder_block(
-        config,
-        theta=11158840.0,
-        query_key_norm="head",
-        experts=experts_of(config, "moe_intermediate_size", router, shared=shared),
-        dense_layers=dense_first(config),
-    )
-
-
 HUNYUAN3 = row(
     "hy_v3",
     experts=192,
@@ -297,7 +255,13 @@ HUNYUAN3 = row(
     is_wide=True,
     choice="mlp.expert_bias",
     newer_choice="mlp.e_score_correction_bias",
-    block=_hunyuan3,
+    block=lambda config: mixture_block(
+        config,
+        sigmoid_router(config, "router_scaling_factor"),
+        shared="num_shared_experts",
+        theta=11158840.0,
+        query_key_norm="head",
+    ),
     attention=BIASED,
     shared_matrices=in_layer(matrices("mlp.shared_mlp")),
 )
@@ -314,14 +278,13 @@ def _ling(config: Config) -> BlockSpec:
                 f"bailing_moe whose {key} is {str(config[key])[:80]} (Ling 1) is not supported; Ling 2.0 runs"
             )
     dims = config["rotary_dim"]
-    shared = shared_neurons(config, "num_shared_experts")
     normalized = {**config, "norm_topk_prob": config["num_experts_per_tok"] != 1}
-    return decoder_block(
+    return mixture_block(
         config,
+        grouped_router(normalized),
+        shared="num_shared_experts",
         rotary_share=1.0 if dims is None else check_size("rotary_dim", dims) / head_size(config),
         query_key_norm="head",
-        experts=experts_of(config, "moe_intermediate_size", grouped_router(normalized), shared=shared),
-        dense_layers=dense_first(config),
     )
 
 
@@ -348,10 +311,8 @@ LING = row(
 
 
 def _mimo(config: Config) -> BlockSpec:
-    count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
-    types = config["layer_types"]
-    if types is None:
-        types = ["full_attention" if i == 0 or (i + 1) % 6 == 0 else "sliding_attention" for i in range(count)]
+    count = num_layers(config)
+    types = of_layers("layer_types", config, "names", sliding(i and (i + 1) % 6 for i in range(count)))
     window = config["sliding_window_size"]
     window = config["sliding_window"] if window is None else check_size("sliding_window_size", window) + 1
     kinds = config["mlp_layer_types"] or ["dense", *["sparse"] * (count - 1)]
@@ -361,15 +322,14 @@ def _mimo(config: Config) -> BlockSpec:
         rotary_of=rotary_by_type(config, head_size(config), theta=5e6, share=0.334, sliding={"rope_theta": 1e4}),
         value_dim=check_size("v_head_dim", config["v_head_dim"]),
         value_scale=1.0 if scale is None else check_number("attention_value_scale", scale),
-        experts=experts_of(config, "moe_intermediate_size", grouped_router(config)),
+        experts=experts_of(config, grouped_router(config)),
         dense_layers=dense_first({**config, "mlp_layer_types": kinds}),
     )
 
     def layer(spec: LayerSpec, kind: str) -> LayerSpec:
-        mixer = spec.attention
-        return replace(spec, mixer=replace(mixer, kv_heads=2 * mixer.kv_heads)) if kind[0] == "s" else spec
+        return with_attention(spec, kv_heads=spec.attention.kv_heads * (2 if kind == "sliding_attention" else 1))
 
-    return replace(block, layers=tuple(layer(spec, kind) for spec, kind in zip(block.layers, types, strict=True)))
+    return each_layer(block, types, layer)
 
 
 MIMO = row(
@@ -389,7 +349,4 @@ MIMO = row(
     ),
 )
 
-BIASED_CHOICE = (
-    *(LING, MIMO),
-    *(ERNIE, GLM4, DOTS1, MINIMAX, SOLAR, EXAONE, AFMOE, LAGUNA, HUNYUAN3),
-)
+BIASED_CHOICE = (*(LING, MIMO), *(ERNIE, GLM4, DOTS1, MINIMAX, SOLAR, EXAONE, AFMOE, LAGUNA, HUNYUAN3))

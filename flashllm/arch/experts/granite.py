@@ -21,7 +21,7 @@ def _experts(config: Config) -> ExpertsSpec | None:
         return None
     key = "shared_intermediate_size"
     shared = check_size(key, config[key]) if config[key] else 0
-    return experts_of(config, "intermediate_size", RouterSpec(score="softmax_of_chosen"), shared=shared)
+    return experts_of(config, RouterSpec(score="softmax_of_chosen"), "intermediate_size", shared=shared)
 
 
 def granite(model_type: str, block: Callable[..., BlockSpec], **others: Any) -> ArchitectureSpec:

@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from flashllm.arch.experts.plain import W
-from flashllm.arch.experts.row import dense_first, experts_of, grouped_router, in_layer, matrices, row, shared_neurons
-from flashllm.arch.family import turning
+from flashllm.arch.experts.row import grouped_router, in_layer, matrices, mixture_block, row
+from flashllm.arch.family import attending, keeping, num_layers, turning
+from flashllm.arch.llama.delta import of_rule
 from flashllm.arch.llama.latent import LATENT, LATENT_NORMS, latent_block
 from flashllm.arch.mixers import DeltaRule, check_size
-from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, LayerSpec
-from flashllm.arch.tensors import ResidentTensor, attentions, delta_rules
+from flashllm.arch.spec import BlockSpec, Config
 from flashllm.errors import UnsupportedModelError
 
 _USUAL = {  # the usual name of a key that these configs have under another
@@ -24,7 +24,7 @@ _USUAL = {  # the usual name of a key that these configs have under another
 _ALONE: dict[str, Any] = {"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1}
 
 
-def _kinds(config: Config, count: int) -> list[str]:
+def _kinds(config: Config, count: int) -> Any:
     """Types of the layers: as transformers says, or by numbers from 1 on, as the model's own config does; transformers'
     where neither says."""
     types, own = config["layer_types"], config["linear_attn_config"]
@@ -35,13 +35,13 @@ def _kinds(config: Config, count: int) -> list[str]:
         if sorted(full + keeps) != list(range(count)):
             raise ValueError(f"linear_attn_config must name each of {count} layers once")
         types = ["full_attention" if layer in full else "linear_attention" for layer in range(count)]
-    if not isinstance(types, list) or len(types) != count or set(types) - {"full_attention", "linear_attention"}:
-        raise ValueError(f"layer_types must be a list of {count} names, each full_attention or linear_attention")
     return types
 
 
 def _rule(config: Config) -> DeltaRule:
     own = config["linear_attn_config"] or {}
+    if not isinstance(own, dict):
+        raise ValueError("linear_attn_config must be an object")
     heads, dim, kernel = (
         check_size(new, own.get(old, config[new]))
         for old, new in (
@@ -58,28 +58,13 @@ def _block(config: Config) -> BlockSpec:
         if config[key] != value:
             raise UnsupportedModelError(f"kimi_linear whose {key} is {str(config[key])[:80]} is not supported")
     usual = {**config, **{new: config[old] for new, old in _USUAL.items()}}
-    count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
-    kinds, rule = _kinds(config, count), _rule(config)
-    block = latent_block(
-        {**usual, "layer_types": ["full_attention"] * count},
-        experts=experts_of(
-            usual, "moe_intermediate_size", grouped_router(usual), shared=shared_neurons(usual, "n_shared_experts")
-        ),
-        dense_layers=dense_first(usual),
-    )
+    count = num_layers(config)
 
-    def layer(spec: LayerSpec, kind: str) -> LayerSpec:
-        return replace(spec, mixer=rule) if kind == "linear_attention" else spec
+    def make(alike: Config) -> BlockSpec:
+        block = mixture_block(alike, grouped_router(alike), shared="n_shared_experts", block=latent_block)
+        return turning(block, [False] * count)
 
-    layers = turning(block, [False] * count).layers
-    return replace(block, layers=tuple(layer(spec, kind) for spec, kind in zip(layers, kinds, strict=True)))
-
-
-def _delta(names: dict[str, str]) -> tuple[ResidentTensor, ...]:
-    return tuple(
-        ResidentTensor(name=f"layers.{{i}}.{name}", source=f"self_attn.{source}", layers=delta_rules)
-        for name, source in names.items()
-    )
+    return keeping(usual, _kinds(config, count), "linear_attention", _rule(config), make)
 
 
 _ROW = row(
@@ -91,8 +76,8 @@ _ROW = row(
     newer_choice="mlp.gate.e_score_correction_bias",
     block=_block,
     attention=(
-        *(replace(tensor, layers=attentions) for tensor in LATENT),
-        *_delta(
+        *attending(LATENT),
+        *of_rule(
             {
                 "query.weight": "q_proj.weight",
                 "key.weight": "k_proj.weight",
@@ -109,7 +94,8 @@ _ROW = row(
                 "out_gate.weight": "g_b_proj.weight",
                 "mixed_norm.weight": "o_norm.weight",
                 "out.weight": "o_proj.weight",
-            }
+            },
+            "self_attn",
         ),
     ),
     head_norms=LATENT_NORMS,

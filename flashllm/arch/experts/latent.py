@@ -1,9 +1,11 @@
 """Mixtures of experts with multi-head latent attention (DeepSeek-AI, 2024), a row each."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from flashllm.arch.experts.row import SHARED, dense_first, experts_of, grouped_router, row, shared_neurons
+from flashllm.arch.experts.row import SHARED, grouped_router, mixture_block, row
+from flashllm.arch.family import num_layers
 from flashllm.arch.llama.latent import LATENT, LATENT_NORMS, latent_block
 from flashllm.arch.mixers import check_size
 from flashllm.arch.mixture import RouterSpec
@@ -14,13 +16,7 @@ from flashllm.errors import UnsupportedModelError
 _COMMON: dict[str, Any] = {"is_wide": True, "attention": LATENT, "head_norms": LATENT_NORMS, "shared_matrices": SHARED}
 
 
-def _latent_experts(config: Config, router: RouterSpec, **traits: Any) -> BlockSpec:
-    return latent_block(
-        config,
-        experts=experts_of(config, "moe_intermediate_size", router, shared=shared_neurons(config, "n_shared_experts")),
-        dense_layers=dense_first(config),
-        **traits,
-    )
+_latent_experts = partial(mixture_block, shared="n_shared_experts", block=latent_block)
 
 
 # DeepSeek-V2 and V2-Lite (DeepSeek-AI, 2024): a softmax, never normalised; groups by their highest.
@@ -56,9 +52,8 @@ DEEPSEEK_V3 = row(
 
 
 def _glm4_lite(config: Config) -> BlockSpec:
-    kinds, count = config["mlp_layer_types"], config["num_hidden_layers"]
-    if kinds is None:
-        config = {**config, "mlp_layer_types": ["dense", *["sparse"] * (count - 1)]}
+    if config["mlp_layer_types"] is None:
+        config = {**config, "mlp_layer_types": ["dense", *["sparse"] * (num_layers(config) - 1)]}
     epsilon = check_number("rms_norm_eps", config["rms_norm_eps"])
     return _latent_experts(config, grouped_router(config), norm_epsilon=epsilon)
 

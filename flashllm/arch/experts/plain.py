@@ -9,17 +9,32 @@ from flashllm.arch.experts.row import (
     experts_of,
     in_layer,
     matrices,
+    mixture_block,
     row,
     shared_neurons,
 )
-from flashllm.arch.family import alternating, always, decoder_block, head_size, never, says, turning
+from flashllm.arch.family import (
+    alternating,
+    always,
+    decoder_block,
+    head_size,
+    if_asked,
+    never,
+    num_layers,
+    projections,
+    says,
+    slides,
+    sliding,
+    turning,
+    with_types,
+)
 from flashllm.arch.llama.dense import HUNYUAN_NORMS, cohere_block
-from flashllm.arch.llama.names import BEHIND, BIASED, projections
-from flashllm.arch.llama.windowed import slides
+from flashllm.arch.llama.names import BARE, BEHIND, BIASED, ONE_BEFORE
+from flashllm.arch.llama.windowed import SINKS
 from flashllm.arch.mixers import check_size
 from flashllm.arch.mixture import RouterSpec
 from flashllm.arch.rotary import rope_parameters, rotary_by_type
-from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, check_number
+from flashllm.arch.spec import BlockSpec, Config, check_number
 from flashllm.arch.tensors import ResidentTensor
 from flashllm.errors import UnsupportedModelError
 
@@ -34,41 +49,28 @@ def _softmax(config: Config) -> RouterSpec:
 def _olmoe(config: Config) -> BlockSpec:
     if config.get("clip_qkv") is not None:
         raise UnsupportedModelError("clip_qkv, which limits queries, keys and values, is not supported for olmoe")
-    return decoder_block(
-        config, query_key_norm="projection", experts=experts_of(config, "intermediate_size", _softmax(config))
-    )
+    return mixture_block(config, _softmax(config), size="intermediate_size", first=None, query_key_norm="projection")
 
 
-OLMOE = row(
-    "olmoe",
-    experts=64,
-    block=_olmoe,
-    attention=projections(says("attention_bias"), says("attention_bias")),
-)
+OLMOE = row("olmoe", experts=64, block=_olmoe, attention=BIASED)
 
 
 # FlexOlmo (Shi et al., 2025): OLMo 2's norms.
 
 
 def _flex_olmo(config: Config) -> BlockSpec:
-    experts = experts_of(config, "intermediate_size", _softmax(config))
+    experts = experts_of(config, _softmax(config), "intermediate_size")
     return decoder_block(config, theta=500_000.0, norms="output", query_key_norm="projection", experts=experts)
 
 
-FLEX_OLMO = row(
-    "flex_olmo",
-    experts=7,
-    block=_flex_olmo,
-    attention=BIASED,
-    norms=BEHIND,
-)
+FLEX_OLMO = row("flex_olmo", experts=7, block=_flex_olmo, attention=BIASED, norms=BEHIND)
 
 # Qwen 1.5 MoE, 2 and 3 (Qwen Team, 2024, 2025). The former have shared neurons, which a gate weighs.
 
 
 def dense_layers(config: Config) -> frozenset[int]:
     """The layers that are no mixtures: those that are named, and all but every `decoder_sparse_step`-th."""
-    count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
+    count = num_layers(config)
     step = check_size("decoder_sparse_step", config["decoder_sparse_step"], 2**30)
     named = config["mlp_only_layers"] or []
     if not isinstance(named, list) or any(type(layer) is not int for layer in named):
@@ -77,66 +79,39 @@ def dense_layers(config: Config) -> frozenset[int]:
 
 
 def _qwen2_moe(config: Config) -> BlockSpec:
-    types, windowed = config.get("layer_types"), config["use_sliding_window"]
-    if types is None:
-        slides = [
-            windowed and i % 2 == 0 and i < config["max_window_layers"] for i in range(config["num_hidden_layers"])
-        ]
-        types = ["sliding_attention" if each else "full_attention" for each in slides]
-    window = config["sliding_window"] if windowed else None
+    full = if_asked(config)
+    if full.get("layer_types") is None:
+        most = config["max_window_layers"] if config["use_sliding_window"] else 0
+        full["layer_types"] = sliding(i % 2 == 0 and i < most for i in range(num_layers(config)))
     key = "shared_expert_intermediate_size"
-    return decoder_block(
-        {**config, "sliding_window": window, "layer_types": types},
-        experts=experts_of(config, "moe_intermediate_size", _softmax(config), shared=check_size(key, config[key])),
-        dense_layers=dense_layers(config),
-    )
+    experts = experts_of(config, _softmax(config), shared=check_size(key, config[key]))
+    return decoder_block(full, experts=experts, dense_layers=dense_layers(config))
 
 
 def _qwen3_moe(config: Config) -> BlockSpec:
-    window = config["sliding_window"] if config["use_sliding_window"] else None
-    return decoder_block(
-        {**config, "sliding_window": window},
-        query_key_norm="head",
-        experts=experts_of(config, "moe_intermediate_size", _softmax(config)),
-        dense_layers=dense_layers(config),
-    )
+    experts, dense = experts_of(config, _softmax(config)), dense_layers(config)
+    return decoder_block(if_asked(config), query_key_norm="head", experts=experts, dense_layers=dense)
 
 
 QWEN2_MOE = row(
-    "qwen2_moe",
-    experts=60,
-    block=_qwen2_moe,
-    attention=projections(says("qkv_bias"), never),
-    **GATED_SHARED,
+    "qwen2_moe", experts=60, block=_qwen2_moe, attention=projections(says("qkv_bias"), never), **GATED_SHARED
 )
-QWEN3_MOE = row(
-    "qwen3_moe",
-    experts=128,
-    block=_qwen3_moe,
-    attention=projections(says("attention_bias"), says("attention_bias")),
-)
+QWEN3_MOE = row("qwen3_moe", experts=128, block=_qwen3_moe, attention=BIASED)
 
 # Mellum 2 (JetBrains, 2026): Qwen 3's, with a rotation of its own for layers with a window.
 
 
 def _mellum(config: Config) -> BlockSpec:
-    count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
-    types = config["layer_types"] or ["full_attention"] * count
-    return decoder_block(
+    types = config["layer_types"] or ["full_attention"] * num_layers(config)
+    return mixture_block(
         {**config, "layer_types": types},
+        _softmax(config),
         query_key_norm="head",
         rotary_of=rotary_by_type(config, head_size(config), theta=500_000.0, sliding={"rope_theta": 10_000.0}),
-        experts=experts_of(config, "moe_intermediate_size", _softmax(config)),
-        dense_layers=dense_first(config),
     )
 
 
-MELLUM = row(
-    "mellum",
-    experts=64,
-    block=_mellum,
-    attention=BIASED,
-)
+MELLUM = row("mellum", experts=64, block=_mellum, attention=BIASED)
 
 # Mixtral (Jiang et al., 2024).
 W = {matrix: f"block_sparse_moe.experts.{{e}}.w{i}" for matrix, i in (("up", 3), ("gate", 1), ("down", 2))}
@@ -144,10 +119,10 @@ MIXTRAL = row(
     "mixtral",
     experts=8,
     router="block_sparse_moe.gate",
-    block=lambda config: decoder_block(
-        config, theta=1e6, experts=experts_of(config, "intermediate_size", RouterSpec(normalized=True))
+    block=lambda config: mixture_block(
+        config, RouterSpec(normalized=True), size="intermediate_size", first=None, theta=1e6
     ),
-    attention=projections(never, never),
+    attention=BARE,
     matrices=W,
 )
 
@@ -162,7 +137,7 @@ def _phimoe(config: Config) -> BlockSpec:
     rope = rope_parameters(config)
     if rope.get("short_mscale") is not None:  # within the trained context
         config = {**config, "rope_scaling": {**rope, "attention_factor": rope["short_mscale"]}}
-    return decoder_block(config, theta=1e6, norm="layer", experts=experts_of(config, "intermediate_size", router))
+    return decoder_block(config, theta=1e6, norm="layer", experts=experts_of(config, router, "intermediate_size"))
 
 
 PHIMOE = row(
@@ -190,8 +165,7 @@ def _hunyuan_moe(config: Config) -> BlockSpec:
 
     one = {**config, "num_experts": alike("num_experts"), "moe_topk": alike("moe_topk")}
     size = check_size("intermediate_size", config["intermediate_size"])
-    router = RouterSpec(normalized=True)
-    experts = experts_of(one, "intermediate_size", router, chosen="moe_topk", shared=size)
+    experts = experts_of(one, RouterSpec(normalized=True), "intermediate_size", chosen="moe_topk", shared=size)
     return decoder_block(config, query_key_norm="turned_head", experts=experts)
 
 
@@ -218,11 +192,9 @@ def _gpt_oss(config: Config) -> BlockSpec:
             raise UnsupportedModelError(f"{key} must be {value} for gpt_oss, not {str(config[key])[:80]}")
     if config["hidden_act"] != "silu":
         raise UnsupportedModelError(f"activation {str(config['hidden_act'])[:80]!r} is not supported for gpt_oss")
-    if config.get("layer_types") is None:
-        count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
-        config = {**config, "layer_types": ["full_attention" if i % 2 else "sliding_attention" for i in range(count)]}
-    experts = experts_of(config, "intermediate_size", RouterSpec(score="softmax_of_chosen"))
-    return replace(decoder_block(config, theta=150_000.0, experts=experts), activation="clamped_swiglu")
+    experts = experts_of(config, RouterSpec(score="softmax_of_chosen"), "intermediate_size")
+    block = decoder_block(with_types(config, 2), theta=150_000.0, experts=experts)
+    return replace(block, activation="clamped_swiglu")
 
 
 GPT_OSS = row(
@@ -232,10 +204,7 @@ GPT_OSS = row(
     renamed={},
     stacked={},
     block=_gpt_oss,
-    attention=(
-        *projections(says("attention_bias"), says("attention_bias")),
-        ResidentTensor(name="layers.{i}.sinks", source="self_attn.sinks"),
-    ),
+    attention=(*BIASED, SINKS),
     ffn_tensors=(
         ResidentTensor(name="layers.{i}.router.bias", source="mlp.router.bias"),
         ResidentTensor(name="layers.{i}.ffn.up_bias", source="mlp.experts.up_bias"),
@@ -254,19 +223,18 @@ def _cohere2(config: Config) -> BlockSpec:
         raise UnsupportedModelError(f"shared_expert_combination_strategy {str(strategy)[:80]!r} is not supported")
     if score not in ("softmax", "sigmoid"):
         raise UnsupportedModelError(f"expert_selection_fn {str(score)[:80]!r} is not supported")
-    count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
-    first = min(config.get("first_k_dense_replace") or 0, count)
+    first = min(config.get("first_k_dense_replace") or 0, num_layers(config))
     patterns = (config["prefix_dense_sliding_window_pattern"], config["sliding_window_pattern"])
     own, rest = (check_size("sliding_window_pattern", pattern) for pattern in patterns)
     dense, width = dense_first(config), config["prefix_dense_intermediate_size"] or config["intermediate_size"]
-    types = config["layer_types"] or [*alternating(first, own), *alternating(count - first, rest)]
+    types = config["layer_types"] or [*alternating(first, own), *alternating(num_layers(config) - first, rest)]
     full = {**config, "layer_types": types, "intermediate_size": width}
     is_softmax = score == "softmax"
     router = RouterSpec(
         score="softmax_of_chosen" if is_softmax else "sigmoid", normalized=not is_softmax and config["norm_topk_prob"]
     )
     shared = shared_neurons(config, "num_shared_experts", "intermediate_size")
-    experts = experts_of(config, "intermediate_size", router, shared=shared)
+    experts = experts_of(config, router, "intermediate_size", shared=shared)
     block = cohere_block(full, 10_000.0, experts=experts, dense_layers=dense)
     half = 0.5 if shared and strategy == "average" else 1.0
     layers = (layer if layer.experts is None else replace(layer, ffn_scale=half) for layer in block.layers)
@@ -279,7 +247,7 @@ COHERE2 = row(
     experts=8,
     block=_cohere2,
     attention=BIASED,
-    norms={"attention_norm": ("input_layernorm", always)},
+    norms=ONE_BEFORE,
     shared_matrices=SHARED,
 )
 

@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from flashllm.arch.family import decoder
+from flashllm.arch.family import decoder, decoder_block, num_layers, of_layers
 from flashllm.arch.llama.names import BEFORE
 from flashllm.arch.mixers import check_size
 from flashllm.arch.mixture import ExpertsSpec, RouterSpec
-from flashllm.arch.spec import MAX_LAYERS, Config, check_number
+from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, check_number
 from flashllm.arch.tensors import ArchitectureSpec, ResidentTensor, mixtures
+from flashllm.base.checks import check_int
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -80,8 +81,29 @@ def row(
     )
 
 
+_SIZE = "moe_intermediate_size"
+
+
+def mixture_block(
+    config: Config,
+    router: RouterSpec,
+    *,
+    size: str = _SIZE,
+    chosen: str = "num_experts_per_tok",
+    shared: str | None = None,
+    first: str | None = "first_k_dense_replace",
+    block: Callable[..., BlockSpec] = decoder_block,
+    **traits: Any,
+) -> BlockSpec:
+    """A block with the experts that the config describes: keys of it say the neurons of one, how many are chosen, how
+    many are `shared`, and how many layers are dense, the `first` ones (None: none is)."""
+    neurons = 0 if shared is None else shared_neurons(config, shared, size)
+    dense = {} if first is None else {"dense_layers": dense_first(config, first)}
+    return block(config, experts=experts_of(config, router, size, chosen=chosen, shared=neurons), **dense, **traits)
+
+
 def experts_of(
-    config: Config, size: str, router: RouterSpec, *, chosen: str = "num_experts_per_tok", shared: int = 0
+    config: Config, router: RouterSpec, size: str = _SIZE, *, chosen: str = "num_experts_per_tok", shared: int = 0
 ) -> ExpertsSpec:
     """Those of a config that names the neurons of one under `size`."""
     return ExpertsSpec(
@@ -93,9 +115,9 @@ def experts_of(
     )
 
 
-def shared_neurons(config: Config, key: str, size: str = "moe_intermediate_size") -> int:
-    """Neurons that every token uses: as many experts as the config says under `key`."""
-    return int(config[key] and check_size(key, config[key])) * check_size(size, config[size])
+def shared_neurons(config: Config, key: str, size: str = _SIZE) -> int:
+    """Neurons that every token uses: as many experts as the config says under `key`, if any."""
+    return check_size(key, config[key]) * check_size(size, config[size]) if config[key] else 0
 
 
 def grouped_router(config: Config, factor: str = "routed_scaling_factor") -> RouterSpec:
@@ -112,11 +134,13 @@ def grouped_router(config: Config, factor: str = "routed_scaling_factor") -> Rou
 
 def dense_first(config: Config, key: str = "first_k_dense_replace") -> frozenset[int]:
     """The layers that are no mixtures: those that `mlp_layer_types` calls so, or as many from the first on."""
-    count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
-    kinds = config.get("mlp_layer_types")
-    if kinds is None:
-        return frozenset(range(min(config.get(key) or 0, count)))
-    if not isinstance(kinds, list) or len(kinds) != count or set(kinds) - {"dense", "sparse"}:
+    count = num_layers(config)
+    if config.get("mlp_layer_types") is None:
+        first = config.get(key) or 0
+        check_int(key, first, 0, MAX_LAYERS)
+        return frozenset(range(min(first, count)))
+    kinds = of_layers("mlp_layer_types", config, "names")
+    if any(kind not in ("dense", "sparse") for kind in kinds):
         raise ValueError(f"mlp_layer_types must be a list of {count} names, each dense or sparse")
     return frozenset(layer for layer, kind in enumerate(kinds) if kind == "dense")
 

@@ -2,70 +2,60 @@
 others attend: LFM2, dense and as a mixture of experts (Liquid AI, 2025).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from flashllm.arch.experts.row import dense_first, experts_of, in_layer
+from flashllm.arch.experts.row import in_layer, mixture_block
 from flashllm.arch.experts.row import row as mixture
-from flashllm.arch.family import always, decoder_block, linear_tensors, says
+from flashllm.arch.family import (
+    always,
+    attending,
+    decoder_block,
+    equal_part,
+    keeping,
+    linear_tensors,
+    never,
+    num_layers,
+    projections,
+    says,
+)
 from flashllm.arch.llama.names import row
 from flashllm.arch.mixers import ShortConvolution, check_size
 from flashllm.arch.mixture import RouterSpec
-from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, LayerSpec, check_number
-from flashllm.arch.tensors import Part, ResidentTensor, attentions, short_convolutions
-
-_CONVOLUTION, _ATTENTION = "conv", "full_attention"
-
-
-def _rows(part: int) -> Callable[[Config], Part]:
-    """One of the three parts of the input projection's rows."""
-    return lambda config: Part(first=part * config["hidden_size"], count=config["hidden_size"])
+from flashllm.arch.spec import BlockSpec, Config, check_number
+from flashllm.arch.tensors import ResidentTensor, short_convolutions
 
 
 def _tensors() -> tuple[ResidentTensor, ...]:
     at, biased = "layers.{i}.state.", says("conv_bias")
-    attention = (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj"), ("out", "out_proj"))
+    attention = projections(never, never, names=("q_proj", "k_proj", "v_proj", "out_proj"))
     convolution = (
         *(
             tensor
             for part, name in enumerate(("key", "query", "value"))
-            for tensor in linear_tensors(at + name, "conv.in_proj", bias=biased, part=_rows(part))
+            for tensor in linear_tensors(at + name, "conv.in_proj", bias=biased, part=equal_part(part))
         ),
         ResidentTensor(name=f"{at}conv.weight", source="conv.conv.weight"),
         ResidentTensor(name=f"{at}conv.bias", source="conv.conv.bias", when=biased),
         *linear_tensors(f"{at}out", "conv.out_proj", bias=biased),
     )
-    return (
-        *(
-            ResidentTensor(name=f"layers.{{i}}.{name}.weight", source=f"self_attn.{source}.weight", layers=attentions)
-            for name, source in attention
-        ),
-        *(replace(tensor, layers=short_convolutions) for tensor in convolution),
-    )
+    return (*attending(attention), *(replace(tensor, layers=short_convolutions) for tensor in convolution))
 
 
 def _block(config: Config, **traits: Any) -> BlockSpec:
-    count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
     kinds, attending = config["layer_types"], config.get("full_attn_idxs")
     if kinds is None:
-        kinds = [_ATTENTION if attending is None or i in attending else _CONVOLUTION for i in range(count)]
-    if not isinstance(kinds, list) or len(kinds) != count:
-        raise ValueError(f"layer_types must be a list of {count} names")
-    types = [_ATTENTION if kind == _CONVOLUTION else kind for kind in kinds]
-    block = decoder_block(
-        {**config, "layer_types": types, "sliding_window": None, "hidden_act": "silu"},
-        epsilon="norm_eps",
-        theta=1_000_000.0,
-        query_key_norm="head",
-        **traits,
+        of_kind = [attending is None or i in attending for i in range(num_layers(config))]
+        kinds = ["full_attention" if attends else "conv" for attends in of_kind]
+    mixer = ShortConvolution(
+        width=check_size("hidden_size", config["hidden_size"]),
+        kernel=check_size("conv_L_cache", config["conv_L_cache"]),
     )
-    mixer = ShortConvolution(width=block.d_model, kernel=check_size("conv_L_cache", config["conv_L_cache"]))
-
-    def layer(spec: LayerSpec, kind: str) -> LayerSpec:
-        return replace(spec, mixer=mixer) if kind == _CONVOLUTION else spec
-
-    return replace(block, layers=tuple(layer(spec, kind) for spec, kind in zip(block.layers, kinds, strict=True)))
+    alike = {**config, "sliding_window": None, "hidden_act": "silu"}
+    usual = partial(decoder_block, epsilon="norm_eps", theta=1_000_000.0, query_key_norm="head", **traits)
+    return keeping(alike, kinds, "conv", mixer, usual)
 
 
 def _derived(config: Config) -> Mapping[str, Any]:
@@ -114,11 +104,7 @@ LFM2 = row(
 def _mixture(config: Config) -> BlockSpec:
     factor = check_number("routed_scaling_factor", config["routed_scaling_factor"])
     router = RouterSpec(score="sigmoid", normalized=bool(config["norm_topk_prob"]), epsilon=1e-6, factor=factor)
-    return _block(
-        config,
-        experts=experts_of(config, "moe_intermediate_size", router),
-        dense_layers=dense_first(config, "num_dense_layers"),
-    )
+    return mixture_block(config, router, first="num_dense_layers", block=_block)
 
 
 LFM2_MOE = mixture(

@@ -4,17 +4,30 @@ values: Qwen3-Next, and Qwen 3.5 and later (Qwen Team, 2025, 2026). Every other 
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from flashllm.arch.experts.plain import dense_layers
 from flashllm.arch.experts.row import GATED_SHARED, experts_of, row
-from flashllm.arch.family import When, always, decoder, decoder_block, head_size, kv_heads, linear_tensors, says
-from flashllm.arch.llama.names import BEFORE, BEHIND, BIASED, GATED
+from flashllm.arch.family import (
+    When,
+    always,
+    attending,
+    decoder_block,
+    head_size,
+    keeping,
+    kv_heads,
+    linear_tensors,
+    num_layers,
+    says,
+)
+from flashllm.arch.llama.names import BEFORE, BEHIND, BIASED
+from flashllm.arch.llama.names import row as dense
 from flashllm.arch.mixers import DeltaRule, check_size
 from flashllm.arch.mixture import ExpertsSpec, RouterSpec
 from flashllm.arch.rotary import DEFAULT_THETA, rope_parameters
-from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, LayerSpec
-from flashllm.arch.tensors import Part, ResidentTensor, attentions, delta_rules
+from flashllm.arch.spec import BlockSpec, Config
+from flashllm.arch.tensors import Part, ResidentTensor, delta_rules, whole
 from flashllm.errors import UnsupportedModelError
 
 
@@ -56,7 +69,7 @@ def _attention() -> tuple[ResidentTensor, ...]:
         *linear_tensors("layers.{i}.value", "self_attn.v_proj", bias=bias, part=of_keys),
         *linear_tensors("layers.{i}.out", "self_attn.o_proj", bias=bias),
     )
-    return tuple(replace(tensor, layers=attentions) for tensor in tensors)
+    return attending(tensors)
 
 
 def _projections(
@@ -75,15 +88,17 @@ def _projections(
     )
 
 
-_DELTA = tuple(
-    ResidentTensor(name=f"layers.{{i}}.{name}", source=f"linear_attn.{source}", layers=delta_rules)
-    for name, source in (
-        ("conv.weight", "conv1d.weight"),
-        ("decay_log", "A_log"),
-        ("decay_bias", "dt_bias"),
-        ("mixed_norm.weight", "norm.weight"),
-        ("out.weight", "out_proj.weight"),
+def of_rule(names: Mapping[str, str], owner: str = "linear_attn") -> tuple[ResidentTensor, ...]:
+    """Tensors of layers that keep a state: canonical name -> name below `owner`, both within a layer."""
+    return tuple(
+        ResidentTensor(name=f"layers.{{i}}.{name}", source=f"{owner}.{source}", layers=delta_rules)
+        for name, source in names.items()
     )
+
+
+_OF_DECAY = {"decay_log": "A_log", "decay_bias": "dt_bias"}
+_DELTA = of_rule(
+    {"conv.weight": "conv1d.weight", **_OF_DECAY, "mixed_norm.weight": "norm.weight", "out.weight": "out_proj.weight"}
 )
 
 
@@ -101,10 +116,6 @@ def _flat(config: Config, names: tuple[str, ...], name: str) -> Part:
     return Part(first=sum(rows[each] for each in names[: names.index(name)]), count=rows[name])
 
 
-def _whole(config: Config) -> Part:
-    return Part()
-
-
 def _together(
     source: str, names: tuple[str, ...], part: Callable[[Config, tuple[str, ...], str], Part]
 ) -> dict[str, tuple[str, Callable[[Config], Part]]]:
@@ -118,28 +129,20 @@ def _together(
 
 
 def _block(config: Config, **traits: Any) -> BlockSpec:
-    count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
     if config["hidden_act"] != "silu":
         raise UnsupportedModelError(f"activation {str(config['hidden_act'])[:80]!r} is not supported for this model")
     types, interval = config["layer_types"], check_size("full_attention_interval", config["full_attention_interval"])
     if types is None:
-        types = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)]
-    if not isinstance(types, list) or len(types) != count:
-        raise ValueError(f"layer_types must be a list of {count} names")
-    alike = {**config, "layer_types": ["full_attention" if kind == "linear_attention" else kind for kind in types]}
-    block = decoder_block(alike, rotary_share=0.25, query_key_norm="head", gate="sigmoid", norm_shift=1.0, **traits)
-    rule = _rule(config)
-
-    def layer(spec: LayerSpec, kind: str) -> LayerSpec:
-        return replace(spec, mixer=rule) if kind == "linear_attention" else spec
-
-    return replace(block, layers=tuple(layer(spec, kind) for spec, kind in zip(block.layers, types, strict=True)))
+        types = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers(config))]
+    attending: dict[str, Any] = {"query_key_norm": "head", "gate": "sigmoid", "norm_shift": 1.0, **traits}
+    make = partial(decoder_block, rotary_share=0.25, **attending)
+    return keeping(config, types, "linear_attention", _rule(config), make)
 
 
 def _experts(config: Config, *, normalized: bool) -> ExpertsSpec:
     key = "shared_expert_intermediate_size"
     shared = check_size(key, config[key])
-    return experts_of(config, "moe_intermediate_size", RouterSpec(normalized=normalized), shared=shared)
+    return experts_of(config, RouterSpec(normalized=normalized), shared=shared)
 
 
 def _qwen3_next(config: Config) -> BlockSpec:
@@ -147,7 +150,7 @@ def _qwen3_next(config: Config) -> BlockSpec:
     return _block(config, experts=experts, dense_layers=dense_layers(config))
 
 
-_FLAT = {**_together("in_proj_qkv", ("query", "key", "value"), _flat), "out_gate": ("in_proj_z", _whole)}
+_FLAT = {**_together("in_proj_qkv", ("query", "key", "value"), _flat), "out_gate": ("in_proj_z", whole)}
 
 
 def _is_flat(config: Config) -> bool:
@@ -174,17 +177,10 @@ QWEN3_NEXT = row(
 
 _APART = (
     *_attention(),
-    *_projections({**_FLAT, **{name: (f"in_proj_{of}", _whole) for name, of in (("beta", "b"), ("decay", "a"))}}),
+    *_projections({**_FLAT, **{name: (f"in_proj_{of}", whole) for name, of in (("beta", "b"), ("decay", "a"))}}),
     *_DELTA,
 )
-QWEN3_5 = decoder(
-    "qwen3_5_text",
-    block=_block,
-    attention=_APART,
-    matrices=GATED,
-    norms=BEFORE,
-    ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",),
-)
+QWEN3_5 = dense("qwen3_5_text", block=_block, attention=_APART)
 QWEN3_5_MOE = row(
     "qwen3_5_moe_text",
     experts=256,
@@ -199,23 +195,13 @@ QWEN3_5_MOE = row(
 
 
 def _olmo(config: Config) -> BlockSpec:
-    count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
     kinds, heads = config["layer_types"], config["num_attention_heads"]
     if kinds is None:
-        kinds = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(count)]
+        kinds = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(num_layers(config))]
         kinds[-1] = kinds[-1] if "full_attention" in kinds else "full_attention"
-    if not isinstance(kinds, list) or len(kinds) != count:
-        raise ValueError(f"layer_types must be a list of {count} names")
-    types = ["full_attention" if kind == "linear_attention" else kind for kind in kinds]
     turns = {**config, **rope_parameters(config)}.get("rope_theta", DEFAULT_THETA) is not None  # where it is null
-    block = decoder_block(
-        {**config, "layer_types": types},
-        positions="rotary" if turns else "none",
-        norms="output",
-        query_key_norm="projection",
-    )
     key_heads = check_size("linear_num_key_heads", config["linear_num_key_heads"] or heads)
-    key_dim = config["linear_key_head_dim"] or int(0.75 * block.d_model / key_heads)
+    key_dim = config["linear_key_head_dim"] or int(0.75 * check_size("hidden_size", config["hidden_size"]) / key_heads)
     sizes = {
         "linear_num_key_heads": key_heads,
         "linear_num_value_heads": config["linear_num_value_heads"] or heads,
@@ -224,37 +210,28 @@ def _olmo(config: Config) -> BlockSpec:
     }
     scale = 2.0 if config["linear_allow_neg_eigval"] else 1.0
     rule = replace(_rule({**config, **sizes}), beta_scale=scale, norm_epsilon=1e-5)
-
-    def layer(spec: LayerSpec, kind: str) -> LayerSpec:
-        return replace(spec, mixer=rule, norms="input") if kind == "linear_attention" else spec
-
-    return replace(block, layers=tuple(layer(spec, kind) for spec, kind in zip(block.layers, kinds, strict=True)))
+    make = partial(decoder_block, positions="rotary" if turns else "none", norms="output", query_key_norm="projection")
+    return keeping(config, kinds, "linear_attention", rule, make, norms="input")
 
 
-OLMO_HYBRID = decoder(
+OLMO_HYBRID = dense(
     "olmo_hybrid",
     block=_olmo,
     attention=(
-        *(replace(tensor, layers=attentions) for tensor in BIASED),
-        *_projections(
+        *attending(BIASED),
+        *of_rule(
             {
-                name: (f"{letter}_proj", _whole)
-                for name, letter in zip(
-                    ("query", "key", "value", "decay", "beta", "out_gate", "out"), "qkvabgo", strict=True
-                )
+                **{f"{part}.weight": f"{part[0]}_proj.weight" for part in ("query", "key", "value")},
+                "decay.weight": "a_proj.weight",
+                "beta.weight": "b_proj.weight",
+                "out_gate.weight": "g_proj.weight",
+                "out.weight": "o_proj.weight",
+                **{f"conv_{part}.weight": f"{part[0]}_conv1d.weight" for part in ("query", "key", "value")},
+                **_OF_DECAY,
+                "mixed_norm.weight": "o_norm.weight",
             }
         ),
-        *(
-            ResidentTensor(name=f"layers.{{i}}.{name}", source=f"linear_attn.{source}", layers=delta_rules)
-            for name, source in (
-                *((f"conv_{part}.weight", f"{part[0]}_conv1d.weight") for part in ("query", "key", "value")),
-                ("decay_log", "A_log"),
-                ("decay_bias", "dt_bias"),
-                ("mixed_norm.weight", "o_norm.weight"),
-            )
-        ),
     ),
-    matrices=GATED,
     norms={**BEFORE, **BEHIND},
     renamed={  # as OLMo's own checkpoints have them
         f"model.layers.{{i}}.{own}.weight": f"model.layers.{{i}}.{name}.weight"

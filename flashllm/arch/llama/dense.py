@@ -10,21 +10,18 @@ from flashllm.arch.family import (
     fused,
     fused_tensors,
     head_size,
+    if_asked,
     kv_heads,
     linear_tensors,
     never,
+    num_layers,
+    of_layers,
+    projections,
     says,
+    sliding,
     turning,
 )
-from flashllm.arch.llama.names import (
-    BEFORE,
-    BEHIND,
-    BIASED,
-    FUSED_GATE,
-    GATE_PARTS,
-    projections,
-    row,
-)
+from flashllm.arch.llama.names import BEFORE, BEHIND, BIASED, FUSED_GATE, GATE_PARTS, ONE_BEFORE, row
 from flashllm.arch.mixers import check_size
 from flashllm.arch.spec import BlockSpec, Config, check_number
 from flashllm.errors import UnsupportedModelError
@@ -37,20 +34,14 @@ MISTRAL = row("mistral")
 
 
 def _qwen(config: Config, **traits: Any) -> BlockSpec:
-    window = config["sliding_window"] if config["use_sliding_window"] else None
-    types = config.get("layer_types")
-    if types is None and window is not None:
-        first = config["max_window_layers"]
-        types = ["sliding_attention" if i >= first else "full_attention" for i in range(config["num_hidden_layers"])]
-    return decoder_block({**config, "sliding_window": window, "layer_types": types}, **traits)
+    config = if_asked(config)
+    if config.get("layer_types") is None and config["sliding_window"] is not None:
+        config["layer_types"] = sliding(i >= config["max_window_layers"] for i in range(num_layers(config)))
+    return decoder_block(config, **traits)
 
 
 QWEN2 = row("qwen2", block=_qwen, attention=projections(always, never))
-QWEN3 = row(
-    "qwen3",
-    block=lambda config: _qwen(config, query_key_norm="head"),
-    attention=BIASED,
-)
+QWEN3 = row("qwen3", block=lambda config: _qwen(config, query_key_norm="head"), attention=BIASED)
 
 # Phi-3 (Abdin et al., 2024): query, key, value in one tensor; gate and up in one tensor.
 PHI3 = row(
@@ -82,12 +73,7 @@ def granite_block(config: Config, **traits: Any) -> BlockSpec:
     )
 
 
-GRANITE = row(
-    "granite",
-    block=granite_block,
-    attention=BIASED,
-    ffn_bias=says("mlp_bias"),
-)
+GRANITE = row("granite", block=granite_block, attention=BIASED, ffn_bias=says("mlp_bias"))
 
 # OLMo 2 (OLMo Team, 2024): norms behind attention and FFN, and one over all queries, one over all keys.
 OLMO2 = row(
@@ -102,21 +88,13 @@ OLMO2 = row(
 
 
 def _smollm3(config: Config) -> BlockSpec:
-    count = check_size("num_hidden_layers", config["num_hidden_layers"], 4096)
-    every = config.get("no_rope_layer_interval", 4)
-    turns = config.get("no_rope_layers") or [(layer + 1) % every != 0 for layer in range(count)]
-    if len(turns) != count:
-        raise ValueError(f"no_rope_layers must be a list of {count} numbers")
-    window = config["sliding_window"] if config["use_sliding_window"] else None
-    return turning(decoder_block({**config, "sliding_window": window}, theta=2_000_000.0), turns)
+    every = check_size("no_rope_layer_interval", config.get("no_rope_layer_interval", 4))
+    usual = [(layer + 1) % every != 0 for layer in range(num_layers(config))]
+    turns = of_layers("no_rope_layers", {**config, "no_rope_layers": config.get("no_rope_layers") or usual})
+    return turning(decoder_block(if_asked(config), theta=2_000_000.0), turns)
 
 
-SMOLLM3 = row(
-    "smollm3",
-    block=_smollm3,
-    attention=BIASED,
-    ffn_bias=says("mlp_bias"),
-)
+SMOLLM3 = row("smollm3", block=_smollm3, attention=BIASED, ffn_bias=says("mlp_bias"))
 
 
 # StableLM (Bellagente et al., 2024): layer norms, a quarter of each head turned; attention and FFN in parallel (12B).
@@ -133,12 +111,7 @@ def _stablelm(config: Config) -> BlockSpec:
     )
 
 
-STABLELM = row(
-    "stablelm",
-    block=_stablelm,
-    attention=projections(says("use_qkv_bias"), never),
-    norm_bias=always,
-)
+STABLELM = row("stablelm", block=_stablelm, attention=projections(says("use_qkv_bias"), never), norm_bias=always)
 # StarCoder 2 (Lozhkov et al., 2024): layer norms, no gate, windows.
 STARCODER2 = row(
     "starcoder2",
@@ -170,12 +143,7 @@ def cohere_block(config: Config, theta: float = 500_000.0, **traits: Any) -> Blo
     )
 
 
-COHERE = row(
-    "cohere",
-    block=cohere_block,
-    attention=BIASED,
-    norms={"attention_norm": ("input_layernorm", always)},
-)
+COHERE = row("cohere", block=cohere_block, attention=BIASED, norms=ONE_BEFORE)
 
 # GLM-4 9B (GLM Team, 2024): half of each head turned, neighbours together; gate and up in one tensor.
 GLM = row(
@@ -210,9 +178,7 @@ ERNIE_DENSE = row(
 
 # Seed-OSS (ByteDance Seed, 2025): biases of queries, keys and values.
 SEED_OSS = row(
-    "seed_oss",
-    attention=projections(says("attention_bias"), says("attention_out_bias")),
-    ffn_bias=says("mlp_bias"),
+    "seed_oss", attention=projections(says("attention_bias"), says("attention_out_bias")), ffn_bias=says("mlp_bias")
 )
 
 
@@ -225,13 +191,7 @@ def _olmo(config: Config) -> BlockSpec:
     return decoder_block({**config, "norm_eps": 1e-5}, epsilon="norm_eps", norm="layer")
 
 
-OLMO = row(
-    "olmo",
-    block=_olmo,
-    attention=BIASED,
-    norms={},
-    final_norm=never,
-)
+OLMO = row("olmo", block=_olmo, attention=BIASED, norms={}, final_norm=never)
 
 # Helium (Kyutai, 2025): neighbours turned together.
 HELIUM = row(

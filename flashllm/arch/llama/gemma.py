@@ -7,12 +7,12 @@ from statistics import NormalDist
 from typing import Any
 
 from flashllm.arch.experts.row import experts_of, in_layer, matrices
-from flashllm.arch.family import alternating, decoder_block, head_size, says
+from flashllm.arch.family import decoder_block, each_layer, head_size, num_layers, of_layers, says, with_types
 from flashllm.arch.llama.names import AROUND, BIASED, GATED, row
 from flashllm.arch.mixers import check_size
 from flashllm.arch.mixture import ExpertsSpec, RouterSpec
 from flashllm.arch.rotary import rope_parameters, rotary_by_type, rotary_of
-from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, LayerSpec, PerLayerEmbedding, check_number
+from flashllm.arch.spec import BlockSpec, Config, LayerSpec, PerLayerEmbedding, check_number
 from flashllm.arch.tensors import TOKEN_TABLE, ArchitectureSpec, ResidentTensor, mixtures, own_keys, own_values
 from flashllm.errors import UnsupportedModelError
 
@@ -40,9 +40,7 @@ def _optional(config: Config, key: str) -> float | None:
 
 def gemma2_block(config: Config, **traits: Any) -> BlockSpec:
     """The block of Gemma 2 and later."""
-    if config.get("layer_types") is None:
-        count = check_size("num_hidden_layers", config["num_hidden_layers"], 4096)
-        config = {**config, "layer_types": alternating(count, config.get("sliding_window_pattern", 2))}
+    config = with_types(config, config.get("sliding_window_pattern", 2))
     scalar = check_number("query_pre_attn_scalar", config["query_pre_attn_scalar"])
     if scalar <= 0:
         raise ValueError(f"query_pre_attn_scalar must be above 0, not {scalar}")
@@ -58,9 +56,7 @@ def gemma2_block(config: Config, **traits: Any) -> BlockSpec:
 
 def _gemma3(config: Config) -> BlockSpec:
     """Layers that slide turn by one embedding, those that see everything by another."""
-    if config.get("layer_types") is None:
-        count = check_size("num_hidden_layers", config["num_hidden_layers"], 4096)
-        config = {**config, "layer_types": alternating(count, config.get("sliding_window_pattern", 6))}
+    config = with_types(config, config.get("sliding_window_pattern", 6))
     theta = {"rope_theta": config.get("rope_local_base_freq", 10_000.0)}
     return gemma2_block(
         {**config, "attn_logit_softcapping": None},
@@ -69,31 +65,9 @@ def _gemma3(config: Config) -> BlockSpec:
     )
 
 
-_GEMMA: dict[str, Any] = {
-    "vocab_size": 256000,
-    "rms_norm_eps": 1e-6,
-    "head_dim": 256,
-    "max_position_embeddings": 8192,
-    "attention_bias": False,
-    "tie_word_embeddings": True,
-}
-GEMMA = row(
-    "gemma",
-    block=_gemma,
-    attention=BIASED,
-)
-GEMMA2 = row(
-    "gemma2",
-    block=gemma2_block,
-    attention=BIASED,
-    norms=AROUND,
-)
-GEMMA3 = row(
-    "gemma3_text",
-    block=_gemma3,
-    attention=BIASED,
-    norms=AROUND,
-)
+GEMMA = row("gemma", block=_gemma, attention=BIASED)
+GEMMA2 = row("gemma2", block=gemma2_block, attention=BIASED, norms=AROUND)
+GEMMA3 = row("gemma3_text", block=_gemma3, attention=BIASED, norms=AROUND)
 
 
 # Gemma 4: layers that see everything have heads of another size, whose keys may be their values; the last layers attend
@@ -101,10 +75,8 @@ GEMMA3 = row(
 
 
 def _gemma4(config: Config) -> BlockSpec:
-    count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
-    types = list(config["layer_types"] or alternating(count, 6))[:count]
-    types[-1:] = ["full_attention"]
-    return _gemma4_block(config, types, rope_parameters(config) or _GEMMA4_ROPE)
+    types = of_layers("layer_types", with_types(config, 6), "names")
+    return _gemma4_block(config, [*types[:-1], "full_attention"], rope_parameters(config) or _GEMMA4_ROPE)
 
 
 def _gemma4_block(config: Config, types: list[str], rope: Mapping[str, Any]) -> BlockSpec:
@@ -123,8 +95,10 @@ def _gemma4_block(config: Config, types: list[str], rope: Mapping[str, Any]) -> 
         per_layer=_per_layer(config),
     )
     own, shared, experts = _own_config(config, types), _shared_layers(config, types), _experts(config)
+    if not all(isinstance(rope.get(kind), dict) for kind in types):
+        raise ValueError("rope_parameters must have those of every type of layer")
 
-    def layer(number: int, spec: LayerSpec) -> LayerSpec:
+    def layer(spec: LayerSpec, number: int) -> LayerSpec:
         mixer, kind = {**bare, **own.get(number, {})}, types[number]
         attention = replace(
             spec.attention,
@@ -140,7 +114,7 @@ def _gemma4_block(config: Config, types: list[str], rope: Mapping[str, Any]) -> 
             return replace(spec, mixer=attention, neurons=neurons)
         return replace(spec, mixer=attention, neurons=experts.neurons, experts=experts, beside=neurons)
 
-    return replace(block, layers=tuple(layer(number, spec) for number, spec in enumerate(block.layers)))
+    return each_layer(block, range(len(types)), layer)
 
 
 def _own_config(config: Config, types: list[str]) -> Mapping[int, Mapping[str, Any]]:
@@ -158,7 +132,8 @@ def _own_config(config: Config, types: list[str]) -> Mapping[int, Mapping[str, A
 
 def _shared_layers(config: Config, types: list[str]) -> dict[int, int]:
     """The layers that attend to another's keys and values: that layer."""
-    sharing = config["num_kv_shared_layers"] and check_size("num_kv_shared_layers", config["num_kv_shared_layers"])
+    key = "num_kv_shared_layers"
+    sharing = check_size(key, config[key]) if config[key] else 0
     first = len(types) - sharing
     last = {kind: number for number, kind in enumerate(types[: max(first, 0)])}
     if missing := set(types) - set(last):
@@ -170,7 +145,7 @@ def _experts(config: Config) -> ExpertsSpec | None:
     if not config["enable_moe_block"]:
         return None
     router = RouterSpec(normalized=True, norm_epsilon=check_number("rms_norm_eps", config["rms_norm_eps"]))
-    return experts_of(config, "moe_intermediate_size", router, chosen="top_k_experts")
+    return experts_of(config, router, chosen="top_k_experts")
 
 
 def _per_layer(config: Config) -> PerLayerEmbedding | None:
@@ -239,8 +214,7 @@ GEMMA4 = row(
 def _gemma3n(config: Config) -> BlockSpec:
     if config["altup_active_idx"] != 0 or not config["altup_correct_scale"]:
         raise UnsupportedModelError("alternating updates are supported of the first state, scaled where it is read")
-    count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
-    types = list(config["layer_types"] or alternating(count, 5))
+    count, types = num_layers(config), of_layers("layer_types", with_types(config, 5), "names")
     rope = {
         "full_attention": {"rope_theta": config.get("rope_theta", 1_000_000.0)},
         "sliding_attention": {"rope_theta": config.get("rope_local_base_freq", 10_000.0)},
@@ -249,17 +223,13 @@ def _gemma3n(config: Config) -> BlockSpec:
         if kind in rope and isinstance(own, dict):
             rope[kind] |= own
     block = _gemma4_block({**config, **_LIKE_GEMMA4}, types, rope)
-    shares = config["activation_sparsity_pattern"]
-    if shares is None:
-        shares = [0.95 if count > 10 and layer < 10 else 0.0 for layer in range(count)]
-    if not isinstance(shares, list) or len(shares) != count:
-        raise ValueError(f"activation_sparsity_pattern must be a list of {count} numbers")
-    layers = zip(block.layers, shares, strict=True)
+    usual = [0.95 if count > 10 and layer < 10 else 0.0 for layer in range(count)]
+    shares = of_layers("activation_sparsity_pattern", config, usual=usual)
+    block = each_layer(block, shares, lambda layer, share: replace(layer, gate_deviations=_deviations(share)))
     return replace(
         block,
         streams=check_size("altup_num_inputs", config["altup_num_inputs"]),
         laurel=check_size("laurel_rank", config["laurel_rank"]),
-        layers=tuple(replace(layer, gate_deviations=_deviations(share)) for layer, share in layers),
     )
 
 

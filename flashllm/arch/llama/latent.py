@@ -144,11 +144,6 @@ def _of_width(config: Config) -> Mapping[str, Any]:
     return {"v_head_dim": width // heads}
 
 
-MINICPM3 = _row(
-    "minicpm3",
-    block=_minicpm3,
-    derived=_of_width,
-    ffn_bias=says("mlp_bias"),
-)
+MINICPM3 = _row("minicpm3", block=_minicpm3, derived=_of_width, ffn_bias=says("mlp_bias"))
 
 LATENT_DENSE = (YOUTU, MINICPM3)

@@ -5,13 +5,13 @@ Knows no model_type.
 
 from typing import Any
 
-from flashllm.arch.family import When, always, decoder, decoder_block, linear_tensors, never, says
-from flashllm.arch.mixers import check_size
-from flashllm.arch.tensors import ArchitectureSpec, Part, ResidentTensor
+from flashllm.arch.family import always, decoder, decoder_block, equal_part, never, projections, says
+from flashllm.arch.tensors import ArchitectureSpec
 
 UNGATED = {"up": "mlp.up_proj", "down": "mlp.down_proj"}
 GATED = {"up": "mlp.up_proj", "gate": "mlp.gate_proj", "down": "mlp.down_proj"}
 BEFORE = {"attention_norm": ("input_layernorm", always), "ffn_norm": ("post_attention_layernorm", always)}
+ONE_BEFORE = {"attention_norm": BEFORE["attention_norm"]}  # of layers whose parts read the same
 BEHIND = {
     "attention_output_norm": ("post_attention_layernorm", always),
     "ffn_output_norm": ("post_feedforward_layernorm", always),
@@ -23,20 +23,7 @@ AROUND = {
     "ffn_output_norm": ("post_feedforward_layernorm", always),
 }
 FUSED_GATE = {"up": "mlp.gate_up_proj", "gate": "mlp.gate_up_proj", "down": "mlp.down_proj"}
-GATE_PARTS = {  # the gate's rows come first
-    "gate": lambda config: Part(count=check_size("intermediate_size", config["intermediate_size"])),
-    "up": lambda config: Part(first=config["intermediate_size"], count=config["intermediate_size"]),
-}
-
-
-def projections(query: When, out: When, source: str = "self_attn") -> tuple[ResidentTensor, ...]:
-    """Query, key, value, out; biases of the first three, and of the last. `source`: what has them in a layer."""
-    parts = (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj"), ("out", "o_proj"))
-    return tuple(
-        tensor
-        for name, part in parts
-        for tensor in linear_tensors(f"layers.{{i}}.{name}", f"{source}.{part}", bias=out if name == "out" else query)
-    )
+GATE_PARTS = {"gate": equal_part(0, "intermediate_size"), "up": equal_part(1, "intermediate_size")}
 
 
 BIASED = projections(says("attention_bias"), says("attention_bias"))

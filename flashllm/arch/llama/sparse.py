@@ -8,11 +8,7 @@ from flashllm.arch.spec import BlockSpec, Config
 from flashllm.errors import UnsupportedModelError
 
 # ProSparse (Song et al., 2024): FATReLU, its threshold in the config. The name is of the checkpoints' own code.
-SPARSE_LLAMA = row(
-    "sparsellama",
-    attention=BIASED,
-    ffn_bias=says("mlp_bias"),
-)
+SPARSE_LLAMA = row("sparsellama", attention=BIASED, ffn_bias=says("mlp_bias"))
 
 
 def _bamboo(config: Config) -> BlockSpec:

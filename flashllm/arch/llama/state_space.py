@@ -3,17 +3,29 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from flashllm.arch.experts.granite import granite
-from flashllm.arch.experts.row import experts_of, grouped_router
+from flashllm.arch.experts.row import experts_of, grouped_router, matrices
 from flashllm.arch.experts.row import row as mixture
-from flashllm.arch.family import always, decoder_block, head_size, linear_tensors, never, says
+from flashllm.arch.family import (
+    always,
+    attending,
+    decoder_block,
+    head_size,
+    keeping,
+    linear_tensors,
+    never,
+    num_layers,
+    projections,
+    says,
+)
 from flashllm.arch.llama.dense import granite_block
-from flashllm.arch.llama.names import BIASED, projections, row
+from flashllm.arch.llama.names import BIASED, row
 from flashllm.arch.mixers import StateSpace, check_size
 from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, check_number
-from flashllm.arch.tensors import Part, ResidentTensor, attentions, state_spaces
+from flashllm.arch.tensors import Part, ResidentTensor, state_spaces
 from flashllm.errors import UnsupportedModelError
 
 Space = Callable[[Config], StateSpace]
@@ -25,13 +37,13 @@ def _sized(config: Config, *, key_heads: str, heads: str, dim: Any, state: str, 
     """The mixer, its sizes under these keys; `dim`: of a value head."""
     limit = config["time_step_limit"]
     infinite = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])  # as JSON has it in any release
-    if limit is not None and list(limit) not in infinite:
+    if limit is not None and not (isinstance(limit, list | tuple) and list(limit) in infinite):
         raise UnsupportedModelError(f"time_step_limit must be [0, Infinity], not {str(limit)[:80]}")
     return StateSpace(
         key_heads=check_size(key_heads, config[key_heads]),
         value_heads=check_size(heads, config[heads]),
         key_dim=check_size(state, config[state]),
-        value_dim=check_size("mamba_d_head", dim),
+        value_dim=check_size("a head's dimensions", dim),
         kernel=check_size(kernel, config[kernel]),
     )
 
@@ -40,19 +52,15 @@ def _space(config: Config, inner: int | None = None) -> StateSpace:
     """The mixer of a config whose keys begin with "mamba_"; `inner`: numbers of all value heads, where those are not
     `mamba_expand` times the width."""
     heads, dim = check_size("mamba_n_heads", config["mamba_n_heads"]), config["mamba_d_head"]
-    width = config["mamba_expand"] * check_size("hidden_size", config["hidden_size"]) if inner is None else inner
+    width = check_size("hidden_size", config["hidden_size"])
+    width = check_size("mamba_expand", config["mamba_expand"]) * width if inner is None else inner
     if config["hidden_act"] != "silu":
         raise UnsupportedModelError(f"activation {str(config['hidden_act'])[:80]!r} is not supported for this model")
-    dim = width // heads if dim == "auto" else dim
+    dim = width // heads if dim == "auto" else check_size("mamba_d_head", dim)
     if dim * heads != width:
         raise ValueError(f"{heads} heads of {dim} are not {width} wide")
     return _sized(
-        config,
-        key_heads="mamba_n_groups",
-        heads="mamba_n_heads",
-        dim=dim,
-        state="mamba_d_state",
-        kernel="mamba_d_conv",
+        config, key_heads="mamba_n_groups", heads="mamba_n_heads", dim=dim, state="mamba_d_state", kernel="mamba_d_conv"
     )
 
 
@@ -96,16 +104,6 @@ def _tensors(
     return tuple(replace(tensor, layers=state_spaces) for tensor in tensors)
 
 
-def _attending(tensors: tuple[ResidentTensor, ...]) -> tuple[ResidentTensor, ...]:
-    return tuple(replace(tensor, layers=attentions) for tensor in tensors)
-
-
-def _mixed(block: BlockSpec, kinds: list[str], space: StateSpace) -> BlockSpec:
-    """The block, whose layers of these kinds have the state-space mixer."""
-    layers = zip(block.layers, kinds, strict=True)
-    return replace(block, layers=tuple(replace(of, mixer=space) if kind == _MAMBA else of for of, kind in layers))
-
-
 def _kinds(given: Any, known: tuple[str, ...]) -> list[str]:
     """The kinds of all layers, in today's names."""
     if not isinstance(given, list) or not 0 < len(given) <= MAX_LAYERS:
@@ -126,24 +124,28 @@ def _alike(config: Config, **others: Any) -> Config:
 
 
 def _bamba(config: Config) -> BlockSpec:
-    block = decoder_block(_alike(config), rotary_share=0.5)
     attends = config["attn_layer_indices"] or []
-    kinds = [_ATTENTION if i in attends else _MAMBA for i in range(len(block.layers))]
-    return _mixed(block, kinds, _space(config))
+    if not isinstance(attends, list):
+        raise ValueError("attn_layer_indices must be a list of layers")
+    kinds = [_ATTENTION if i in attends else _MAMBA for i in range(num_layers(config))]
+    return keeping(_alike(config), kinds, _MAMBA, _space(config), partial(decoder_block, rotary_share=0.5))
 
 
 def _of_mamba(space: Space = _space, **others: Any) -> tuple[ResidentTensor, ...]:
     return _tensors("mamba", space, bias="mamba_proj_bias", convolution_bias="mamba_conv_bias", **others)
 
 
+_FEED_FORWARD: dict[str, Any] = {
+    "matrices": matrices("feed_forward"),
+    "norms": {"attention_norm": ("input_layernorm", always), "ffn_norm": ("pre_ff_layernorm", always)},
+    "names": {"final_norm": "final_layernorm"},
+    "ffn_bias": says("mlp_bias"),
+}
 BAMBA = row(
     "bamba",
     block=_bamba,
-    attention=(*_attending(BIASED), *_of_mamba()),
-    matrices={matrix: f"feed_forward.{matrix}_proj" for matrix in ("up", "gate", "down")},
-    norms={"attention_norm": ("input_layernorm", always), "ffn_norm": ("pre_ff_layernorm", always)},
-    names={"final_norm": "final_layernorm"},
-    ffn_bias=says("mlp_bias"),
+    attention=(*attending(BIASED), *_of_mamba()),
+    **_FEED_FORWARD,
 )
 
 
@@ -155,16 +157,12 @@ def _granite(config: Config, **traits: Any) -> BlockSpec:
     if positions not in (None, "nope", "rope"):
         raise UnsupportedModelError(f"position_embedding_type {str(positions)[:80]!r} is not supported for this model")
     alike = _alike(config, intermediate_size=config["shared_intermediate_size"])
-    block = granite_block(alike, positions="rotary" if positions == "rope" else "none", **traits)
-    kinds = config["layer_types"] or [_MAMBA] * len(block.layers)
-    return _mixed(block, _kinds(kinds, (_MAMBA, _ATTENTION)), _space(config))
+    kinds = _kinds(config["layer_types"] or [_MAMBA] * num_layers(config), (_MAMBA, _ATTENTION))
+    make = partial(granite_block, positions="rotary" if positions == "rope" else "none", **traits)
+    return keeping(alike, kinds, _MAMBA, _space(config), make)
 
 
-GRANITE = granite(
-    "granitemoehybrid",
-    _granite,
-    attention=(*_attending(BIASED), *_of_mamba()),
-)
+GRANITE = granite("granitemoehybrid", _granite, attention=(*attending(BIASED), *_of_mamba()))
 
 
 # Nemotron-H (NVIDIA, 2025) and Nemotron 3: each layer has one of a mixer, attention, neurons of squared ReLU and a
@@ -220,7 +218,7 @@ def _nemotron(config: Config) -> BlockSpec:
     if _EXPERTS in kinds:
         key = "moe_shared_expert_intermediate_size"
         shared = check_size(key, config[key])
-        experts = experts_of(config, "moe_intermediate_size", grouped_router(config), shared=shared)
+        experts = experts_of(config, grouped_router(config), shared=shared)
         of_kind[_EXPERTS] = replace(plain, mixer=None, neurons=experts.neurons, experts=experts)
     return replace(block, layers=tuple(of_kind[kind] for kind in kinds))
 
@@ -238,7 +236,7 @@ NEMOTRON_H = mixture(
     choice="mixer.gate.e_score_correction_bias",
     block=_nemotron,
     attention=(
-        *_attending(projections(never, never, "mixer")),
+        *attending(projections(never, never, "mixer")),
         *_tensors("mixer", _nemotron_space, bias="use_bias", convolution_bias="use_conv_bias"),
     ),
     norms={"attention_norm": ("norm", always), "ffn_norm": ("norm", always)},
@@ -304,10 +302,7 @@ FALCON_H1 = row(
     "falcon_h1",
     block=_falcon,
     attention=(*BIASED, *_of_mamba(_falcon_space, out_bias="projectors_bias", normed=says("mamba_rms_norm"))),
-    matrices={matrix: f"feed_forward.{matrix}_proj" for matrix in ("up", "gate", "down")},
-    norms={"attention_norm": ("input_layernorm", always), "ffn_norm": ("pre_ff_layernorm", always)},
-    names={"final_norm": "final_layernorm"},
-    ffn_bias=says("mlp_bias"),
+    **_FEED_FORWARD,
 )
 
 STATE_SPACES = (BAMBA, GRANITE, NEMOTRON_H, FALCON_H1)

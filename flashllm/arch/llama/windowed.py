@@ -1,33 +1,26 @@
 """Models under Llama's names most of whose layers see a window, a row each."""
 
-from dataclasses import replace
 from typing import Any
 
-from flashllm.arch.family import alternating, always, decoder_block, head_size, says, turning
+from flashllm.arch.family import (
+    always,
+    decoder_block,
+    each_layer,
+    head_size,
+    of_layers,
+    says,
+    slides,
+    turning,
+    with_attention,
+    with_types,
+)
 from flashllm.arch.llama.dense import cohere_block, granite_block
 from flashllm.arch.llama.gemma import gemma2_block
-from flashllm.arch.llama.names import BARE, BEFORE, BEHIND, BIASED, row
-from flashllm.arch.mixers import check_size
+from flashllm.arch.llama.names import BARE, BEFORE, BEHIND, BIASED, ONE_BEFORE, row
 from flashllm.arch.rotary import growth, rotary_by_type
 from flashllm.arch.rotary import rotary as rotary_of_all
-from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, check_number
+from flashllm.arch.spec import BlockSpec, Config, check_number
 from flashllm.arch.tensors import ResidentTensor
-
-
-def with_types(config: Config, period: int, *, first: bool = False) -> dict[str, Any]:
-    """The config with its types of layers, or with the usual ones: every `period`-th layer sees everything, the
-    `first` of each period or the last."""
-    types = config.get("layer_types")
-    if types is None:
-        count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
-        types = alternating(count + period - 1, period)[period - 1 :] if first else alternating(count, period)
-    return {**config, "layer_types": types}
-
-
-def slides(config: Config) -> list[bool]:
-    """True for each layer that attends within a window; one longer than the context counts."""
-    return [kind == "sliding_attention" and config["sliding_window"] is not None for kind in config["layer_types"]]
-
 
 # Ministral 8B (Mistral AI, 2024): Mistral, with types of layers.
 MINISTRAL = row("ministral")
@@ -62,7 +55,7 @@ def _cohere2(config: Config) -> BlockSpec:
     return turning(cohere_block(full, theta=10_000.0), slides(full))
 
 
-COHERE2 = row("cohere2", block=_cohere2, attention=BIASED, norms={"attention_norm": ("input_layernorm", always)})
+COHERE2 = row("cohere2", block=_cohere2, attention=BIASED, norms=ONE_BEFORE)
 
 
 # EXAONE 4 (LG AI Research, 2025): norms behind attention and FFN; layers without a window turn nothing, where others
@@ -86,22 +79,16 @@ EXAONE4 = row("exaone4", block=lambda config: exaone_block(config, norms="output
 def granite_swa_block(config: Config, **traits: Any) -> BlockSpec:
     """The block with Granite's multipliers and windows."""
     block = granite_block(with_types(config, 4, first=True), **traits)
-    thetas = config["layer_rope_theta"]
-    if thetas is None:
+    if config["layer_rope_theta"] is None:
         return block
-    if not isinstance(thetas, list) or len(thetas) != len(block.layers):
-        raise ValueError(f"layer_rope_theta must be a list of {len(block.layers)} numbers")
     rope = config.get("rope_parameters") or {}
 
     def turned(theta: Any) -> Any:
         own = {**config, "rope_parameters": {**rope, "rope_theta": check_number("layer_rope_theta", theta)}}
         return rotary_of_all(own, head_size(config)) if theta else None
 
-    layers = (
-        replace(layer, mixer=replace(layer.attention, rotary=turned(theta)))
-        for layer, theta in zip(block.layers, thetas, strict=True)
-    )
-    return replace(block, layers=tuple(layers))
+    thetas = of_layers("layer_rope_theta", config)
+    return each_layer(block, thetas, lambda layer, theta: with_attention(layer, rotary=turned(theta)))
 
 
 SINKS = ResidentTensor(name="layers.{i}.sinks", source="self_attn.sinks")

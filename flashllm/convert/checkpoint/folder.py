@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import MappingProxyType
 
 from flashllm.base.checks import check_file_name
 from flashllm.base.files import drop_page_cache, read_json_object
@@ -62,10 +61,10 @@ def open_folder(directory: Path) -> Iterator[Checkpoint]:
             )
         yield Checkpoint(
             path=directory,
-            config=MappingProxyType(config),
-            tensors=MappingProxyType({name: file.tensors[name] for name, file in files.items()}),
+            config=config,
+            tensors={name: file.tensors[name] for name, file in files.items()},
             companions=tuple(companion_files(directory)),
-            _files=MappingProxyType(files),
+            _files=files,
         )
 
 

@@ -9,15 +9,13 @@ inputs of products (`activation_scale`) are left out: inputs stay whole here.
 """
 
 import dataclasses
-import json
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, cast
+from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE
 from flashllm.convert.checkpoint.source import Checkpoint, MadeTensor
 from flashllm.errors import FormatError, UnsupportedModelError
 from flashllm.format.model_files import CONFIG
@@ -58,19 +56,13 @@ class _Matrix:
         codes = np.empty((count, columns), np.uint8)
         self.checkpoint.read(self.info.name, first * columns, codes)
         top = first // height
-        scales = self._scales(top, -(-(first + count) // height) - top)
+        of_rows = -(-(first + count) // height) - top
+        scales = self.checkpoint.floats(self.scales.name, top, of_rows).reshape(of_rows, -1)
         if (codes & 0x7F == _NO_NUMBER).any() or not np.isfinite(scales).all():
             raise FormatError(f"{self.checkpoint.where(self.info.name)}: holds what is no number; download it again")
-        of_rows = scales[np.arange(first, first + count) // height - top]
-        result: Floats = _VALUES[codes] * np.repeat(of_rows, width, axis=1)[:, :columns]
+        scales = scales[np.arange(first, first + count) // height - top]
+        result: Floats = _VALUES[codes] * np.repeat(scales, width, axis=1)[:, :columns]
         return result
-
-    def _scales(self, first: int, count: int) -> Floats:
-        """Those rows of scales."""
-        across, dtype = -(-self.info.shape[1] // self.block[1]), WEIGHT_DTYPE_BY_CODE[self.scales.dtype]
-        stored = np.empty((count, across), dtype.storage)
-        self.checkpoint.read(self.scales.name, first * stored.itemsize * across, stored)
-        return cast(stored, dtype, WEIGHT_DTYPES["float32"])
 
 
 def widened(checkpoint: Checkpoint) -> Checkpoint:
@@ -97,15 +89,7 @@ def widened(checkpoint: Checkpoint) -> Checkpoint:
         files[name] = MadeTensor(files[name], matrix.rows)
     config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
     whole = (info.dtype for name, info in tensors.items() if name.endswith("embed_tokens.weight"))
-    return dataclasses.replace(
-        checkpoint,
-        config=MappingProxyType(config),
-        tensors=MappingProxyType(tensors),
-        companions=tuple(path for path in checkpoint.companions if path.name != CONFIG),
-        made=MappingProxyType({**checkpoint.made, CONFIG: json.dumps(config, indent=2).encode()}),
-        preferred_dtype=WEIGHT_DTYPE_BY_CODE[next(whole, "BF16")].name,
-        _files=MappingProxyType(files),
-    )
+    return checkpoint.changed(tensors, files, config, preferred_dtype=WEIGHT_DTYPE_BY_CODE[next(whole, "BF16")].name)
 
 
 def _block(said: dict[str, Any], checkpoint: Checkpoint) -> tuple[int, int] | None:

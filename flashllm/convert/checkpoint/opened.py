@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import MappingProxyType
 
 from flashllm.arch.llama.bitnet import MODEL_TYPE as BITNET
 from flashllm.arch.registry import resolve
@@ -85,14 +84,14 @@ def _gguf_checkpoint(content: GgufContent) -> Checkpoint:
     text = {CONFIG: json.dumps(config, indent=1).encode(), **tokenizer_files(content.metadata, tokens, content.path)}
     return Checkpoint(
         path=content.path,
-        config=MappingProxyType(config),
-        tensors=MappingProxyType({name: tensor.info(name) for name, tensor in files.items()}),
-        made=MappingProxyType(text),
+        config=config,
+        tensors={name: tensor.info(name) for name, tensor in files.items()},
+        made=text,
         preferred_dtype=_dtype(content),
-        quantised=MappingProxyType({name: tensor for name, tensor in files.items() if tensor.is_quantised}),
+        quantised={name: tensor for name, tensor in files.items() if tensor.is_quantised},
         predictors=own_predictors(content, config["num_hidden_layers"]) if content.sparse else None,
         assumed=left_out or assumed_line(content),
-        _files=MappingProxyType(files),
+        _files=files,
     )
 
 

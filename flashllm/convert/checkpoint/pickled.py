@@ -13,7 +13,6 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from flashllm.base.files import drop_page_cache, file_status, open_for_reading, pread_bytes, pread_into
@@ -95,7 +94,7 @@ def _checked(found: Mapping[str, Any], file_nbytes: int, path: Path) -> Mapping[
         if offset < 0 or offset + nbytes > file_nbytes:
             raise FormatError(f"{path}: tensor {name}: lies outside the file; get the file again")
         tensors[name] = TensorInfo(name=name, dtype=code, shape=tuple(shape), offset=offset, nbytes=nbytes)
-    return MappingProxyType(tensors)
+    return tensors
 
 
 def describe(*paths: str) -> list[dict[str, Any]]:

@@ -1,19 +1,20 @@
 """An open checkpoint, whatever its files are: named tensors whose bytes can be read in ranges. Knows no file format."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, cast
 from flashllm.errors import FlashIOError, FormatError
 from flashllm.format.model_files import CONFIG
 from flashllm.format.safetensors import TensorInfo, read_start
 
-_COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja")  # config, generation config, tokenizer, chat template
+COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja")  # config, generation config, tokenizer, chat template
 ADAPTER = "adapter_config.json"  # of peft's, whose weights are no model's
 ADAPTER_HINT = (
     f"; it holds an adapter ({ADAPTER}): merge it into its base model (peft's merge_and_unload), save that with "
@@ -110,16 +111,38 @@ class Checkpoint:
     config: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]  # by the name the checkpoint has, or the architecture's state_dict name
     companions: Sequence[Path] = ()  # files to copy
-    made: Mapping[str, bytes] = field(default_factory=lambda: MappingProxyType({}))  # files to write, by name
+    made: Mapping[str, bytes] = field(default_factory=dict)  # files to write, by name
     preferred_dtype: str | None = None  # of a conversion, where the source has none of its own; None: the tensors'
-    quantised: Mapping[str, QuantisedTensor] = field(default_factory=lambda: MappingProxyType({}))  # by tensor name
+    quantised: Mapping[str, QuantisedTensor] = field(default_factory=dict)  # by tensor name
     predictors: OwnPredictors | None = None
     assumed: str | None = None  # what the source leaves open and its config settles, as a line for the user
     _files: Mapping[str, TensorFile]  # by tensor name
 
+    def changed(
+        self,
+        tensors: Mapping[str, TensorInfo],
+        files: Mapping[str, TensorFile],
+        config: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> "Checkpoint":
+        """The same with other tensors, and another config.json where one is given."""
+        if config is not None:
+            companions = tuple(path for path in self.companions if path.name != CONFIG)
+            made = {**self.made, CONFIG: json.dumps(config, indent=2).encode()}
+            others |= {"config": config, "companions": companions, "made": made}
+        return replace(self, tensors=tensors, _files=files, **others)
+
     def read(self, name: str, start: int, out: NDArray[Any]) -> None:
         """Fill contiguous `out` with the bytes of tensor `name` from its byte `start`, whatever its item type."""
         self._files[name].read_into(self.tensors[name], start, out.reshape(-1).view(np.uint8).data)
+
+    def floats(self, name: str, first: int, count: int) -> NDArray[np.float32]:
+        """Rows of a tensor in fp32, whatever its dtype of weights."""
+        info = self.tensors[name]
+        dtype = WEIGHT_DTYPE_BY_CODE[info.dtype]
+        values = np.empty((count, *info.shape[1:]), dtype.storage)
+        self.read(name, first * values[:1].nbytes, values)
+        return cast(values, dtype, WEIGHT_DTYPES["float32"])
 
     def extent(self, name: str) -> tuple[Path, int] | None:
         """(file, offset) of the tensor's bytes; None where they lie nowhere as they are."""
@@ -147,7 +170,7 @@ def companion_files(directory: Path) -> list[Path]:
     """
     directory, paths = Path(directory), []
     for path in sorted(directory.iterdir()):
-        if path.name.startswith(".") or path.name.endswith(_INDEX_SUFFIX) or path.suffix not in _COPIED_SUFFIXES:
+        if path.name.startswith(".") or path.name.endswith(_INDEX_SUFFIX) or path.suffix not in COPIED_SUFFIXES:
             continue
         try:
             path.stat()

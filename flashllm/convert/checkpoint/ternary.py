@@ -11,16 +11,13 @@ them, for the mean, and of a down projection, whose vectors are columns.
 
 import dataclasses
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from flashllm.arch.llama.bitnet import MODEL_TYPE, Form, form_of
 from flashllm.base.codes.carried import CARRIED_CODES, SHARED, Bytes, Codes, Floats, Quantised
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, cast
-from flashllm.convert.checkpoint.source import Checkpoint, MadeTensor, TensorFile
+from flashllm.convert.checkpoint.source import Checkpoint, MadeTensor
 from flashllm.errors import FormatError
 from flashllm.format.safetensors import TensorInfo
 
@@ -34,35 +31,12 @@ _CODE = CARRIED_CODES["ternary"]
 _NOT_TERNARY = "holds a value that is not -1, 0 or 1"
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A tensor of the checkpoint, [rows, columns]."""
-
-    file: TensorFile
-    info: TensorInfo
-
-    def read(self, first: int, count: int) -> NDArray[Any]:
-        """Those rows in the storage of the tensor's dtype."""
-        dtype = WEIGHT_DTYPE_BY_CODE.get(self.info.dtype)
-        storage: Any = np.uint8 if dtype is None else dtype.storage
-        values: NDArray[Any] = np.empty((count, *self.info.shape[1:]), storage)
-        start = first * values.nbytes // max(1, count)
-        self.file.read_into(self.info, start, values.reshape(-1).view(np.uint8).data)
-        return values
-
-    def floats(self, first: int, count: int) -> Floats:
-        """The same in fp32."""
-        return cast(self.read(first, count), WEIGHT_DTYPE_BY_CODE[self.info.dtype], WEIGHT_DTYPES["float32"])
-
-    def error(self, what: str) -> FormatError:
-        return FormatError(f"{self.file.path}: tensor {self.info.name}: {what}; download it again")
-
-
 @dataclass(slots=True)
 class _Matrix:
     """A matrix as it is multiplied by: a `QuantisedTensor`."""
 
-    stored: _Stored
+    checkpoint: Checkpoint
+    info: TensorInfo  # as it is stored
     shape: tuple[int, int]
     transposed: bool
     factor: np.float32 | None = None  # of three values; None: of a master, not known yet
@@ -96,25 +70,27 @@ class _Matrix:
 
     def _codes(self, first: int, count: int) -> Codes:
         """Those rows, of -1, 0 and 1."""
-        if self.stored.info.dtype == "U8":
+        if self.info.dtype == "U8":
             return self._unpacked(first, count)
-        values = self.stored.floats(first, count)
+        values = self.checkpoint.floats(self.info.name, first, count)
         if self._master:
             values = np.clip(np.rint(values * (np.float32(1) / self._mean)), -1, 1)
         codes = values.astype(np.int8)
         if not (np.array_equal(codes, values) and (abs(codes) <= 1).all()):
-            raise self.stored.error(_NOT_TERNARY)
+            raise _error(self.checkpoint, self.info, _NOT_TERNARY)
         return codes
 
     def _unpacked(self, first: int, count: int) -> Codes:
-        packed = self.stored.info.shape[0]
+        packed, columns = self.info.shape
         values, done = np.empty((count, self.shape[1]), np.int8), 0
         while done < count:
             quarter, row = divmod(first + done, packed)
             n = min(count - done, packed - row)
-            codes = (self.stored.read(row, n) >> (2 * quarter)) & 3
+            stored = np.empty((n, columns), np.uint8)
+            self.checkpoint.read(self.info.name, row * columns, stored)
+            codes = (stored >> (2 * quarter)) & 3
             if (codes == 3).any():
-                raise self.stored.error(_NOT_TERNARY)
+                raise _error(self.checkpoint, self.info, _NOT_TERNARY)
             values[done : done + n] = codes
             done += n
         return values - np.int8(1)
@@ -124,7 +100,7 @@ class _Matrix:
         """What 1 stands for: of a master in its dtype."""
         if not self._master:
             return self._mean
-        dtype = WEIGHT_DTYPE_BY_CODE[self.stored.info.dtype]
+        dtype = WEIGHT_DTYPE_BY_CODE[self.info.dtype]
         scale = np.array([np.float32(1) / (np.float32(1) / self._mean)])
         found: Floats = cast(cast(scale, WEIGHT_DTYPES["float32"], dtype), dtype, WEIGHT_DTYPES["float32"])
         return np.float32(found[0])
@@ -140,7 +116,7 @@ class _Matrix:
         rows, columns = self.shape
         together, total = max(1, _TOGETHER_NBYTES // (4 * columns)), 0.0
         for first in range(0, rows, together):
-            values = self.stored.floats(first, min(together, rows - first))
+            values = self.checkpoint.floats(self.info.name, first, min(together, rows - first))
             total += float(np.abs(values).sum(dtype=np.float64))
         return max(np.float32(total / (rows * columns)), _LEAST)
 
@@ -157,37 +133,34 @@ def ternary(checkpoint: Checkpoint) -> Checkpoint:
     for name, info in checkpoint.tensors.items():
         if not name.endswith(_LINEAR):
             continue
-        stored = _Stored(files[name], info)
         packed = form is not Form.MASTER and info.dtype == "U8"
         if len(info.shape) != 2 or not (packed or info.dtype in WEIGHT_DTYPE_BY_CODE):
-            raise stored.error(f"{info.dtype} {list(info.shape)} is no matrix of such a checkpoint")
+            raise _error(checkpoint, info, f"{info.dtype} {list(info.shape)} is no matrix of such a checkpoint")
         shape = (info.shape[0] * (_A_BYTE if packed else 1), info.shape[1])
-        factor = None if form is Form.MASTER else _scale(checkpoint, name, stored, form)
-        matrix = _Matrix(stored, shape, transposed=name.endswith(_DOWN), factor=factor)
+        factor = None if form is Form.MASTER else _scale(checkpoint, info, form)
+        matrix = _Matrix(checkpoint, info, shape, transposed=name.endswith(_DOWN), factor=factor)
         nbytes = shape[0] * shape[1] * 4
         tensors[name] = dataclasses.replace(info, dtype="F32", shape=shape, offset=0, nbytes=nbytes)
-        files[name], quantised[name] = MadeTensor(stored.file, matrix.rows), matrix
+        files[name], quantised[name] = MadeTensor(files[name], matrix.rows), matrix
     for name in [name for name in tensors if name.endswith("_proj.weight_scale")]:
         del tensors[name], files[name]
     whole = [info.dtype for name, info in checkpoint.tensors.items() if name.endswith("embed_tokens.weight")]
     preferred = WEIGHT_DTYPE_BY_CODE[whole[0]].name if whole and whole[0] in WEIGHT_DTYPE_BY_CODE else None
-    return dataclasses.replace(
-        checkpoint,
-        tensors=MappingProxyType(tensors),
-        quantised=MappingProxyType(quantised),
-        preferred_dtype=checkpoint.preferred_dtype or preferred,
-        _files=MappingProxyType(files),
+    return checkpoint.changed(
+        tensors, files, quantised=quantised, preferred_dtype=checkpoint.preferred_dtype or preferred
     )
 
 
-def _scale(checkpoint: Checkpoint, name: str, stored: _Stored, form: Form) -> np.float32:
+def _error(checkpoint: Checkpoint, info: TensorInfo, what: str) -> FormatError:
+    return FormatError(f"{checkpoint.where(info.name)}: {what}; download it again")
+
+
+def _scale(checkpoint: Checkpoint, info: TensorInfo, form: Form) -> np.float32:
     """The factor of the matrix's three values."""
-    found = checkpoint.tensors.get(f"{name}_scale")
+    found = checkpoint.tensors.get(f"{info.name}_scale")
     if found is None or found.dtype not in WEIGHT_DTYPE_BY_CODE or found.shape not in ((1,), ()):
-        raise stored.error("has no weight_scale of one number")
-    values = np.empty(1, WEIGHT_DTYPE_BY_CODE[found.dtype].storage)
-    checkpoint.read(f"{name}_scale", 0, values)
-    scale = np.float32(cast(values, WEIGHT_DTYPE_BY_CODE[found.dtype], WEIGHT_DTYPES["float32"])[0])
+        raise _error(checkpoint, info, "has no weight_scale of one number")
+    scale = np.float32(checkpoint.floats(found.name, 0, 1)[0])
     if not (np.isfinite(scale) and scale != 0):
-        raise stored.error(f"has a weight_scale of {scale}")
+        raise _error(checkpoint, info, f"has a weight_scale of {scale}")
     return scale if form is Form.SCALED else np.float32(1) / scale

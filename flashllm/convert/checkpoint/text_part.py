@@ -4,11 +4,8 @@ A checkpoint that holds pictures too has the model's config under `text_config`,
 left out is said.
 """
 
-import dataclasses
-import json
 from collections import Counter
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from flashllm.arch.spec import MAX_LAYERS
@@ -48,7 +45,7 @@ def text_part(checkpoint: Checkpoint) -> Checkpoint:
 
     As it is where it holds nothing else. FormatError for a config without the text's.
     """
-    config, made, companions = dict(checkpoint.config), dict(checkpoint.made), checkpoint.companions
+    config = dict(checkpoint.config)
     whole = str(config.get("model_type"))
     if whole in _TEXT_OF:
         text = config.get("text_config")
@@ -58,10 +55,8 @@ def text_part(checkpoint: Checkpoint) -> Checkpoint:
         config = {**text, **of_whole, "model_type": _TEXT_OF[whole] or text.get("model_type", "mistral")}
     elif whole in _SAME:
         whole = config["model_type"] = _SAME[whole]
-    if config.get("model_type") != checkpoint.config.get("model_type"):
-        made[CONFIG] = json.dumps(config, indent=2).encode()
-        companions = tuple(path for path in companions if path.name != CONFIG)
-    elif whole not in (*_DRAFTING, *_BEHIND, *_SHARING):
+    is_other = config.get("model_type") != checkpoint.config.get("model_type")
+    if not is_other and whole not in (*_DRAFTING, *_BEHIND, *_SHARING):
         return checkpoint
     others = _OTHERS | (_behind(config) if whole in _BEHIND else {})
     others |= _shared(config) if config["model_type"] in _SHARING else {}
@@ -78,15 +73,8 @@ def text_part(checkpoint: Checkpoint) -> Checkpoint:
             raise FormatError(f"{checkpoint.where(name)}: the checkpoint has both {name} and {mine}")
         tensors[mine], files[mine] = info, checkpoint._files[name]
     said = [f"{what} ({first[what]}\u2026, {count} tensors)" for what, count in left_out.items()]
-    return dataclasses.replace(
-        checkpoint,
-        config=MappingProxyType(config),
-        tensors=MappingProxyType(tensors),
-        companions=companions,
-        made=MappingProxyType(made),
-        assumed=f"left out: {' and '.join(said)}" if said else checkpoint.assumed,
-        _files=MappingProxyType(files),
-    )
+    assumed = f"left out: {' and '.join(said)}" if said else checkpoint.assumed
+    return checkpoint.changed(tensors, files, config if is_other else None, assumed=assumed)
 
 
 def _shared(config: Mapping[str, Any]) -> dict[str, str]:

@@ -13,6 +13,7 @@ from flashllm.convert.untrained.predictor import (
     untrained_header,
     untrained_predictor,
 )
+from flashllm.convert.untrained.svd import normed_inputs
 from flashllm.convert.weights import Weights
 from flashllm.format.predictors import margin_above, predictor_bytes
 
@@ -25,17 +26,14 @@ def made_predictors(plan: ConversionPlan, weights: Weights, model_sha256: str) -
         yield memoryview(coded_gates_header(plan.architecture, model_sha256))
     else:
         yield memoryview(untrained_header(plan.architecture, plan.predictor_rank, model_sha256))
-    d_model = plan.layout.d_model
     for layer in (i for i, width in enumerate(plan.architecture.every_width) if width):
         driver = _Driver(plan, weights, layer)
-        bias, (norm_weight, norm_bias) = driver.bias(), driver.norm()
+        bias, inputs = driver.bias(), normed_inputs(*driver.norm(), plan.layout.d_model)
         if plan.coded_gates:
-            codes, margin = coded_gate(driver.blocks, bias, norm_weight, norm_bias, d_model=d_model)
+            codes, margin = coded_gate(driver.blocks, bias, inputs)
             yield from (stored.reshape(-1).view(np.uint8).data for stored in (margin_above(margin), codes))
         else:
-            predictor, threshold = untrained_predictor(
-                driver.blocks, bias, norm_weight, norm_bias, d_model=d_model, rank=plan.predictor_rank
-            )
+            predictor, threshold = untrained_predictor(driver.blocks, bias, inputs, plan.predictor_rank)
             parts = predictor_bytes(predictor.a, predictor.b, predictor.bias, threshold)
             yield from (array.data for array in parts)
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm.arch.spec import Architecture
-from flashllm.convert.untrained.svd import Blocks, LowRankPredictor, low_rank_predictor, missed_share, normed_inputs
+from flashllm.convert.untrained.svd import Blocks, InputStatistics, LowRankPredictor, low_rank_predictor, missed_share
 from flashllm.format.predictors import GATE_CODE, gates_header, predictors_header
 
 RECALL = 0.99  # expected under Gaussian inputs; text turned out a little below (bench/log)
@@ -37,16 +37,10 @@ def untrained_nbytes(architecture: Architecture, rank: int) -> int:
 
 
 def untrained_predictor(
-    blocks: Blocks,
-    bias: NDArray[np.float32] | None,
-    norm_weight: NDArray[np.float32] | None,
-    norm_bias: NDArray[np.float32] | None,
-    *,
-    d_model: int,
-    rank: int,
+    blocks: Blocks, bias: NDArray[np.float32] | None, inputs: InputStatistics, rank: int
 ) -> tuple[LowRankPredictor, float]:
-    """One layer's predictor and threshold. `norm_...` are of the norm before the FFN; None: as if it had none."""
-    predictor = low_rank_predictor(blocks, bias, normed_inputs(norm_weight, norm_bias, d_model), rank)
+    """One layer's predictor and threshold, for what the FFN reads."""
+    predictor = low_rank_predictor(blocks, bias, inputs, rank)
     return predictor, predictor.threshold_for(RECALL)
 
 
@@ -63,23 +57,17 @@ def coded_gates_nbytes(architecture: Architecture) -> int:
 
 
 def coded_gate(
-    blocks: Blocks,
-    bias: NDArray[np.float32] | None,
-    norm_weight: NDArray[np.float32] | None,
-    norm_bias: NDArray[np.float32] | None,
-    *,
-    d_model: int,
+    blocks: Blocks, bias: NDArray[np.float32] | None, inputs: InputStatistics
 ) -> tuple[NDArray[np.uint8], float]:
     """Codes and margin of one layer's gate, whose neurons fire where its product plus `bias` is above 0.
 
     The margin is the least with which an expected share `GATE_RECALL` of all firings is named: for inputs of which the
     norm is known, a product and what coding changes of it are independent and Gaussian.
     """
-    inputs = normed_inputs(norm_weight, norm_bias, d_model)
     codes, means, deviations, errors = [], [], [], []
     for block in blocks():
         codes.append(GATE_CODE.encode(block))
-        change = GATE_CODE.decode(codes[-1], d_model).astype(np.float64) - block
+        change = GATE_CODE.decode(codes[-1], inputs.d_model).astype(np.float64) - block
         means.append(block @ inputs.mean + change @ inputs.mean)
         deviations.append(np.linalg.norm(block * inputs.root, axis=1))
         errors.append(np.linalg.norm(change * inputs.root, axis=1))

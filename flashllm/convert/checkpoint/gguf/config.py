@@ -10,7 +10,16 @@ import numpy as np
 from flashllm.arch.spec import MAX_CONTEXT
 from flashllm.convert.checkpoint.gguf.file import GgufContent, StoredTensor
 from flashllm.convert.checkpoint.gguf.metadata import Metadata
-from flashllm.convert.checkpoint.gguf.row import ARCHITECTURE, LONGROPE, NEXT, ROPE_FACTORS
+from flashllm.convert.checkpoint.gguf.row import (
+    ABSENT,
+    ARCHITECTURE,
+    FACTOR,
+    LONGROPE,
+    NAMES,
+    NEXT,
+    ROPE_FACTORS,
+    has_tensor,
+)
 from flashllm.convert.checkpoint.gguf.tensors import model_of
 from flashllm.errors import FormatError, UnsupportedModelError
 
@@ -59,14 +68,18 @@ def model_config(content: GgufContent) -> dict[str, Any]:
     embedding = content.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise FormatError(f"{content.path}: has no token_embd.weight, so it holds no language model")
-    config: dict[str, Any] = {"model_type": model.model_type, **model.constants}
-    for key, name in model.keys.items():
-        config[key] = _read(metadata, prefix, name, config.get(_OPTIONAL.get(key, "")))
-    for key, name in model.optional.items():
-        if f"{prefix}.{name}" in metadata:
-            config[key] = _read(metadata, prefix, name)
-    for key, name in model.lists.items():
-        config[key] = metadata.integers_of_layers(f"{prefix}.{name}", config["num_hidden_layers"])
+    absent = {key: ABSENT[key] for key in model.optional if key in ABSENT}
+    config: dict[str, Any] = {"model_type": model.model_type, **absent, **model.constants}
+    names = {**NAMES, **model.elsewhere}
+    for key in model.keys:
+        config[key] = _read(metadata, prefix, names[key], config.get(_OPTIONAL.get(key, "")))
+    for key in model.optional:
+        if f"{prefix}.{names[key]}" in metadata:
+            value = _read(metadata, prefix, names[key])
+            config[key] = 1.0 if names[key] == FACTOR and value == 0 else value  # a factor of 0 is none
+    for key in model.lists:
+        config[key] = metadata.integers_of_layers(f"{prefix}.{names[key]}", config["num_hidden_layers"])
+    config |= {key: has_tensor(content, name) for key, name in model.has.items()}
     if "num_attention_heads" not in config:
         config["num_attention_heads"] = config["num_attention_heads_per_layer"][0]
     config["vocab_size"] = embedding.shape[0]
@@ -84,7 +97,7 @@ def model_config(content: GgufContent) -> dict[str, Any]:
     config["head_dim"] = head_dim = (
         _read(metadata, prefix, "rope.dimension_count") if latent else _head_size(content, prefix, config)
     )
-    config["rope_parameters"] = _rope(content, prefix, head_dim)
+    config["rope_parameters"] = _rope(content, prefix, head_dim, of_share=model.of_share)
     score = metadata.integer(f"{prefix}.expert_gating_func", 0, least=0)
     if model.score not in (None, score) and score:
         raise UnsupportedModelError(
@@ -118,13 +131,13 @@ def _head_size(content: GgufContent, prefix: str, config: dict[str, Any]) -> int
     return size
 
 
-def _rope(content: GgufContent, prefix: str, head_dim: int) -> dict[str, Any]:
+def _rope(content: GgufContent, prefix: str, head_dim: int, *, of_share: bool) -> dict[str, Any]:
     """transformers' `rope_parameters`."""
     metadata = content.metadata
     theta = _read(metadata, prefix, "rope.freq_base", 10000.0)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     dims = _read(metadata, prefix, "rope.dimension_count", head_dim)
-    if dims != head_dim:
+    if of_share or dims != head_dim:
         rope["partial_rotary_factor"] = dims / head_dim
     kind = metadata.text(f"{prefix}.rope.scaling.type", "none")
     if any(name in content.tensors for name in LONGROPE.values()):

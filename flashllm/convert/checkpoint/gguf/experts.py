@@ -4,7 +4,13 @@ from dataclasses import replace
 from typing import Any
 
 from flashllm.convert.checkpoint.gguf.file import GgufContent
-from flashllm.convert.checkpoint.gguf.models import GRANITE_HYBRID, MODELS, MULTIPLIERS, NEMOTRON_H, nemotron_h
+from flashllm.convert.checkpoint.gguf.models import (
+    GRANITE_HYBRID,
+    MODELS,
+    MULTIPLIERS,
+    NEMOTRON_H,
+    NEMOTRON_KEYS,
+)
 from flashllm.convert.checkpoint.gguf.row import (
     ARCHITECTURE,
     CONVOLUTION,
@@ -12,20 +18,21 @@ from flashllm.convert.checkpoint.gguf.row import (
     GROUPED,
     INTERLEAVED,
     LATENT,
-    LAYER_NORM,
     MAMBA,
+    NAMES,
     RMS,
     SIGMOID,
+    SILU,
     SOFTMAX,
     SOFTMAX_OF_CHOSEN,
     STATES,
     GgufModel,
-    biases,
     growing,
     has_tensor,
     latent_sizes,
     own_key,
     windows,
+    without,
 )
 from flashllm.errors import UnsupportedModelError
 
@@ -51,28 +58,9 @@ def _gpt_oss(config: dict[str, Any], content: GgufContent) -> None:
     _mixture(config, content)
     if config["rope_parameters"]["rope_type"] == "yarn":
         config["rope_parameters"] |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
-    config["attention_bias"] = has_tensor(content, "attn_q.bias")
-
-
-def _routed(config: dict[str, Any], content: GgufContent) -> None:
-    """A factor of 0 is none."""
-    config["routed_scaling_factor"] = config.get("routed_scaling_factor") or 1.0
-
-
-def _glm4(config: dict[str, Any], content: GgufContent) -> None:
-    _routed(config, content)
-    config["attention_bias"] = has_tensor(content, "attn_q.bias")
-    config["use_qk_norm"] = has_tensor(content, "attn_q_norm.weight")
-    config["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
-
-
-def _dots1(config: dict[str, Any], content: GgufContent) -> None:
-    _routed(config, content)
-    config["attention_bias"] = has_tensor(content, "attn_q.bias")
 
 
 def _granite(config: dict[str, Any], content: GgufContent) -> None:
-    config["attention_bias"] = has_tensor(content, "attn_q.bias")
     if has_tensor(content, "ffn_up_shexp.weight"):
         config["model_type"] = "granitemoeshared"
     else:
@@ -80,12 +68,11 @@ def _granite(config: dict[str, Any], content: GgufContent) -> None:
 
 
 def _exaone(config: dict[str, Any], content: GgufContent) -> None:
-    _routed(config, content)
     windows(config, content)
     _dense_first(config)
 
 
-def _must_normalize(content: GgufContent) -> None:
+def _must_normalize(config: dict[str, Any], content: GgufContent) -> None:
     """UnsupportedModelError where the file does not say that the experts' weights are normalised."""
     if not content.metadata.flag(own_key(content, "expert_weights_norm"), False):
         name = content.metadata.text(ARCHITECTURE)
@@ -94,21 +81,13 @@ def _must_normalize(content: GgufContent) -> None:
 
 def _afmoe(config: dict[str, Any], content: GgufContent) -> None:
     """Embeddings are scaled, though no key says so."""
-    _must_normalize(content)
+    _must_normalize(config, content)
     windows(config, content)
-    config["attention_bias"] = has_tensor(content, "attn_q.bias")
-    config["route_scale"] = config.get("route_scale") or 1.0
-
-
-def _ling(config: dict[str, Any], content: GgufContent) -> None:
-    _must_normalize(content)
-    _routed(config, content)
 
 
 def _phimoe(config: dict[str, Any], content: GgufContent) -> None:
     """By the model's own code. llama.cpp reads these files otherwise: root mean squares for layer norms, and weights
     of both experts from one softmax."""
-    config["attention_bias"] = has_tensor(content, "attn_q.bias")
     config["lm_head_bias"] = "output.bias" in content.tensors
     rope = config["rope_parameters"]
     if rope["rope_type"] == "longrope":
@@ -119,12 +98,11 @@ def _phimoe(config: dict[str, Any], content: GgufContent) -> None:
 def _laguna(config: dict[str, Any], content: GgufContent) -> None:
     """Layers without a window are the first and every fourth, where the file does not say; the others turn by a rule of
     their own. The gate's shape says whether it is each head's or each number's."""
-    _must_normalize(content)
+    _must_normalize(config, content)
     windows(config, content, first=0)
     if config["sliding_window"] is None:
         del config["sliding_window"]  # which transformers takes as a number alone
     _dense_first(config)
-    config["moe_routed_scaling_factor"] = config.get("moe_routed_scaling_factor") or 1.0
     gate = content.tensors.get("blk.0.attn_gate.weight")
     each = gate is not None and gate.shape[0] != config["num_attention_heads"]
     config["gating"] = "per-element" if each else True
@@ -140,11 +118,6 @@ def _laguna(config: dict[str, Any], content: GgufContent) -> None:
             "partial_rotary_factor": metadata.integer(own_key(content, "rope.dimension_count_swa"), dims) / dim,
         },
     }
-
-
-def _nemotron_h(config: dict[str, Any], content: GgufContent) -> None:
-    nemotron_h(config, content)
-    _routed(config, content)
 
 
 def _cohere2(config: dict[str, Any], content: GgufContent) -> None:
@@ -164,7 +137,6 @@ def _deepseek2(config: dict[str, Any], content: GgufContent) -> None:
     """DeepSeek V2, V3, Mistral's, whose queries grow, or GLM-4.7-Flash, which is told by its shape where the file does
     not say how it scores, and by an epsilon of its norms that DeepSeek's latent ones do not have."""
     latent_sizes(config, content)
-    _routed(config, content)
     if growing(config, content):  # Mistral Large 3, which is Mistral 4
         config["model_type"] = "mistral4"
         return
@@ -185,7 +157,6 @@ def _deepseek2(config: dict[str, Any], content: GgufContent) -> None:
 def _mistral4(config: dict[str, Any], content: GgufContent) -> None:
     """Queries grow as the model's own config has it: llama.cpp's converter leaves that out."""
     latent_sizes(config, content)
-    _routed(config, content)
     if config["rope_parameters"]["rope_type"] == "yarn":
         growing(config, content, 0.1)
 
@@ -194,92 +165,60 @@ def _kimi_linear(config: dict[str, Any], content: GgufContent) -> None:
     """Layers without heads of keys and values keep a state, a head as wide as the rank of its decay."""
     latent_sizes(config, content)
     _dense_first(config)
-    config["routed_scaling_factor"] = config.get("routed_scaling_factor") or 1.0
     heads = content.metadata.integers_of_layers(
         own_key(content, "attention.head_count_kv"), config["num_hidden_layers"], least=0
     )
     config["layer_types"] = ["full_attention" if each else "linear_attention" for each in heads]
 
 
-_EXPERTS = RMS | {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+_EXPERTS = (*RMS, "num_experts", "num_experts_per_tok")
+_SIZED = (*_EXPERTS, "moe_intermediate_size")
+_GROUPS = ("n_group", "topk_group", "routed_scaling_factor")
 _ROUTED: dict[str, Any] = {
-    "keys": RMS
-    | {
-        "n_routed_experts": "expert_count",
-        "num_experts_per_tok": "expert_used_count",
-        "moe_intermediate_size": "expert_feed_forward_length",
-    },
-    "optional": {
-        "n_shared_experts": "expert_shared_count",
-        "first_k_dense_replace": "leading_dense_block_count",
-        "n_group": "expert_group_count",
-        "topk_group": "expert_group_used_count",
-        "routed_scaling_factor": "expert_weights_scale",
-        "norm_topk_prob": "expert_weights_norm",
-    },
-    "constants": {
-        "hidden_act": "silu",
-        "n_shared_experts": 0,
-        "first_k_dense_replace": 0,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": False,
-    },
+    "keys": (*RMS, "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    "optional": ("n_shared_experts", "first_k_dense_replace", *_GROUPS, "norm_topk_prob"),
 }
-_LATENT_ROUTED: dict[str, Any] = {part: {**LATENT[part], **_ROUTED[part]} for part in ("keys", "optional", "constants")}
-_WIDTH = {"intermediate_size": "feed_forward_length"}  # of no layer, and so not in every file
-_DELTA_EXPERTS = {key: name for key, name in (DELTA | _EXPERTS).items() if key not in _WIDTH} | {
-    "moe_intermediate_size": "expert_feed_forward_length",
-    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
-}
-_NORMALIZED = {"norm_topk_prob": "expert_weights_norm"}
-_WHOLE = {"hidden_act": "silu", "use_sliding_window": False}
+_LATENT_ROUTED: dict[str, Any] = {part: (*LATENT[part], *_ROUTED[part]) for part in ("keys", "optional")}
+_DELTA_EXPERTS = (
+    *without(DELTA, "intermediate_size"),  # of no layer, and so not in every file
+    *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"),
+)
+_BIASED = {"attention_bias": "attn_q.bias"}
+_OF_EXPERTS = {"intermediate_size": NAMES["moe_intermediate_size"]}  # of models without dense layers of their own
 
 # Mixtures of experts, by the same names: Mixtral's is Llama's. What is said of weights is llama.cpp's rule.
 MIXTURES: dict[str, GgufModel] = {
     "llama": GgufModel(
         model_type="mixtral",
         keys=_EXPERTS,
-        constants={"hidden_act": "silu", "sliding_window": None},
+        constants={**SILU, "sliding_window": None},
         orders=INTERLEAVED,
         finish=_mixture,
         relu=True,
     ),
-    "olmoe": GgufModel(
-        model_type="olmoe",
-        keys=_EXPERTS,
-        optional=_NORMALIZED,
-        constants={"hidden_act": "silu", "norm_topk_prob": False},
-        finish=_mixture,
-        relu=True,
-    ),
+    "olmoe": GgufModel(model_type="olmoe", keys=_EXPERTS, optional=("norm_topk_prob",), finish=_mixture, relu=True),
     "qwen2moe": GgufModel(
         model_type="qwen2_moe",
         keys=_EXPERTS,
-        optional=_NORMALIZED,
-        constants=_WHOLE | {"norm_topk_prob": False},
+        optional=("norm_topk_prob",),
+        constants={**SILU, "use_sliding_window": False},
         finish=_mixture,
     ),
     "qwen3moe": GgufModel(
         model_type="qwen3_moe",
         keys=_EXPERTS,
-        optional=_NORMALIZED,
-        constants=_WHOLE | {"norm_topk_prob": True},
+        optional=("norm_topk_prob",),
+        constants={**SILU, "use_sliding_window": False, "norm_topk_prob": True},
         finish=_mixture,
     ),
     "gemma4": replace(
         MODELS["gemma4"],
-        keys={
-            **MODELS["gemma4"].keys,
-            "num_experts": "expert_count",
-            "top_k_experts": "expert_used_count",
-            "moe_intermediate_size": "expert_feed_forward_length",
-        },
+        keys=(*MODELS["gemma4"].keys, "num_experts", "top_k_experts", "moe_intermediate_size"),
     ),
     "gpt-oss": GgufModel(
         model_type="gpt_oss",
-        keys=_EXPERTS | {"sliding_window": "attention.sliding_window"},
-        constants={"hidden_act": "silu"},
+        keys=(*_EXPERTS, "sliding_window"),
+        has=_BIASED,
         names={
             "self_attn.sinks": "attn_sinks.weight",
             "mlp.experts.up_bias": "ffn_up_exps.bias",
@@ -292,151 +231,102 @@ MIXTURES: dict[str, GgufModel] = {
     ),
     "deepseek2": GgufModel(model_type="deepseek_v2", **_LATENT_ROUTED, finish=_deepseek2, score=None),
     "mistral4": GgufModel(model_type="mistral4", **_LATENT_ROUTED, finish=_mistral4),
-    "qwen3next": GgufModel(model_type="qwen3_next", keys=_DELTA_EXPERTS, optional=_NORMALIZED | _WIDTH, **STATES),
-    "qwen35moe": GgufModel(model_type="qwen3_5_moe_text", keys=_DELTA_EXPERTS, optional=_WIDTH, **STATES),
-    "glm4moe": GgufModel(model_type="glm4_moe", **_ROUTED, finish=_glm4, score=SIGMOID),
-    "dots1": GgufModel(
-        model_type="dots1",
-        keys=_ROUTED["keys"],
-        optional=_ROUTED["optional"],
-        constants=_ROUTED["constants"] | {"sliding_window": None},
-        finish=_dots1,
+    "qwen3next": GgufModel(
+        model_type="qwen3_next",
+        keys=_DELTA_EXPERTS,
+        optional=("norm_topk_prob", "intermediate_size"),
+        constants={**SILU, "norm_topk_prob": True},
+        **STATES,
+    ),
+    "qwen35moe": GgufModel(
+        model_type="qwen3_5_moe_text", keys=_DELTA_EXPERTS, optional=("intermediate_size",), **STATES
+    ),
+    "glm4moe": GgufModel(
+        model_type="glm4_moe",
+        **_ROUTED,
+        has=_BIASED | {"use_qk_norm": "attn_q_norm.weight"},
+        of_share=True,
         score=SIGMOID,
+    ),
+    "dots1": GgufModel(
+        model_type="dots1", **_ROUTED, constants={**SILU, "sliding_window": None}, has=_BIASED, score=SIGMOID
     ),
     "minimax-m2": GgufModel(
         model_type="minimax_m2",
-        keys=RMS
-        | {
-            "intermediate_size": "expert_feed_forward_length",
-            "num_local_experts": "expert_count",
-            "num_experts_per_tok": "expert_used_count",
-        },
-        constants={"hidden_act": "silu"},
+        keys=(*RMS, "num_local_experts", "num_experts_per_tok"),
+        elsewhere=_OF_EXPERTS,
         score=SIGMOID,
     ),
     "ernie4_5-moe": GgufModel(
         model_type="ernie4_5_moe",
-        keys=RMS
-        | {
-            "moe_num_experts": "expert_count",
-            "moe_k": "expert_used_count",
-            "moe_intermediate_size": "expert_feed_forward_length",
-        },
-        optional={
-            "moe_layer_interval": "interleave_moe_layer_step",
-            "moe_layer_start_index": "leading_dense_block_count",
-            "moe_num_shared_experts": "expert_shared_count",
-        },
-        constants={"hidden_act": "silu", "moe_num_shared_experts": 0, "moe_layer_start_index": 0},
-        finish=biases(use_bias="attn_q"),
+        keys=(*RMS, "moe_num_experts", "moe_k", "moe_intermediate_size"),
+        optional=("moe_layer_interval", "moe_layer_start_index", "moe_num_shared_experts"),
+        has={"use_bias": "attn_q.bias"},
     ),
     "granitemoe": GgufModel(
         model_type="granitemoe",
-        keys=RMS | {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
-        optional=MULTIPLIERS | {"shared_intermediate_size": "expert_shared_feed_forward_length"},
-        constants={"hidden_act": "silu"},
+        keys=(*RMS, "num_local_experts", "num_experts_per_tok"),
+        optional=(*MULTIPLIERS, "shared_intermediate_size"),
+        has=_BIASED,
         orders=INTERLEAVED,
         finish=_granite,
     ),
-    "hunyuan-moe": GgufModel(
-        model_type="hunyuan_v1_moe",
-        keys=RMS | {"num_experts": "expert_count", "moe_topk": "expert_used_count"},
-        constants={"hidden_act": "silu"},
-        finish=biases(attention_bias="attn_q"),
-    ),
+    "hunyuan-moe": GgufModel(model_type="hunyuan_v1_moe", keys=(*RMS, "num_experts", "moe_topk"), has=_BIASED),
     "exaone-moe": GgufModel(
         model_type="exaone_moe",
-        keys=_EXPERTS | {"moe_intermediate_size": "expert_feed_forward_length"},
-        optional={key: name for key, name in _ROUTED["optional"].items() if key != "n_shared_experts"}
-        | {"num_shared_experts": "expert_shared_count", "sliding_window": "attention.sliding_window"},
-        constants={key: value for key, value in _ROUTED["constants"].items() if key != "n_shared_experts"}
-        | {"num_shared_experts": 0},
+        keys=_SIZED,
+        optional=("num_shared_experts", "first_k_dense_replace", *_GROUPS, "norm_topk_prob", "sliding_window"),
         finish=_exaone,
         score=SIGMOID,
     ),
     "afmoe": GgufModel(
         model_type="afmoe",
-        keys=_EXPERTS | {"moe_intermediate_size": "expert_feed_forward_length"},
-        optional={
-            "num_shared_experts": "expert_shared_count",
-            "num_dense_layers": "leading_dense_block_count",
-            "route_scale": "expert_weights_scale",
-            "sliding_window": "attention.sliding_window",
-        },
-        constants={"hidden_act": "silu", "mup_enabled": True, "num_shared_experts": 0, "num_dense_layers": 0},
+        keys=_SIZED,
+        optional=("num_shared_experts", "num_dense_layers", "route_scale", "sliding_window"),
+        constants={**SILU, "mup_enabled": True},
+        has=_BIASED,
         finish=_afmoe,
         score=SIGMOID,
     ),
     "bailingmoe2": GgufModel(
         model_type="bailing_moe",
-        keys=_EXPERTS | {"moe_intermediate_size": "expert_feed_forward_length"},
-        optional={
-            "num_shared_experts": "expert_shared_count",
-            "first_k_dense_replace": "leading_dense_block_count",
-            "n_group": "expert_group_count",
-            "topk_group": "expert_group_used_count",
-            "routed_scaling_factor": "expert_weights_scale",
-        },
+        keys=_SIZED,
+        optional=("num_shared_experts", "first_k_dense_replace", *_GROUPS),
         constants={
-            "n_group": 1,
-            "topk_group": 1,
-            "hidden_act": "silu",
-            "num_shared_experts": 0,
-            "first_k_dense_replace": 0,
+            **SILU,
             "score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
             "use_qk_norm": True,
         },
-        finish=_ling,
+        finish=_must_normalize,
         score=SIGMOID,
     ),
     "phimoe": GgufModel(
         model_type="phimoe",
-        keys=RMS | {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
-        constants={"hidden_act": "silu"},
+        keys=(*RMS, "num_local_experts", "num_experts_per_tok"),
+        has=_BIASED,
         finish=_phimoe,
     ),
     "kimi-linear": GgufModel(
         model_type="kimi_linear",
-        keys={key: name for key, name in RMS.items() if key not in ("num_key_value_heads", "max_position_embeddings")}
-        | {
-            "model_max_length": "context_length",
-            "kv_lora_rank": "attention.kv_lora_rank",
-            "num_experts": "expert_count",
-            "num_experts_per_token": "expert_used_count",
-            "moe_intermediate_size": "expert_feed_forward_length",
-            "linear_num_heads": "attention.head_count",
-            "linear_head_dim": "kda.head_dim",
-            "linear_conv_kernel_dim": "ssm.conv_kernel",
-        },
-        optional=LATENT["optional"]
-        | {
-            "num_shared_experts": "expert_shared_count",
-            "first_k_dense_replace": "leading_dense_block_count",
-            "routed_scaling_factor": "expert_weights_scale",
-            "num_expert_group": "expert_group_count",
-            "topk_group": "expert_group_used_count",
-        },
-        constants={"hidden_act": "silu", "q_lora_rank": None, "num_shared_experts": 0, "first_k_dense_replace": 0}
-        | {"num_expert_group": 1, "topk_group": 1},
+        keys=(
+            *without(RMS, "num_key_value_heads", "max_position_embeddings"),
+            *("model_max_length", "kv_lora_rank", "num_experts", "num_experts_per_token", "moe_intermediate_size"),
+            *("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"),
+        ),
+        optional=(
+            *("q_lora_rank", "num_shared_experts", "first_k_dense_replace"),
+            *("routed_scaling_factor", "num_expert_group", "topk_group"),
+        ),
         names={"self_attn.dt_bias": "ssm_dt.bias"},
         finish=_kimi_linear,
         score=SIGMOID,
     ),
     "laguna": GgufModel(
         model_type="laguna",
-        keys={key: name for key, name in _EXPERTS.items() if key != "num_attention_heads"}
-        | {
-            "moe_intermediate_size": "expert_feed_forward_length",
-            "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
-        },
-        lists={"num_attention_heads_per_layer": "attention.head_count"},
-        optional={
-            "first_k_dense_replace": "leading_dense_block_count",
-            "moe_routed_scaling_factor": "expert_weights_scale",
-            "sliding_window": "attention.sliding_window",
-        },
-        constants={"hidden_act": "silu", "first_k_dense_replace": 0},
+        keys=(*without(_SIZED, "num_attention_heads"), "shared_expert_intermediate_size"),
+        lists=("num_attention_heads_per_layer",),
+        optional=("first_k_dense_replace", "moe_routed_scaling_factor", "sliding_window"),
         table="dots1",
         names={"self_attn.g_proj.weight": "attn_gate.weight"},
         finish=_laguna,
@@ -444,61 +334,38 @@ MIXTURES: dict[str, GgufModel] = {
     ),
     "cohere2moe": GgufModel(
         model_type="cohere2_moe",
-        keys=GROUPED
-        | {
-            "intermediate_size": "expert_feed_forward_length",
-            "num_experts": "expert_count",
-            "num_experts_per_tok": "expert_used_count",
-            "logit_scale": "logit_scale",
-            "sliding_window": "attention.sliding_window",
-        },
-        optional=_NORMALIZED
-        | {
-            "layer_norm_eps": LAYER_NORM,
-            "rms_norm_eps": RMS["rms_norm_eps"],
-            "num_shared_experts": "expert_shared_count",
-            "first_k_dense_replace": "leading_dense_block_count",
-        },
-        constants={"hidden_act": "silu", "expert_selection_fn": "sigmoid", "norm_topk_prob": False}
-        | {"num_shared_experts": 0, "first_k_dense_replace": 0},
+        keys=(*GROUPED, "num_experts", "num_experts_per_tok", "logit_scale", "sliding_window"),
+        elsewhere=_OF_EXPERTS,
+        optional=(
+            *("norm_topk_prob", "layer_norm_eps", "rms_norm_eps"),
+            *("num_shared_experts", "first_k_dense_replace"),
+        ),
+        constants={**SILU, "expert_selection_fn": "sigmoid"},
         table="dots1",
         finish=_cohere2,
         score=SIGMOID,
     ),
-    "granitehybrid": GgufModel(
-        keys=RMS | MAMBA | {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
-        **GRANITE_HYBRID,
-    ),
+    "granitehybrid": GgufModel(keys=(*RMS, *MAMBA, "num_local_experts", "num_experts_per_tok"), **GRANITE_HYBRID),
     "nemotron_h_moe": GgufModel(
-        **NEMOTRON_H
-        | {
-            "keys": NEMOTRON_H["keys"]
-            | {
-                "n_routed_experts": "expert_count",
-                "num_experts_per_tok": "expert_used_count",
-                "moe_intermediate_size": "expert_feed_forward_length",
-                "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
-            },
-            "constants": NEMOTRON_H["constants"] | {"norm_topk_prob": False},
-        },
-        optional={key: _ROUTED["optional"][key] for key in ("n_group", "topk_group", "routed_scaling_factor")}
-        | _NORMALIZED
-        | {"moe_latent_size": "moe_latent_size"},
-        finish=_nemotron_h,
+        keys=(
+            *(*NEMOTRON_KEYS, "n_routed_experts", "num_experts_per_tok"),
+            *("moe_intermediate_size", "moe_shared_expert_intermediate_size"),
+        ),
+        optional=(*_GROUPS, "norm_topk_prob", "moe_latent_size"),
         score=SIGMOID,
+        **NEMOTRON_H,
     ),
     "lfm2moe": GgufModel(
         model_type="lfm2_moe",
-        keys=CONVOLUTION["keys"]
+        **CONVOLUTION
         | {
-            "num_experts": "expert_count",
-            "num_experts_per_tok": "expert_used_count",
-            "moe_intermediate_size": "expert_feed_forward_length",
-            "num_dense_layers": "leading_dense_block_count",
+            "keys": (
+                *(*CONVOLUTION["keys"], "num_experts", "num_experts_per_tok"),
+                *("moe_intermediate_size", "num_dense_layers"),
+            )
         },
-        optional={"routed_scaling_factor": "expert_weights_scale"},
+        optional=("routed_scaling_factor",),
         constants={"norm_topk_prob": True},
-        finish=CONVOLUTION["finish"],
         score=SIGMOID,
     ),
 }

@@ -17,14 +17,14 @@ from flashllm.convert.checkpoint.gguf.row import (
     GROUPED,
     INTERLEAVED,
     LATENT,
-    LAYER_NORM,
     MAMBA,
+    NAMES,
     RMS,
+    SILU,
     SIZES,
     STATES,
     GgufModel,
     Order,
-    biases,
     grouped_rows,
     growing,
     has_tensor,
@@ -33,29 +33,15 @@ from flashllm.convert.checkpoint.gguf.row import (
     own_key,
     state_types,
     windows,
+    without,
 )
 from flashllm.errors import UnsupportedModelError
 
-_FALCON = {key if key != "intermediate_size" else "ffn_hidden_size": name for key, name in SIZES.items()} | {
-    "layer_norm_epsilon": LAYER_NORM,
-    "num_kv_heads": "attention.head_count_kv",
-}
 _GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
-_SHARING = {
-    "num_kv_shared_layers": "attention.shared_kv_layers",
-    "hidden_size_per_layer_input": "embedding_length_per_layer_input",
-    "final_logit_softcapping": "final_logit_softcapping",
-}
+_SHARING = ("num_kv_shared_layers", "hidden_size_per_layer_input", "final_logit_softcapping")
 _FUSED: Mapping[str, Order] = {".attn_qkv.": grouped_rows}
-
-
-MULTIPLIERS = {  # Granite's
-    "attention_multiplier": "attention.scale",
-    "embedding_multiplier": "embedding_scale",
-    "residual_multiplier": "residual_scale",
-    "logits_scaling": "logit_scale",
-}
-_llama = biases(attention_bias="attn_q", mlp_bias="ffn_up")
+MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")  # Granite's
+_BIASES = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
 
 
 def _gemma2(config: dict[str, Any], content: GgufContent) -> None:
@@ -143,10 +129,6 @@ def _phi3(config: dict[str, Any], content: GgufContent) -> None:
         config["sliding_window"] = None
 
 
-def _cohere(config: dict[str, Any], content: GgufContent) -> None:
-    config["use_qk_norm"] = has_tensor(content, "attn_q_norm.weight")
-
-
 def _mistral3(config: dict[str, Any], content: GgufContent) -> None:
     """Mistral 3, whose queries grow with the position; those of older models of this name do not."""
     growing(config, content)
@@ -155,21 +137,9 @@ def _mistral3(config: dict[str, Any], content: GgufContent) -> None:
         rope |= {"mscale": 1.0, "mscale_all_dim": round(content.metadata.number(key), 6)}
 
 
-def _stablelm(config: dict[str, Any], content: GgufContent) -> None:
-    config["use_qkv_bias"] = has_tensor(content, "attn_q.bias")
-    config["qk_layernorm"] = has_tensor(content, "attn_q_norm.weight")
-
-
-def _glm4(config: dict[str, Any], content: GgufContent) -> None:
-    config["attention_bias"] = has_tensor(content, "attn_q.bias")
-    config["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
-
-
 def _falcon(config: dict[str, Any], content: GgufContent) -> None:
-    config["new_decoder_architecture"] = has_tensor(content, "attn_norm_2.weight")
     config["multi_query"] = config["num_kv_heads"] == 1
     config["parallel_attn"] = not has_tensor(content, "ffn_norm.weight")
-    config["bias"] = has_tensor(content, "attn_qkv.bias")
     given = config.pop("head_dim")  # which transformers' config computes, and takes from nobody
     if given != head_size(config):
         raise UnsupportedModelError(
@@ -181,13 +151,6 @@ def _falcon_h1(config: dict[str, Any], content: GgufContent) -> None:
     """The multipliers are in the weights."""
     config["mamba_d_ssm"] = inner_size(content, config["mamba_n_heads"])
     config["mamba_d_head"] = config["mamba_d_ssm"] // config["mamba_n_heads"]
-    for key, name in (
-        ("mamba_conv_bias", "ssm_conv1d.bias"),
-        ("mamba_rms_norm", "ssm_norm.weight"),
-        ("attention_bias", "attn_q.bias"),
-        ("mlp_bias", "ffn_up.bias"),
-    ):
-        config[key] = has_tensor(content, name)
 
 
 def granite_hybrid(config: dict[str, Any], content: GgufContent) -> None:
@@ -206,19 +169,19 @@ def granite_hybrid(config: dict[str, Any], content: GgufContent) -> None:
     config["layer_types"] = state_types(config, content)
     routed = config["num_local_experts"] > 0
     if content.metadata.flag(own_key(content, "rope.scaling.finetuned"), True):
-        if routed or config.keys() & MULTIPLIERS.keys():
+        if routed or config.keys() & set(MULTIPLIERS):
             raise UnsupportedModelError(f"{content.path}: a hybrid that rotates and is not Bamba is not supported")
         config["model_type"], kinds = "bamba", enumerate(config.pop("layer_types"))
         config["attn_layer_indices"] = [layer for layer, kind in kinds if kind == "full_attention"]
-        config["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
         return
     config.setdefault("shared_intermediate_size", 0 if routed else config["intermediate_size"])
 
 
 GRANITE_HYBRID: dict[str, Any] = {
     "model_type": "granitemoehybrid",
-    "optional": MULTIPLIERS | {"shared_intermediate_size": "expert_shared_feed_forward_length"},
-    "constants": {"hidden_act": "silu", "num_local_experts": 0, "position_embedding_type": "nope"},
+    "optional": (*MULTIPLIERS, "shared_intermediate_size"),
+    "constants": {**SILU, "num_local_experts": 0, "position_embedding_type": "nope"},
+    "of_share": True,
     "orders": INTERLEAVED,
     "names": {"mamba.dt_bias": "ssm_dt.bias"}
     | {f"shared_mlp.{matrix}_proj.weight": f"ffn_{matrix}.weight" for matrix in ("up", "gate", "down")},
@@ -241,35 +204,28 @@ def nemotron_h(config: dict[str, Any], content: GgufContent) -> None:
 
 NEMOTRON_H: dict[str, Any] = {
     "model_type": "nemotron_h",
-    "keys": {key: name for key, name in GROUPED.items() if key != "intermediate_size"}
-    | {
-        "layer_norm_epsilon": "attention.layer_norm_rms_epsilon",
-        "conv_kernel": "ssm.conv_kernel",
-        "ssm_state_size": "ssm.state_size",
-        "n_groups": "ssm.group_count",
-        "mamba_num_heads": "ssm.time_step_rank",
-    },
+    "elsewhere": {"layer_norm_epsilon": NAMES["rms_norm_eps"]},
     "constants": {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu"},
     "orders": INTERLEAVED,
     "names": {"mixer.dt_bias": "ssm_dt.bias"},
     "dtype": "bfloat16",  # squares of more than 255 are no numbers in float16
+    "finish": nemotron_h,
 }
+NEMOTRON_KEYS = (
+    *without(GROUPED, "intermediate_size"),
+    *("layer_norm_epsilon", "conv_kernel", "ssm_state_size", "n_groups", "mamba_num_heads"),
+)
 
 
 MODELS: dict[str, GgufModel] = {
-    "llama": GgufModel(
-        model_type="llama", keys=RMS, constants={"hidden_act": "silu"}, orders=INTERLEAVED, finish=_llama, relu=True
-    ),
-    "qwen2": GgufModel(model_type="qwen2", keys=RMS, constants={"hidden_act": "silu", "use_sliding_window": False}),
-    "qwen3": GgufModel(model_type="qwen3", keys=RMS, constants={"hidden_act": "silu", "use_sliding_window": False}),
-    "gemma": GgufModel(model_type="gemma", keys=RMS, constants=_GELU, shifted=True, dtype="bfloat16"),
+    "llama": GgufModel(model_type="llama", orders=INTERLEAVED, has=_BIASES, relu=True),
+    "qwen2": GgufModel(model_type="qwen2", constants={**SILU, "use_sliding_window": False}),
+    "qwen3": GgufModel(model_type="qwen3", constants={**SILU, "use_sliding_window": False}),
+    "gemma": GgufModel(model_type="gemma", constants=_GELU, shifted=True, dtype="bfloat16"),
     "gemma2": GgufModel(
         model_type="gemma2",
-        keys=RMS | {"sliding_window": "attention.sliding_window"},
-        optional={
-            "attn_logit_softcapping": "attn_logit_softcapping",
-            "final_logit_softcapping": "final_logit_softcapping",
-        },
+        keys=(*RMS, "sliding_window"),
+        optional=("attn_logit_softcapping", "final_logit_softcapping"),
         constants=_GELU,
         shifted=True,
         dtype="bfloat16",
@@ -277,7 +233,7 @@ MODELS: dict[str, GgufModel] = {
     ),
     "gemma3": GgufModel(
         model_type="gemma3_text",
-        keys=RMS | {"sliding_window": "attention.sliding_window"},
+        keys=(*RMS, "sliding_window"),
         constants=_GELU | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
         shifted=True,
         dtype="bfloat16",
@@ -285,10 +241,9 @@ MODELS: dict[str, GgufModel] = {
     ),
     "gemma3n": GgufModel(
         model_type="gemma3n_text",
-        keys={key: name for key, name in RMS.items() if key != "intermediate_size"}
-        | {"sliding_window": "attention.sliding_window"},
-        optional=_SHARING | {"altup_num_inputs": "altup.num_inputs", "altup_active_idx": "altup.active_idx"},
-        constants=_GELU | {"num_kv_shared_layers": 0},
+        keys=(*without(RMS, "intermediate_size"), "sliding_window"),
+        optional=(*_SHARING, "altup_num_inputs", "altup_active_idx"),
+        constants=_GELU,
         names={"altup.correct_output_scale": "altup_correct_scale.weight"},
         stacked={
             "altup_proj.weight": "model.altup_projections.{}.weight",
@@ -299,10 +254,9 @@ MODELS: dict[str, GgufModel] = {
     ),
     "gemma4": GgufModel(
         model_type="gemma4_text",
-        keys={key: name for key, name in RMS.items() if key not in ("intermediate_size", "num_key_value_heads")}
-        | {"sliding_window": "attention.sliding_window"},
+        keys=(*without(RMS, "intermediate_size", "num_key_value_heads"), "sliding_window"),
         optional=_SHARING,
-        constants=_GELU | {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
+        constants=_GELU | {"hidden_size_per_layer_input": 0},
         names={
             "layer_scalar": "layer_output_scale.weight",
             "router.scale": "ffn_gate_inp.scale",
@@ -311,128 +265,79 @@ MODELS: dict[str, GgufModel] = {
         dtype="bfloat16",
         finish=_gemma4,
     ),
-    "phi3": GgufModel(
-        model_type="phi3",
-        keys=RMS,
-        optional={
-            "sliding_window": "attention.sliding_window",
-            "original_max_position_embeddings": "rope.scaling.original_context_length",
-        },
-        constants={"hidden_act": "silu"},
-        finish=_phi3,
-    ),
+    "phi3": GgufModel(model_type="phi3", optional=("sliding_window", "original_max_position_embeddings"), finish=_phi3),
     "phi2": GgufModel(
-        model_type="phi", keys=GROUPED | {"layer_norm_eps": LAYER_NORM}, constants={"hidden_act": "gelu_new"}
+        model_type="phi", keys=(*GROUPED, "layer_norm_eps"), constants={"hidden_act": "gelu_new"}, of_share=True
     ),
-    "mistral3": GgufModel(
-        model_type="ministral3", keys=RMS, constants={"hidden_act": "silu"}, orders=INTERLEAVED, finish=_mistral3
-    ),
+    "mistral3": GgufModel(model_type="ministral3", orders=INTERLEAVED, finish=_mistral3),
     "starcoder2": GgufModel(
         model_type="starcoder2",
-        keys=GROUPED | {"norm_epsilon": LAYER_NORM},
+        keys=(*GROUPED, "norm_epsilon"),
         constants={"hidden_act": "gelu_pytorch_tanh", "use_bias": True, "sliding_window": None},
     ),
     "stablelm": GgufModel(
         model_type="stablelm",
-        keys=GROUPED | {"layer_norm_eps": LAYER_NORM},
-        optional={"use_parallel_residual": "use_parallel_residual"},
-        constants={"hidden_act": "silu"},
-        finish=_stablelm,
+        keys=(*GROUPED, "layer_norm_eps"),
+        optional=("use_parallel_residual",),
+        has={"use_qkv_bias": "attn_q.bias", "qk_layernorm": "attn_q_norm.weight"},
+        of_share=True,
     ),
     "falcon": GgufModel(
         model_type="falcon",
-        keys=_FALCON,
+        keys=(*without(SIZES, "intermediate_size"), "ffn_hidden_size", "layer_norm_epsilon", "num_kv_heads"),
         constants={"activation": "gelu", "alibi": False},
+        has={"new_decoder_architecture": "attn_norm_2.weight", "bias": "attn_qkv.bias"},
         orders=_FUSED,
         finish=_falcon,
         relu=True,
     ),
     "gptneox": GgufModel(
         model_type="gpt_neox",
-        keys=SIZES | {"layer_norm_eps": LAYER_NORM, "use_parallel_residual": "use_parallel_residual"},
+        keys=(*SIZES, "layer_norm_eps", "use_parallel_residual"),
         constants={"hidden_act": "gelu"},
+        of_share=True,
         orders=_FUSED,
     ),
     "nemotron": GgufModel(
         model_type="nemotron",
-        keys=GROUPED | {"norm_eps": LAYER_NORM},
+        keys=(*GROUPED, "norm_eps"),
         constants={"hidden_act": "relu2"},
+        of_share=True,
         shifted=True,
     ),
-    "arcee": GgufModel(
-        model_type="arcee", keys=RMS, constants={"hidden_act": "relu2"}, orders=INTERLEAVED, finish=_llama
-    ),
+    "arcee": GgufModel(model_type="arcee", constants={"hidden_act": "relu2"}, orders=INTERLEAVED, has=_BIASES),
     "smollm3": GgufModel(
-        model_type="smollm3",
-        keys=RMS,
-        constants={"hidden_act": "silu", "no_rope_layer_interval": 4},
-        orders=INTERLEAVED,
-        finish=_llama,
+        model_type="smollm3", constants={**SILU, "no_rope_layer_interval": 4}, orders=INTERLEAVED, has=_BIASES
     ),
     "command-r": GgufModel(
         model_type="cohere",
-        keys=GROUPED | {"layer_norm_eps": LAYER_NORM, "logit_scale": "logit_scale"},
-        constants={"hidden_act": "silu"},
-        finish=_cohere,
+        keys=(*GROUPED, "layer_norm_eps", "logit_scale"),
+        has={"use_qk_norm": "attn_q_norm.weight"},
     ),
-    "olmo2": GgufModel(model_type="olmo2", keys=RMS, constants={"hidden_act": "silu"}),
-    "granite": GgufModel(
-        model_type="granite",
-        keys=RMS,
-        optional=MULTIPLIERS,
-        constants={"hidden_act": "silu"},
-        orders=INTERLEAVED,
-        finish=_llama,
-    ),
+    "olmo2": GgufModel(model_type="olmo2"),
+    "granite": GgufModel(model_type="granite", optional=MULTIPLIERS, orders=INTERLEAVED, has=_BIASES),
     "deepseek2": GgufModel(model_type="youtu", **LATENT),
     "minicpm3": GgufModel(model_type="minicpm3", **LATENT),
     "cohere2": GgufModel(
-        model_type="cohere2",
-        keys=GROUPED
-        | {
-            "layer_norm_eps": LAYER_NORM,
-            "logit_scale": "logit_scale",
-            "sliding_window": "attention.sliding_window",
-        },
-        constants={"hidden_act": "silu"},
-        finish=windows,
+        model_type="cohere2", keys=(*GROUPED, "layer_norm_eps", "logit_scale", "sliding_window"), finish=windows
     ),
-    "exaone4": GgufModel(
-        model_type="exaone4",
-        keys=RMS,
-        optional={"sliding_window": "attention.sliding_window"},
-        constants={"hidden_act": "silu"},
-        finish=windows,
-    ),
-    "glm4": GgufModel(model_type="glm4", keys=RMS, constants={"hidden_act": "silu"}, finish=_glm4),
-    "seed_oss": GgufModel(
-        model_type="seed_oss",
-        keys=RMS,
-        constants={"hidden_act": "silu"},
-        finish=biases(attention_bias="attn_q", attention_out_bias="attn_output", mlp_bias="ffn_up"),
-    ),
-    "ernie4_5": GgufModel(
-        model_type="ernie4_5", keys=RMS, constants={"hidden_act": "silu"}, finish=biases(use_bias="attn_q")
-    ),
-    "hunyuan-dense": GgufModel(
-        model_type="hunyuan_v1_dense",
-        keys=RMS,
-        constants={"hidden_act": "silu"},
-        finish=biases(attention_bias="attn_q"),
-    ),
+    "exaone4": GgufModel(model_type="exaone4", optional=("sliding_window",), finish=windows),
+    "glm4": GgufModel(model_type="glm4", has={"attention_bias": "attn_q.bias"}, of_share=True),
+    "seed_oss": GgufModel(model_type="seed_oss", has=_BIASES | {"attention_out_bias": "attn_output.bias"}),
+    "ernie4_5": GgufModel(model_type="ernie4_5", has={"use_bias": "attn_q.bias"}),
+    "hunyuan-dense": GgufModel(model_type="hunyuan_v1_dense", has={"attention_bias": "attn_q.bias"}),
     "lfm2": GgufModel(model_type="lfm2", constants={"block_auto_adjust_ff_dim": False}, **CONVOLUTION),
     "qwen35": GgufModel(model_type="qwen3_5_text", keys=DELTA, **STATES),
     "falcon-h1": GgufModel(
         model_type="falcon_h1",
-        keys=RMS | MAMBA,
-        constants={"hidden_act": "silu", "mamba_norm_before_gate": False},
+        keys=(*RMS, *MAMBA),
+        constants={**SILU, "mamba_norm_before_gate": False},
+        has=_BIASES | {"mamba_conv_bias": "ssm_conv1d.bias", "mamba_rms_norm": "ssm_norm.weight"},
         names={"mamba.dt_bias": "ssm_dt.bias"},
         finish=_falcon_h1,
     ),
-    "granitehybrid": GgufModel(keys=RMS | MAMBA, **GRANITE_HYBRID),
-    "nemotron_h": GgufModel(
-        **NEMOTRON_H | {"keys": NEMOTRON_H["keys"] | {"intermediate_size": "feed_forward_length"}}, finish=nemotron_h
-    ),
+    "granitehybrid": GgufModel(keys=(*RMS, *MAMBA), **GRANITE_HYBRID),
+    "nemotron_h": GgufModel(keys=(*NEMOTRON_KEYS, "intermediate_size"), **NEMOTRON_H),
 }
 
 
@@ -440,8 +345,6 @@ MODELS: dict[str, GgufModel] = {
 # the up projection too.
 SPARSE_MODELS: dict[str, GgufModel] = {
     "llama": replace(MODELS["llama"], constants={"hidden_act": "relu"}),
-    "bamboo": GgufModel(
-        model_type="bamboo", keys=RMS, constants={"hidden_act": "relu"}, orders=INTERLEAVED, table="llama"
-    ),
+    "bamboo": GgufModel(model_type="bamboo", constants={"hidden_act": "relu"}, orders=INTERLEAVED, table="llama"),
     "falcon": replace(MODELS["falcon"], constants={"activation": "relu", "alibi": False}),
 }

@@ -4,7 +4,7 @@ llama.cpp stores the rows of Llama's queries and keys in the order of interleave
 pair dimension j of a head with j + half: those rows are put back. Knows no architecture.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,16 +21,68 @@ LONGROPE = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_fa
 NEXT = "nextn_predict_layers"  # how many of the layers draft tokens: they are the last
 FACTOR_TENSORS = (ROPE_FACTORS, *LONGROPE.values())  # which the config says
 
-SIZES = {  # config.json's key -> the metadata's, after the architecture's name
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "max_position_embeddings": "context_length",
+LAYER_NORM, FACTOR = "attention.layer_norm_epsilon", "expert_weights_scale"
+NAMES = {  # config.json's key -> the metadata's, after the architecture's name
+    key: name
+    for name, keys in {
+        "embedding_length": ("hidden_size",),
+        "feed_forward_length": ("intermediate_size", "ffn_hidden_size"),
+        "block_count": ("num_hidden_layers",),
+        "context_length": ("max_position_embeddings", "model_max_length"),
+        "attention.head_count": ("num_attention_heads", "num_attention_heads_per_layer", "linear_num_heads"),
+        "attention.head_count_kv": ("num_key_value_heads", "num_kv_heads"),
+        "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
+        LAYER_NORM: ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
+        "attention.sliding_window": ("sliding_window",),
+        "attention.scale": ("attention_multiplier",),
+        "embedding_scale": ("embedding_multiplier",),
+        "residual_scale": ("residual_multiplier",),
+        "logit_scale": ("logit_scale", "logits_scaling"),
+        "attn_logit_softcapping": ("attn_logit_softcapping",),
+        "final_logit_softcapping": ("final_logit_softcapping",),
+        "use_parallel_residual": ("use_parallel_residual",),
+        "rope.scaling.original_context_length": ("original_max_position_embeddings",),
+        "attention.kv_lora_rank": ("kv_lora_rank",),
+        "attention.q_lora_rank": ("q_lora_rank",),
+        "attention.shared_kv_layers": ("num_kv_shared_layers",),
+        "embedding_length_per_layer_input": ("hidden_size_per_layer_input",),
+        "altup.num_inputs": ("altup_num_inputs",),
+        "altup.active_idx": ("altup_active_idx",),
+        "shortconv.l_cache": ("conv_L_cache",),
+        "kda.head_dim": ("linear_head_dim",),
+        "ssm.conv_kernel": ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel"),
+        "ssm.state_size": ("linear_key_head_dim", "mamba_d_state", "ssm_state_size"),
+        "ssm.group_count": ("linear_num_key_heads", "mamba_n_groups", "n_groups"),
+        "ssm.time_step_rank": ("linear_num_value_heads", "mamba_n_heads", "mamba_num_heads"),
+        "expert_count": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+        "expert_used_count": (*("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"),),
+        "expert_feed_forward_length": ("moe_intermediate_size",),
+        "expert_shared_feed_forward_length": (
+            *("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size"),
+        ),
+        "expert_shared_count": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
+        "leading_dense_block_count": ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"),
+        "interleave_moe_layer_step": ("moe_layer_interval",),
+        "expert_group_count": ("n_group", "num_expert_group"),
+        "expert_group_used_count": ("topk_group",),
+        FACTOR: ("routed_scaling_factor", "route_scale", "moe_routed_scaling_factor"),
+        "expert_weights_norm": ("norm_topk_prob",),
+        "moe_latent_size": ("moe_latent_size",),
+    }.items()
+    for key in keys
 }
-GROUPED = SIZES | {"num_key_value_heads": "attention.head_count_kv"}
-RMS = GROUPED | {"rms_norm_eps": "attention.layer_norm_rms_epsilon"}
-LAYER_NORM = "attention.layer_norm_epsilon"
+ABSENT: dict[str, Any] = {  # what the metadata means that lacks a key which may be left out
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 0),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "num_kv_shared_layers"), 0),
+    **dict.fromkeys(("n_group", "num_expert_group", "topk_group"), 1),
+    **dict.fromkeys(("routed_scaling_factor", "route_scale", "moe_routed_scaling_factor"), 1.0),
+    "norm_topk_prob": False,
+    "q_lora_rank": None,
+}
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+GROUPED = (*SIZES, "num_key_value_heads")
+RMS = (*GROUPED, "rms_norm_eps")
+SILU = {"hidden_act": "silu"}
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # expert_gating_func
 
 Order = Callable[[int, Mapping[str, Any]], NDArray[np.int64]]
@@ -41,21 +93,27 @@ class GgufModel:
     """An architecture of GGUF files."""
 
     model_type: str  # transformers'
-    keys: Mapping[str, str]  # config.json's key -> the metadata's
-    optional: Mapping[str, str] = field(default_factory=dict)  # the same, of keys a config.json may leave out
-    lists: Mapping[str, str] = field(default_factory=dict)  # the same, of a number for each layer
-    constants: Mapping[str, Any] = field(default_factory=dict)  # config.json's, which the metadata does not say
+    keys: Sequence[str] = RMS  # config.json's, which the metadata has (`NAMES`)
+    optional: Sequence[str] = ()  # the same, of keys that a file may leave out (`ABSENT`)
+    lists: Sequence[str] = ()  # the same, of a number for each layer
+    elsewhere: Mapping[str, str] = field(default_factory=dict)  # config.json's key -> the metadata's, an unusual one
+    constants: Mapping[str, Any] = field(default_factory=lambda: SILU)  # config.json's that the metadata does not say
+    has: Mapping[str, str] = field(default_factory=dict)  # config.json's key -> a tensor that the first layer has if so
+    of_share: bool = False  # whether a part of each head is turned where a config.json does not say how much
     orders: Mapping[str, Order] = field(default_factory=dict)  # of rows, by a part of the file's name of a tensor
     shifted: bool = False  # whether 1 was added to the norms' weights
     table: str | None = None  # architecture whose names the tensors have, where it is another
     dtype: str | None = None  # of a conversion of quantised weights, where the usual one would overflow
     names: Mapping[str, str] = field(default_factory=dict)  # a layer's, that the gguf package's table lacks
-    stacked: Mapping[str, str] = field(
-        default_factory=dict
-    )  # tensors of several: transformers' name of each, by number
+    stacked: Mapping[str, str] = field(default_factory=dict)  # of several: transformers' name of each, by number
     finish: Callable[[dict[str, Any], GgufContent], None] | None = None  # what the keys alone do not say
     score: int | None = SOFTMAX  # of its router, as the metadata numbers them; None: as the file says
     relu: bool = False  # whether models of this kind exist with ReLU, which their files do not say
+
+
+def without(keys: Sequence[str], *left: str) -> tuple[str, ...]:
+    """The keys but for those `left` out."""
+    return tuple(key for key in keys if key not in left)
 
 
 def paired_rows(rows: int, config: Mapping[str, Any]) -> NDArray[np.int64]:
@@ -115,15 +173,6 @@ def windows(
     config["layer_types"] = ["sliding_attention" if each else "full_attention" for each in slides[:count]]
 
 
-def biases(**names: str) -> Callable[[dict[str, Any], GgufContent], None]:
-    """A step that sets each key of the config to whether the first layer has that tensor's bias."""
-
-    def finish(config: dict[str, Any], content: GgufContent) -> None:
-        config.update({key: has_tensor(content, f"{name}.bias") for key, name in names.items()})
-
-    return finish
-
-
 def latent_sizes(config: dict[str, Any], content: GgufContent) -> None:
     """Sizes of latent attention. Older files have plain keys' and values' under the names that newer ones use for the
     latent row's, and the projection of both in one tensor; newer ones have it as it is multiplied.
@@ -165,9 +214,8 @@ def growing(config: dict[str, Any], content: GgufContent, rate: float = 0.0) -> 
 
 
 LATENT: dict[str, Any] = {
-    "keys": RMS | {"kv_lora_rank": "attention.kv_lora_rank"},
-    "optional": {"q_lora_rank": "attention.q_lora_rank"},
-    "constants": {"hidden_act": "silu", "q_lora_rank": None},
+    "keys": (*RMS, "kv_lora_rank"),
+    "optional": ("q_lora_rank",),
     "finish": latent_sizes,
 }
 
@@ -194,7 +242,6 @@ def state_sizes(config: dict[str, Any], content: GgufContent) -> None:
     heads = config["linear_num_value_heads"]
     config["linear_value_head_dim"] = inner_size(content, heads) // heads
     config["layer_types"] = state_types(config, content)
-    config["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
     if config["model_type"] != "qwen3_next":
         config["linear_value_heads_tiled"] = heads != config["linear_num_key_heads"]
     else:
@@ -202,34 +249,25 @@ def state_sizes(config: dict[str, Any], content: GgufContent) -> None:
 
 
 STATES: dict[str, Any] = {
-    "constants": {"hidden_act": "silu"},
     "names": {"linear_attn.dt_bias": "ssm_dt.bias"},
     "shifted": True,
+    "of_share": True,
     "finish": state_sizes,
 }
-DELTA = RMS | {
-    "linear_conv_kernel_dim": "ssm.conv_kernel",
-    "linear_key_head_dim": "ssm.state_size",
-    "linear_num_key_heads": "ssm.group_count",
-    "linear_num_value_heads": "ssm.time_step_rank",
-}
-MAMBA = {  # Mamba-2's, as most configs call them
-    "mamba_d_conv": "ssm.conv_kernel",
-    "mamba_d_state": "ssm.state_size",
-    "mamba_n_groups": "ssm.group_count",
-    "mamba_n_heads": "ssm.time_step_rank",
-}
+DELTA = (
+    *RMS,
+    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
+)
+MAMBA = ("mamba_d_conv", "mamba_d_state", "mamba_n_groups", "mamba_n_heads")  # Mamba-2's, as most configs call them
 
 
 def convolving_layers(config: dict[str, Any], content: GgufContent) -> None:
-    """Layers that convolve. A factor of 0 is none."""
     kinds = ("full_attention", "conv")
     config["layer_types"] = [kinds[convolves] for convolves in having(config, content, "shortconv.conv.weight")]
-    if "routed_scaling_factor" in config:
-        config["routed_scaling_factor"] = config["routed_scaling_factor"] or 1.0
 
 
 CONVOLUTION: dict[str, Any] = {
-    "keys": GROUPED | {"norm_eps": "attention.layer_norm_rms_epsilon", "conv_L_cache": "shortconv.l_cache"},
+    "keys": (*GROUPED, "norm_eps", "conv_L_cache"),
+    "elsewhere": {"norm_eps": NAMES["rms_norm_eps"]},
     "finish": convolving_layers,
 }

@@ -16,7 +16,6 @@ and held until the next.
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -169,12 +168,7 @@ def apart(checkpoint: Checkpoint) -> Checkpoint:
         for each in taken:
             tensors.pop(each, None)
             files.pop(each, None)
-    return dataclasses.replace(
-        checkpoint,
-        tensors=MappingProxyType(tensors),
-        quantised=MappingProxyType(quantised),
-        _files=MappingProxyType(files),
-    )
+    return checkpoint.changed(tensors, files, quantised=quantised)
 
 
 def _rows(whole: _Expert, expert: int, first: int, step: int) -> Rows:

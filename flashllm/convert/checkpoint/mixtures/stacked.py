@@ -8,7 +8,6 @@ the rows asked for. Knows no model_type: the architecture says what is stacked (
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from flashllm.arch.registry import block_spec, spec_of
 from flashllm.convert.checkpoint.source import Checkpoint, TensorFile
@@ -78,4 +77,4 @@ def unstacked(checkpoint: Checkpoint) -> Checkpoint:
                     offset = (expert * len(parts) + part) * nbytes
                     tensors[own] = dataclasses.replace(info, name=own, shape=shape, offset=offset, nbytes=nbytes)
                     files[own] = _Slices(file, info)
-    return dataclasses.replace(checkpoint, tensors=MappingProxyType(tensors), _files=MappingProxyType(files))
+    return checkpoint.changed(tensors, files)
