@@ -274,7 +274,7 @@ def test_stored_numbers_become_the_rows_that_conversion_writes(kind, dtype):
     layout = RowLayout(encoding=dtype, d_model=d_model, d_ff=neurons, matrices=("up", "gate", "down"))
     random = np.random.default_rng(0)
     up, gate, down = (
-        random.integers(0, 2**16, shape).astype(layout.storage)
+        random.integers(0, 2**15, shape).astype(layout.storage)
         for shape in ((neurons, d_model), (neurons, d_model), (d_model, neurons))
     )
     expected, found = np.zeros((2, neurons, layout.stride), np.uint8)
