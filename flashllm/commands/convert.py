@@ -50,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--in-place",
         action="store_true",
-        help="leave the experts of a quantised GGUF file where they are, and read them there: DST holds the rest, and "
-        "the file must stay as it is",
+        help="leave the experts of a GGUF file, or of safetensors that are not in codes, where they are, and read them "
+        "there: DST holds the rest, and the files must stay as they are",
     )
     parser.add_argument(
         "--gate",

@@ -23,5 +23,5 @@ class Choices(TypedDict, total=False):
     # activation is ever zero, and none where the gates name the neurons
     gate: GatePlace  # of a gated FFN; by default "rows"
     coded: CodedWeights | None  # weights that are written as they are, and not encoded
-    in_place: bool  # with `keep`: experts stay in the file, and are read there, as far as they can be
+    in_place: bool  # without encodings and `coded`: experts stay where they lie, as far as they can be read there
     keep: bool  # without encodings and `coded`: the weights of a quantised checkpoint keep their codes and scales

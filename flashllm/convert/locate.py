@@ -40,7 +40,7 @@ def resolve_model(
 
     A directory with a manifest is returned as it is, whole or not: the caller opens it. `progress` follows a
     conversion, `say` gets a line for a download, `explain` those on how the model is converted.
-    With `in_place` a mixture's experts stay in their GGUF file where the drive lacks room for a copy, or where a limit
+    With `in_place` a mixture's experts stay in their checkpoint where the drive lacks room for a copy, or where a limit
     of `memory` (None: what is free) holds them all, so that a copy would not be faster; `say` gets a line on that.
     `cache` and `hub` are by default the user's and Hugging Face's.
     UsageError where `model` is nothing we know, or would have to be converted and may not; the errors of `convert` and
@@ -65,7 +65,7 @@ def resolve_model(
         message = f"{target.parent}: cannot be made: {error.strerror}; run `flashllm convert {model} DST`, then use DST"
         raise FlashIOError(message) from error
     with open_checkpoint(checkpoint) as opened:
-        is_mixture = bool(opened.quantised) and resolve(opened.config).experts > 0
+        is_mixture = resolve(opened.config).experts > 0
         reason = _why_in_place(checkpoint, target, memory) if in_place and is_mixture else None
         if reason is not None:
             target = kept_as(source, cache, in_place=True)
@@ -90,10 +90,10 @@ def resolve_model(
 
 
 def _why_in_place(checkpoint: Path, target: Path, memory: int | None) -> str | None:
-    """Why a mixture's experts are to stay in their file; None where a copy is to be made.
+    """Why a mixture's experts are to stay where they lie; None where a copy is to be made.
 
-    Each missed expert's codes are put into rows, which costs processor time: with a third of the experts in memory a
-    token took 1.5 times as long as of a copy, with all of them as long.
+    Each missed expert's weights are put into rows, which costs processor time: of codes, with a third of the experts in
+    memory a token took 1.5 times as long as of a copy, with all of them as long.
     """
     nbytes, free = weights_nbytes(checkpoint), shutil.disk_usage(target.parent).free
     if free < nbytes + _SPARE_NBYTES:

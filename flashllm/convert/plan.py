@@ -103,23 +103,25 @@ class ConversionPlan(Storage):
         return self.ffn_nbytes + self.resident_nbytes + self.table_nbytes + companions + predictors
 
     @property
-    def kept_line(self) -> str:
-        """A line for the user on a quantised checkpoint whose bits are kept."""
-        rows = self.layout
+    def kept_line(self) -> str | None:
+        """A line for the user on a quantised checkpoint whose bits are kept, or on experts that were to stay where they
+        are; None of others."""
+        name, rows, where = self.checkpoint.path.name, self.layout, ""
+        if self.in_place is not None:
+            where = f"{format_size(self.lying_nbytes)} of experts stay in it and are read there"
+        elif self.not_in_place is not None:
+            where = f"experts are copied, as {self.not_in_place}"
+        if self.kept is None:
+            return f"{name}: {where}" if where else None
         matrices = rows.encoding if rows.down_encoding is None else f"{rows.encoding}, down {rows.down}"
         nbytes = sum(entry.nbytes for entry in self.resident if entry.plane)
         scales = f"; scales of the down columns in memory, {format_size(nbytes)}" if nbytes else ""
-        left = self.kept.left if self.kept is not None else ()
+        left = self.kept.left
         rest = f"; {len(left)} matrices, {left[0]} the first, dequantised to {self.dtype.name}" if left else ""
-        if self.kept is not None and self.kept.anew:
+        if self.kept.anew:
             rest += f"; {len(self.kept.anew)} down projections of shared experts coded anew, in 8 bits"
-        where = ""
-        if self.in_place is not None:
-            where = f"; {format_size(self.lying_nbytes)} of experts stay in it and are read there"
-        elif self.not_in_place is not None:
-            where = f"; experts are copied, as {self.not_in_place}"
-        name = self.checkpoint.path.name
-        return f"the bits of {name} are kept: neurons {matrices}{scales}{rest}{where}; --bits encodes anew"
+        rest += f"; {where}" if where else ""
+        return f"the bits of {name} are kept: neurons {matrices}{scales}{rest}; --bits encodes anew"
 
     def identity(self) -> dict[str, Any]:
         """The identity that a partial directory must have to be resumed: the source, the options, the layout."""

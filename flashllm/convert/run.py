@@ -79,7 +79,7 @@ def convert_checkpoint(
     """Convert an open checkpoint, which need not lie in files; otherwise as `convert`."""
     _check_request(dst, choices)
     plan = plan_conversion(checkpoint, **choices)
-    if plan.kept is not None and say is not None:
+    if plan.kept_line is not None and say is not None:
         say(plan.kept_line)
     if checkpoint.assumed is not None and say is not None and source_name not in KNOWN:
         say(checkpoint.assumed)

@@ -15,8 +15,8 @@ from flashllm.base.dtypes import WeightDtype
 from flashllm.convert.checkpoint.escapes import held_by_bf12
 from flashllm.convert.checkpoint.source import Checkpoint
 from flashllm.convert.choices import Choices
-from flashllm.convert.kept.in_place import choose_in_place
-from flashllm.convert.kept.weights import KeptWeights, keep_weights, most_common
+from flashllm.convert.kept.in_place import choose_in_place, lies_plain
+from flashllm.convert.kept.weights import KeptWeights, Lying, keep_weights, most_common
 from flashllm.errors import UsageError
 from flashllm.format.in_place import InPlace, checksum_counts
 from flashllm.format.model_files import TABLE_CHECKSUMS, checksums_tensor, gate_tensor, is_coded_matrix, plane_tensors
@@ -108,7 +108,14 @@ def storage_of(sources: Sources, architecture: Architecture, target: WeightDtype
         down_encoding=None if down == up else down,
     )
     layout = packed(layout, architecture)
-    lying = choose_in_place(kept, architecture, layout) if choices.get("in_place") else None
+
+    def lies(name: str) -> Lying | None:
+        if kept is not None and kept.vectors(name) is not None:
+            return kept.lies(name)
+        plain = choices.get("coded") is None and layout.encoding_of(name.split(".")[-2]).name == target.name
+        return lies_plain(checkpoint, names[claimed[name].source], claimed[name], target) if plain else None
+
+    lying = choose_in_place(lies, kept, architecture, layout) if choices.get("in_place") else None
     in_place, reason = (None, lying) if isinstance(lying, str) else (lying, None)
     of_table = None
     if table:

@@ -242,7 +242,12 @@ class _Builder:
             parts = zip(slices, rows_of, block_rows(slices, manifest.rows, size), strict=True)
             return _core.LyingExperts(
                 [
-                    (files[each.file], each.offset, each.nbytes, each.piece_nbytes(rows), unpacking)
+                    (
+                        [(files[file], offset) for file, offset in each.places],
+                        each.nbytes,
+                        each.piece_nbytes(rows),
+                        unpacking,
+                    )
                     for each, rows, unpacking in parts
                 ],
                 count=manifest.architecture.experts,

@@ -1,8 +1,7 @@
-"""Experts that are read where they lie, in a quantised file next to the model directory: which file, and where in it.
+"""Experts that are read where they lie, in files next to the model directory: which files, and where in them.
 
-A matrix of all experts of a layer is one slice after the other, an expert's stored rows each. A slice is read in
-pieces of whole rows, each of which has a checksum. Knows no codes: the core puts what it reads into neurons' rows
-(csrc/planes/block_rows.h).
+A matrix of an expert is a slice of a file: its stored rows. A slice is read in pieces of whole rows, each of which has
+a checksum. Knows no codes: the core puts what it reads into neurons' rows (csrc/planes/block_rows.h).
 """
 
 import os
@@ -64,24 +63,52 @@ class LyingFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slices:
-    """A matrix of a layer's experts: `kind` of ggml's, the first expert's offset, and the bytes of each."""
+    """A matrix of a layer's experts: `kind` of ggml's or dtype, where each expert's lies, and the bytes of each."""
 
-    file: int  # in the list of files
     kind: str
-    offset: int
     nbytes: int
+    places: tuple[tuple[int, int], ...]  # (file in the list of files, offset in it) of each expert's
 
     def __post_init__(self) -> None:
-        check_int("file", self.file, 0, 10**5)
         check_str("kind", self.kind, 16)
-        check_int("offset", self.offset, 0, 2**62)
         check_int("nbytes", self.nbytes, 1, 2**40)
+        for file, offset in self.places:
+            check_int("file", file, 0, 10**5)
+            check_int("offset", offset, 0, 2**62)
+
+    def to_json(self) -> list[Any]:
+        """[file, kind, first offset, nbytes] where one slice lies behind the other; else files and offsets are lists,
+        of each."""
+        file, first = self.places[0]
+        if self.places == _behind(file, first, self.nbytes, len(self.places)):
+            return [file, self.kind, first, self.nbytes]
+        files, offsets = zip(*self.places, strict=True)
+        return [list(files), self.kind, list(offsets), self.nbytes]
+
+    @classmethod
+    def from_json(cls, value: list[Any], experts: int) -> "Slices":
+        """ValueError says what is wrong."""
+        if len(value) != 4:
+            raise ValueError("in_place.layers must have file, kind, offset and nbytes of each matrix")
+        files, kind, offsets, nbytes = value
+        if isinstance(files, list) and isinstance(offsets, list):
+            if not len(files) == len(offsets) == experts:
+                raise ValueError(f"in_place.layers must have a place of each of {experts} experts")
+            return cls(kind=kind, nbytes=nbytes, places=tuple(zip(files, offsets, strict=True)))
+        check_int("offset", offsets, 0, 2**62)
+        check_int("nbytes", nbytes, 1, 2**40)
+        return cls(kind=kind, nbytes=nbytes, places=_behind(files, offsets, nbytes, experts))
 
     def piece_nbytes(self, rows: int) -> int:
         """Bytes that are read together of a slice of `rows` stored rows: about equal parts."""
         row = self.nbytes // rows
         count = max(1, -(-self.nbytes // PIECE_NBYTES))
         return -(-rows // (count * PIECE_ROWS)) * PIECE_ROWS * row
+
+
+def _behind(file: int, first: int, nbytes: int, experts: int) -> tuple[tuple[int, int], ...]:
+    """Places of slices that lie one behind the other."""
+    return tuple((file, first + expert * nbytes) for expert in range(experts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,13 +121,18 @@ class InPlace:
 
     def __post_init__(self) -> None:
         for each in (each for layer in self.layers for each in layer):
-            if each.file >= len(self.files) or each.offset + each.nbytes > self.files[each.file].nbytes:
-                raise ValueError(f"slices at {each.offset} of file {each.file} lie in no file of the list")
+            for file, offset in each.places:
+                if file >= len(self.files) or offset + each.nbytes > self.files[file].nbytes:
+                    raise ValueError(f"slices at {offset} of file {file} lie in no file of the list")
 
     def pieces(self, layer: int, rows: tuple[int, ...]) -> int:
         """Pieces of an expert of this layer; `rows`: stored rows of each matrix's slices."""
         found = zip(self.layers[layer], rows, strict=True)
         return sum(-(-each.nbytes // each.piece_nbytes(count)) for each, count in found)
+
+    def longest_piece(self, rows: tuple[int, ...]) -> int:
+        """Bytes of the longest piece; `rows` as in `pieces`."""
+        return max(each.piece_nbytes(count) for layer in self.layers for each, count in zip(layer, rows, strict=False))
 
     @property
     def expert_nbytes(self) -> int:
@@ -115,7 +147,7 @@ class InPlace:
     def to_json(self) -> dict[str, Any]:
         return {
             "files": [{name: getattr(file, name) for name in LyingFile.__slots__} for file in self.files],
-            "layers": [[[each.file, each.kind, each.offset, each.nbytes] for each in layer] for layer in self.layers],
+            "layers": [[each.to_json() for each in layer] for layer in self.layers],
         }
 
 
@@ -141,16 +173,17 @@ class SliceReader:
         """(file, matrix, first byte of the slice, bytes) of every piece of an expert, in the order of checksums."""
         slices = self._in_place.layers[layer]
         for matrix, (each, rows) in enumerate(zip(slices, self._slice_rows, strict=True)):
-            path, fd, piece = self._in_place.files[each.file].path, self._fds[each.file], each.piece_nbytes(rows)
+            (file, start), piece = each.places[expert], each.piece_nbytes(rows)
+            path, fd = self._in_place.files[file].path, self._fds[file]
             for first in range(0, each.nbytes, piece):
-                offset, nbytes = each.offset + expert * each.nbytes + first, min(piece, each.nbytes - first)
+                offset, nbytes = start + first, min(piece, each.nbytes - first)
                 stored = np.frombuffer(pread_bytes(fd, nbytes, offset, Path(path)), np.uint8)
                 drop_page_cache(fd, offset, nbytes)
                 yield path, matrix, first, stored
 
 
-def read_in_place(value: Any) -> InPlace | None:
-    """From JSON; None for null. ValueError says what is wrong."""
+def read_in_place(value: Any, experts: int) -> InPlace | None:
+    """From JSON, of layers of so many experts; None for null. ValueError says what is wrong."""
     if value is None:
         return None
     if not isinstance(value, dict) or set(value) != {"files", "layers"}:
@@ -163,9 +196,7 @@ def read_in_place(value: Any) -> InPlace | None:
     layers = []
     for layer in check_list(value["layers"], "in_place.layers"):
         found = [check_list(each, "in_place.layers") for each in check_list(layer, "in_place.layers")]
-        if any(len(each) != 4 for each in found):
-            raise ValueError("in_place.layers must have file, kind, offset and nbytes of each matrix")
-        layers.append(tuple(Slices(file=f, kind=k, offset=o, nbytes=n) for f, k, o, n in found))
+        layers.append(tuple(Slices.from_json(each, experts) for each in found))
     return InPlace(files=tuple(files), layers=tuple(layers))
 
 

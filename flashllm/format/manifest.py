@@ -329,7 +329,7 @@ class Manifest:
         rows, in_place = fields.pop("rows"), fields.pop("in_place")
         fields = {name: from_json(kinds[name], each, name) for name, each in fields.items()}
         fields["rows"] = read_rows(rows, fields["architecture"])
-        fields["in_place"] = read_in_place(in_place)
+        fields["in_place"] = read_in_place(in_place, fields["architecture"].experts)
         fields["files"].pop(PLACED, None)
         return cls(**fields)
 

@@ -20,6 +20,7 @@ from flashllm.arch.spec import BlockSpec
 from flashllm.base.units import format_size
 from flashllm.config import CACHE_POLICIES, DEFAULT_WINDOW
 from flashllm.errors import BudgetError, UsageError
+from flashllm.format.in_place import slice_rows
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_files import PREDICTORS, RESIDENT
 from flashllm.format.rows import PAGE_NBYTES, TableLayout
@@ -299,7 +300,8 @@ def _bounce_nbytes(manifest: Manifest, io_threads: int) -> int:
     """Memory for aligned copies: a request's worth a thread where what is read is no whole pages (drives with 4 KiB
     sectors), or comes out of another file, else for the last bytes of a file."""
     if manifest.in_place is not None:
-        return io_threads * (MAX_REQUEST + 2 * PAGE_NBYTES)
+        longest = manifest.in_place.longest_piece(slice_rows(manifest.architecture, manifest.rows))
+        return io_threads * (max(MAX_REQUEST, longest) + 2 * PAGE_NBYTES)
     in_pages = manifest.rows.packed or manifest.rows.stride % PAGE_NBYTES == 0
     return MAX_REQUEST if in_pages else io_threads * (MAX_REQUEST // 4)
 

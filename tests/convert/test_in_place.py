@@ -1,14 +1,19 @@
 """Experts read where they lie, in a GGUF file: the same bits as of the converted directory, and a file that changes."""
 
+import json
 import os
+import re
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from arch_models import Variant, make_checkpoint
 from gguf_files import HALVES
-from test_kept import MIXTURES, experts_alone, make, mixed, of_narrow_experts
+from safetensors.torch import load_file, save_file
+from test_kept import MIXTURES, WIDE, experts_alone, make, mixed, of_narrow_experts
 
 from flashllm import _core
 from flashllm.base.codes.carried import PACKED_AS, PLANE_CODES, pack_codes
@@ -123,7 +128,7 @@ def test_a_file_that_changed_or_is_gone_is_named(tmp_path):
     status = path.stat()
     slices = Manifest.load(lying).in_place.layers[1][2]
     with open(path, "r+b") as file:
-        file.seek(slices.offset + slices.nbytes + 5)
+        file.seek(slices.places[1][1] + 5)
         wrong = bytes([file.read(1)[0] ^ 1])
         file.seek(-1, 1)
         file.write(wrong)
@@ -178,3 +183,107 @@ def test_the_throughput_engine_names_the_file(tmp_path):
         pass
     assert main(["plan", str(lying)]) == 0
     assert main(["inspect", str(lying)]) == 0
+
+
+def sharded(source):
+    """The folder's tensors in two files, with an index: experts by turns in each."""
+    state = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    owner = {name: shards[sum(map(int, re.findall(r"\d+", name))) % 2] for name in state}
+    for shard in shards:
+        save_file({name: state[name] for name in state if owner[name] == shard}, source / shard, {"format": "pt"})
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": owner}))
+    return source
+
+
+def folder_of(root, model_type, dtype="bfloat16"):
+    """A folder whose widths are multiples of 64."""
+    widths = dict.fromkeys(MIXTURES.get(model_type, ("intermediate_size",)), 192)
+    return make_checkpoint(root / "hf", Variant(model_type, WIDE | widths), dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "dtype"),
+    [("qwen3_moe", "bfloat16"), ("qwen3_5_moe_text", "float16"), ("nemotron_h", "float32"), ("granitemoe", "bfloat16")],
+)
+def test_safetensors_of_numbers_are_read_where_they_lie(tmp_path, model_type, dtype):
+    source, lines = folder_of(tmp_path, model_type, dtype), []
+    if model_type == "qwen3_moe":  # a tensor for each expert
+        sharded(source)
+    convert(source, tmp_path / "copied")
+    convert(source, tmp_path / "lying", keep=True, in_place=True, say=lines.append)
+    found = Manifest.load(tmp_path / "lying").in_place
+    assert [Path(file.path) for file in found.files] == sorted(source.glob("*.safetensors"))
+    assert any("of experts stay in it and are read there" in line for line in lines)
+    expected = logits_of(tmp_path / "copied")
+    for config in ({}, {"cache_policy": "window"}, {"io_backend": "io_uring"}):
+        np.testing.assert_array_equal(logits_of(tmp_path / "lying", **config), expected, err_msg=str(config))
+    assert verify(tmp_path / "lying").ok
+
+
+def test_a_shard_that_changed_or_is_gone_is_named(tmp_path):
+    source = sharded(folder_of(tmp_path, "qwen3_moe"))
+    convert(source, tmp_path / "lying", in_place=True)
+    found = Manifest.load(tmp_path / "lying").in_place
+    file, offset = found.layers[0][2].places[3]
+    path = Path(found.files[file].path)
+    status = path.stat()
+    with open(path, "r+b") as opened:
+        opened.seek(offset + 5)
+        wrong = bytes([opened.read(1)[0] ^ 1])
+        opened.seek(-1, 1)
+        opened.write(wrong)
+    with pytest.raises(FormatError, match=rf"{path.name}: holds the experts of .*lying, but was changed since"):
+        Manifest.load(tmp_path / "lying")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    (problem,) = verify(tmp_path / "lying").problems
+    assert problem.file == str(path)
+    assert "layer 0, expert 3: wrong checksum" in problem.message
+    with pytest.raises(ChecksumError, match=f"layer 0.*wrong checksum of the row at offset .* of {path}"):
+        logits_of(tmp_path / "lying")
+    path.rename(tmp_path / "elsewhere")
+    with pytest.raises(FormatError, match=rf"{path.name}: holds the experts of .*put it back, or remove"):
+        Manifest.load(tmp_path / "lying")
+
+
+def test_folders_stay_where_memory_holds_their_experts_and_others_are_copied(tmp_path):
+    said, explained = [], []
+
+    def found(source, **options):
+        options |= {"cache": tmp_path / "cache", "say": said.append, "explain": explained.append}
+        return Manifest.load(resolve_model(str(source), **options)).in_place
+
+    source = folder_of(tmp_path, "qwen3_moe")
+    assert found(source, memory=1) is None
+    assert not said
+    shutil.rmtree(tmp_path / "cache")
+    assert found(source, memory=10**9) is not None
+    assert f"of experts stay in {source} and are read there, as memory can hold them all" in said.pop()
+    other = folder_of(tmp_path / "gpt_oss", "gpt_oss")  # gate and up rows alternate, as columns
+    assert found(other, memory=10**9) is None
+    assert explained[-1].endswith("experts are copied, as its experts do not lie there as they are stored")
+    with_dtype = []
+    convert(source, tmp_path / "half", dtype="float16", in_place=True, say=with_dtype.append)
+    assert with_dtype == ["hf: experts are copied, as its experts do not lie there as they are stored"]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("BF16", "bfloat16"), ("F16", "float16"), ("F32", "float32")])
+def test_stored_numbers_become_the_rows_that_conversion_writes(kind, dtype):
+    neurons, d_model = 200, 320  # no multiples of what is put across together
+    layout = RowLayout(encoding=dtype, d_model=d_model, d_ff=neurons, matrices=("up", "gate", "down"))
+    random = np.random.default_rng(0)
+    up, gate, down = (
+        random.integers(0, 2**15, shape).astype(layout.storage)
+        for shape in ((neurons, d_model), (neurons, d_model), (d_model, neurons))
+    )
+    expected, found = np.zeros((2, neurons, layout.stride), np.uint8)
+    pack_rows(layout, {"up": up, "gate": gate, "down": np.ascontiguousarray(down.T)}, expected)
+    for matrix, stored in {"up": up, "gate": gate, "down": down}.items():
+        rows = _core.BlockRows(kind, stored.shape[1], layout.native("float32"), matrix)
+        whole, half = stored.reshape(-1).view(np.uint8), stored[: len(stored) // 64 * 32].nbytes
+        rows.unpack(whole[half:], half, found)
+        rows.unpack(whole[:half], 0, found)
+    np.testing.assert_array_equal(found, expected)
+    with pytest.raises(ValueError, match="do not fit the neurons' rows"):
+        _core.BlockRows("F32" if kind == "BF16" else "BF16", d_model, layout.native("float32"), "up")

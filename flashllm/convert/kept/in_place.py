@@ -1,46 +1,87 @@
-"""Experts that a conversion leaves where they lie, in a GGUF file: which can be, and the checksums of their pieces.
+"""Experts that a conversion leaves where they lie in a checkpoint: which can be, and the checksums of their pieces.
 
-Reads each of their bytes once. Knows where tensors lie by `KeptWeights`, no file format.
+Reads each of their bytes once. Knows no file format.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashllm._core import xxh3_64_rows
+from flashllm.arch.registry import Claim, bundle_names
 from flashllm.arch.spec import Architecture
-from flashllm.convert.kept.weights import KeptWeights
+from flashllm.base.dtypes import WeightDtype
+from flashllm.convert.checkpoint.pieces import runs
+from flashllm.convert.checkpoint.source import Checkpoint
+from flashllm.convert.kept.weights import KeptWeights, Lying
 from flashllm.errors import FormatError
 from flashllm.format.in_place import PIECE_ROWS, InPlace, LyingFile, SliceReader, Slices, block_rows
 from flashllm.format.rows import RowLayout
 
 
-def choose_in_place(kept: KeptWeights | None, architecture: Architecture, layout: RowLayout) -> InPlace | str:
-    """Where the experts lie of the layers whose experts can be read there; else why those of none can."""
+def choose_in_place(
+    lies: Callable[[str], Lying | None], kept: KeptWeights | None, architecture: Architecture, layout: RowLayout
+) -> InPlace | str:
+    """Where the experts lie of the layers whose experts can be read there; else why those of none can.
+
+    `lies`: of a matrix by its canonical name.
+    """
     size = architecture.unit_rows
     if size == 1:
         return "its neurons are read one by one"
-    if kept is None or kept.rows is None or not layout.has_plane:
-        return "its experts' codes are not all kept"
-    if kept.has_scales_apart:
+    if kept is not None and kept.has_scales_apart:
         return "its experts' matrices have scales that lie apart from them"
     if size % PIECE_ROWS or architecture.d_model % PIECE_ROWS:
         return f"its experts' matrices are no multiples of {PIECE_ROWS}"
     found = [
-        kept.slices(layer, architecture.experts) if layer in architecture.mixtures else None
+        _of_layer(lies, bundle_names(architecture, layer)[: architecture.experts], layout.matrices)
+        if layer in architecture.mixtures
+        else []
         for layer in range(architecture.num_layers)
     ]
-    paths = sorted({each[0] for layer in found if layer is not None for each in layer})
+    paths = sorted({each.path for layer in found for matrix in layer for each in matrix})
     if not paths:
-        return "its experts do not lie one after the other"
+        return (
+            "its experts do not lie there as they are stored" if kept is None else "its experts' codes are not all kept"
+        )
+    places = {path: file for file, path in enumerate(paths)}
     layers = tuple(
         tuple(
-            Slices(file=paths.index(path), kind=kind, offset=offset, nbytes=n) for path, kind, offset, n in layer or ()
+            Slices(
+                kind=matrix[0].kind,
+                nbytes=matrix[0].nbytes,
+                places=tuple((places[each.path], each.offset) for each in matrix),
+            )
+            for matrix in layer
         )
         for layer in found
     )
     return InPlace(files=tuple(map(LyingFile.of, paths)), layers=layers)
+
+
+def _of_layer(
+    lies: Callable[[str], Lying | None], bundles: Sequence[str], matrices: Sequence[str]
+) -> list[list[Lying]]:
+    """Where each matrix of every expert lies; nothing where some lie nowhere, or experts' kinds differ."""
+    layer = []
+    for matrix in matrices:
+        found = [each for bundle in bundles if (each := lies(f"{bundle}{matrix}.weight")) is not None]
+        if len(found) < len(bundles) or len({(each.kind, each.nbytes) for each in found}) > 1:
+            return []
+        layer.append(found)
+    return layer
+
+
+def lies_plain(checkpoint: Checkpoint, source: str, claim: Claim, dtype: WeightDtype) -> Lying | None:
+    """Where a matrix of numbers lies; None where it is no run of whole rows of `dtype`."""
+    if claim.part.transposed or claim.part.turned or checkpoint.tensors[source].dtype != dtype.code:
+        return None
+    place, found = checkpoint.extent(source), runs(claim, 0, claim.rows)
+    if place is None or len(found) != 1:
+        return None
+    row_nbytes = claim.shape[1] * dtype.itemsize
+    return Lying(place[0], place[1] + found[0][0] * row_nbytes, dtype.code, claim.rows * row_nbytes)
 
 
 def slice_sums(

@@ -43,6 +43,15 @@ _ROWS_TOGETHER = 256  # taken apart at a time
 _ANEW = "Q8_0"  # the kind of what is coded anew
 
 
+class Lying(NamedTuple):
+    """Where the stored rows of a matrix lie, one after the other."""
+
+    path: Path
+    offset: int
+    kind: str
+    nbytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptWeights:
     """The codes that are kept, a `CodedWeights`."""
@@ -96,27 +105,13 @@ class KeptWeights:
                 parts.setdefault(part, []).append(values)
         return {f"layers.{layer}.down.{part}": np.concatenate(values) for part, values in parts.items()}
 
-    def slices(self, layer: int, experts: int) -> list[tuple[Path, str, int, int]] | None:
-        """(file, kind, offset of the first expert's, bytes of each) of every matrix of a layer's experts; None where
-        they do not lie one after the other."""
-        found = []
-        for matrix in ("up", "gate", "down"):
-            names = [f"{bundle}{matrix}.weight" for bundle in self._bundles[layer][:experts]]
-            if names[0] not in self._tensors:
-                continue  # ungated
-            tensor, claim = self._tensors[names[0]], self._claims[names[0]]
-            columns = claim.shape[1]
-            nbytes = claim.rows * (columns // KINDS[tensor.kind].weights * KINDS[tensor.kind].nbytes)
-            places = [self._tensors[name].place() for name in names]
-            first = places[0]
-            whole = all(runs(self._claims[name], 0, claim.rows) == [(0, claim.rows)] for name in names)
-            kinds = {self._tensors[name].kind for name in names}
-            if first is None or not whole or len(kinds) > 1:
-                return None
-            if any(place != (first[0], first[1] + i * nbytes) for i, place in enumerate(places)):
-                return None
-            found.append((first[0], tensor.kind, first[1], nbytes))
-        return found
+    def lies(self, name: str) -> Lying | None:
+        """Where a matrix lies whose codes are kept; None where it does not lie in one piece."""
+        tensor, claim = self._tensors[name], self._claims[name]
+        place, kind = tensor.place(), KINDS.get(tensor.kind)
+        if place is None or kind is None or tensor.transposed or runs(claim, 0, claim.rows) != [(0, claim.rows)]:
+            return None
+        return Lying(*place, tensor.kind, claim.rows * (claim.shape[1] // kind.weights * kind.nbytes))
 
     def _scales(self, name: str) -> dict[str, NDArray[Any]]:
         """The scales [groups of neurons, d_model] of a down projection by their names."""

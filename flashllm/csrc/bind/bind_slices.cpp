@@ -23,9 +23,9 @@ void unpack(const BlockRows& self, const ConstBytes& stored, std::uint64_t first
   self.unpack(bytes_of(stored), first, nbytes, bytes_of(rows));
 }
 
-// A matrix: its file, the first expert's offset, an expert's bytes, those of a piece, how they are unpacked.
-using Slices = std::tuple<std::shared_ptr<DirectFile>, std::uint64_t, std::uint64_t, std::uint64_t,
-                          std::shared_ptr<BlockRows>>;
+// A matrix: file and offset of each expert's, an expert's bytes, those of a piece, how they are unpacked.
+using Place = std::pair<std::shared_ptr<DirectFile>, std::uint64_t>;
+using Slices = std::tuple<std::vector<Place>, std::uint64_t, std::uint64_t, std::shared_ptr<BlockRows>>;
 
 // The first of `checksums`, which may be more, are those of the experts.
 void make_experts(nb::pointer_and_handle<LyingExperts> self, const std::vector<Slices>& matrices,
@@ -34,19 +34,22 @@ void make_experts(nb::pointer_and_handle<LyingExperts> self, const std::vector<S
   LyingExperts made;
   made.count = count;
   made.size = size;
-  for (const auto& [file, offset, nbytes, piece, rows] : matrices) {
+  for (const auto& [places, nbytes, piece, rows] : matrices) {
     const std::size_t row = rows->row_nbytes(), stored = nbytes / row;
     require(nbytes != 0 && nbytes % row == 0 && piece != 0 && piece % (row * rows->grain()) == 0 &&
                 piece % kHashedMultiple == 0 && nbytes % kHashedMultiple == 0 && piece >= kMinHashed &&
-                rows->neurons(stored) == static_cast<std::size_t>(size) && rows->outputs_fit(stored),
+                rows->neurons(stored) == static_cast<std::size_t>(size) && rows->outputs_fit(stored) &&
+                places.size() == static_cast<std::size_t>(count),
             "an expert's slices do not fit its rows");
-    made.matrices.push_back({file.get(), offset, nbytes, piece, rows.get()});
+    made.matrices.push_back({{}, nbytes, piece, rows.get()});
+    for (const Place& place : places)
+      made.matrices.back().places.push_back({place.first.get(), place.second});
   }
   made.checksums = checksums.data();
   require(checksums.shape(0) >= static_cast<std::size_t>(count) * made.pieces(), "too few checksums");
   new (self.p) LyingExperts(std::move(made));
   for (const Slices& each : matrices) {
-    keep(self.h, std::get<std::shared_ptr<DirectFile>>(each));
+    for (const Place& place : std::get<std::vector<Place>>(each)) keep(self.h, place.first);
     keep(self.h, std::get<std::shared_ptr<BlockRows>>(each));
   }
 }

@@ -31,12 +31,16 @@ struct RowUnits {
   }
 };
 
-// A matrix of every expert of a layer where it lies in a file of another layout: one slice after the other.
-struct ExpertSlices {
+struct FilePlace {
   const DirectFile* file = nullptr;
-  std::uint64_t offset = 0;  // of the first expert's
-  std::uint64_t nbytes = 0;  // of an expert's
-  std::uint64_t piece = 0;   // bytes that share a checksum, and are one read
+  std::uint64_t offset = 0;
+};
+
+// A matrix of every expert of a layer where it lies in files of another layout: a slice of each.
+struct ExpertSlices {
+  std::vector<FilePlace> places;  // of each expert's
+  std::uint64_t nbytes = 0;       // of an expert's
+  std::uint64_t piece = 0;        // bytes that share a checksum, and are one read
   const Unpacking* unpacking = nullptr;
 
   std::size_t pieces() const { return static_cast<std::size_t>((nbytes + piece - 1) / piece); }
@@ -60,11 +64,12 @@ struct LyingExperts {
     for (const ExpertSlices& each : matrices)
       for (std::uint64_t first = 0; first < each.nbytes; first += each.piece) {
         ReadJob job;
-        job.offset = each.offset + static_cast<std::uint64_t>(expert) * each.nbytes + first;
+        const FilePlace& place = each.places[static_cast<std::size_t>(expert)];
+        job.offset = place.offset + first;
         job.nbytes = std::min(each.piece, each.nbytes - first);
         job.destination = rows;
         job.row_nbytes = static_cast<std::uint32_t>(job.nbytes);
-        job.file = each.file;
+        job.file = place.file;
         job.unpacking = each.unpacking;
         job.first = first;
         if (sum != nullptr) job.checksums = sum++;
@@ -85,14 +90,18 @@ struct RowSource {
   const LyingExperts* experts = nullptr;  // whose rows are the first ones
 
   // The neuron whose row holds the byte at `offset` of the file, or of the experts' file the first of that
-  // expert's; -1 where it lies in none of the layer's rows.
+  // expert's; -1 where it lies in none of the layer's rows, or in one of several, of different files.
   std::int32_t neuron_at(std::uint64_t offset) const {
     if (experts != nullptr) {
-      for (const ExpertSlices& each : experts->matrices) {
-        const std::uint64_t expert = (offset - each.offset) / each.nbytes;
-        if (offset >= each.offset && expert < static_cast<std::uint64_t>(experts->count))
-          return static_cast<std::int32_t>(expert) * experts->size;
-      }
+      std::int32_t found = -1;
+      for (const ExpertSlices& each : experts->matrices)
+        for (std::int32_t expert = 0; expert < experts->count; ++expert) {
+          const std::uint64_t start = each.places[static_cast<std::size_t>(expert)].offset;
+          if (offset < start || offset - start >= each.nbytes || expert == found) continue;
+          if (found >= 0) return -1;
+          found = expert;
+        }
+      if (found >= 0) return found * experts->size;
     }
     if (offset < file_offset) return -1;
     return lying_rows() + static_cast<std::int32_t>((offset - file_offset) / stride);

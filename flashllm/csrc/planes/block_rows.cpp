@@ -213,6 +213,7 @@ struct BlockKind {
   RowCodec table;  // what down columns' codes are, where they are no integers; else f32
   void (*decode)(const std::uint8_t* block, Codes& codes, BlockScales& scales);
 
+  bool is_plain() const { return decode == nullptr; }
   bool of_table() const { return table != RowCodec::f32; }
   bool is_unsigned() const { return has_minimum || of_table(); }
 };
@@ -237,7 +238,11 @@ constexpr BlockKind kKinds[] = {
     {"TQ1_0", RowCodec::ternary, 2, 256, 54, 0, false, false, kIntegers, tq1_0},
     {"TQ2_0", RowCodec::ternary, 2, 256, 66, 0, false, false, kIntegers, tq2_0},
     {"MXFP4", RowCodec::mxfp4, 4, 32, 17, 0, false, true, RowCodec::codes_fp4, mxfp4},
+    {"BF16", RowCodec::bf16, 16, 1, 2, 0, false, false, kIntegers, nullptr},
+    {"F16", RowCodec::f16, 16, 1, 2, 0, false, false, kIntegers, nullptr},
+    {"F32", RowCodec::f32, 32, 1, 4, 0, false, false, kIntegers, nullptr},
 };
+constexpr std::size_t kCodedKinds = std::size(kKinds) - 3;
 
 const BlockKind& kind_of(const std::string& name) {
   for (const BlockKind& kind : kKinds)
@@ -347,21 +352,21 @@ void pack_across(const Codes* codes, bool nibbles, Rows* to) {
   }
 }
 
-// `count` rows, a power of two, across: each perfect shuffle takes a bit of a place's number from its top to
-// its end.
-template <std::size_t count>
-void turn(Rows* rows) {
-  std::uint8_t other[sizeof(Rows) * count];
-  const auto shuffle = [](const std::uint8_t* __restrict from, std::uint8_t* __restrict to) {
-    constexpr std::size_t half = count * kMost / 2;
+// `count` rows of `length` items, a power of two, across: each perfect shuffle takes a bit of a place's
+// number from its top to its end.
+template <std::size_t count, std::size_t length, typename Item>
+void turn(Item* rows) {
+  Item other[count * length];
+  const auto shuffle = [](const Item* __restrict from, Item* __restrict to) {
+    constexpr std::size_t half = count * length / 2;
     for (std::size_t i = 0; i < half; ++i) {
       to[2 * i] = from[i];
       to[2 * i + 1] = from[half + i];
     }
   };
-  std::uint8_t *from = rows[0], *to = other;
+  Item *from = rows, *to = other;
   for (std::size_t left = count; left > 1; left /= 2, std::swap(from, to)) shuffle(from, to);
-  if (from != rows[0]) std::memcpy(rows[0], from, sizeof other);
+  if (from != rows) std::memcpy(rows, from, sizeof other);
 }
 
 void check_half(std::uint16_t half) {
@@ -393,7 +398,10 @@ BlockRows::BlockRows(const std::string& kind, std::size_t length, const RowForma
   format.check();
   bool fits = length % kind_.weights == 0 && length != 0;
   row_nbytes_ = length / kind_.weights * kind_.nbytes;
-  if (is_down_) {
+  if (is_down_ && kind_.is_plain()) {
+    at_ = format.down;
+    fits = fits && kind_.codec == format.down_codec;
+  } else if (is_down_) {
     bits_ = plane_bits(format.down_codec);
     at_ = format.down;
     fits = fits && bits_ >= kind_.bits &&
@@ -476,7 +484,26 @@ const Unpackers& unpackers_of(const BlockKind& kind, std::index_sequence<indices
 }
 
 const Unpackers& unpackers_of(const BlockKind& kind) {
-  return unpackers_of(kind, std::make_index_sequence<std::size(kKinds)>());
+  return unpackers_of(kind, std::make_index_sequence<kCodedKinds>());
+}
+
+// `count` stored rows of `length` numbers as columns, of which whole cache lines are written together.
+template <typename Item>
+void put_across(const std::uint8_t* stored, std::size_t count, std::size_t length, std::uint8_t* to,
+                std::size_t stride) {
+  constexpr std::size_t kSide = 16, kTogether = 128;  // neurons; outputs
+  Item tile[kTogether * kSide] = {};
+  for (std::size_t first = 0; first < length; first += kSide)
+    for (std::size_t r = 0; r < count; r += kTogether) {
+      const std::size_t neurons = std::min(kSide, length - first), outputs = std::min(kTogether, count - r);
+      const std::uint8_t* from = stored + (r * length + first) * sizeof(Item);
+      for (std::size_t j = 0; j < outputs; ++j)
+        std::memcpy(tile + j * kSide, from + j * length * sizeof(Item), neurons * sizeof(Item));
+      turn<kTogether, kSide>(tile);
+      for (std::size_t n = 0; n < neurons; ++n)
+        std::memcpy(to + (first + n) * stride + r * sizeof(Item), tile + n * kTogether,
+                    outputs * sizeof(Item));
+    }
 }
 
 }  // namespace
@@ -486,6 +513,16 @@ void BlockRows::unpack(const std::byte* stored, std::uint64_t first, std::uint64
   const auto* from = reinterpret_cast<const std::uint8_t*>(stored);
   auto* to = reinterpret_cast<std::uint8_t*>(rows) + at_;
   const std::size_t row = first / row_nbytes_, count = nbytes / row_nbytes_;
+  if (kind_.is_plain()) {
+    if (!is_down_) {
+      for (std::size_t r = 0; r < count; ++r)
+        std::memcpy(to + (row + r) * stride_, from + r * row_nbytes_, row_nbytes_);
+      return;
+    }
+    to += row * kind_.nbytes;
+    if (kind_.nbytes == 2) return put_across<std::uint16_t>(from, count, length_, to, stride_);
+    return put_across<std::uint32_t>(from, count, length_, to, stride_);
+  }
   if (is_down_) {
     to += row / kCodeUnit * 4 * bits_;
     if (bits_ == 2) return unpack_outputs<2>(from, count, to);
@@ -520,8 +557,8 @@ void BlockRows::unpack_outputs(const std::uint8_t* stored, std::size_t count, st
           for (Codes& each : codes)
             for (std::uint8_t& code : each) code = static_cast<std::uint8_t>(code + shift_);
         pack_across<bits>(codes, kind_.bits <= 4 && shift_ == 0, across[units]);
-        turn<whole>(across[units]);
-        if constexpr (upper != 0) turn<upper>(across[units] + whole);
+        turn<whole, kMost>(across[units][0]);
+        if constexpr (upper != 0) turn<upper, kMost>(across[units][whole]);
       }
       for (std::size_t n = 0; n < neurons; ++n, column += stride_)
         for (std::size_t u = 0; u < units; ++u) {

@@ -1,6 +1,6 @@
-// Rows of a tensor of a GGUF file, in ggml's blocks, put into rows of neurons as a conversion would have
-// written them (flashllm/convert/kept/weights.py): the same bytes, but that the padding of a row is not
-// touched.
+// Rows of a tensor of a checkpoint, in ggml's blocks or plain numbers, put into rows of neurons as a
+// conversion would have written them (flashllm/convert/kept/weights.py): the same bytes, but that the padding
+// of a row is not touched.
 //
 // Stored rows of up and gate become vectors with their scales. Stored rows of down are its outputs, so that
 // their codes go across all neurons' rows, 32 outputs to a unit; their scales lie in the layer's plane.
@@ -15,14 +15,14 @@
 
 namespace flashllm {
 
-struct BlockKind;  // of ggml's: how 32 or 256 weights lie in a block
+struct BlockKind;  // how 32 or 256 weights lie in a block of ggml's; or a weight that is a number
 
 enum class RowMatrixName { up, gate, down };
 
 class BlockRows final : public Unpacking {
  public:
-  // `kind`: ggml's name; `length`: weights of a stored row. Throws CoreError (usage) for a kind that does not
-  // lie in such rows.
+  // `kind`: ggml's name, plain ones are also safetensors'; `length`: weights of a stored row. Throws
+  // CoreError (usage) for a kind that does not lie in such rows.
   BlockRows(const std::string& kind, std::size_t length, const RowFormat& format, RowMatrixName matrix);
 
   std::size_t row_nbytes() const { return row_nbytes_; }  // of a stored row
