@@ -91,7 +91,7 @@ def test_what_the_cache_holds_changes_no_bit(directory, policy, cache_rows):
 
 def without_shared_checksums(monkeypatch, source, target):
     """The model as versions before units converted it: with a checksum for each row."""
-    for module in ("run", "storage"):
+    for module in ("plan", "run", "storage"):
         monkeypatch.setattr(f"flashllm.convert.{module}.checksum_rows", lambda _, architecture: [1] * LAYERS)
     convert(source, target)
     monkeypatch.undo()
