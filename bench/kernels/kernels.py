@@ -49,14 +49,14 @@ SPARSE = (4096, 16384, 0.10, 4)  # d_model, d_ff, share active, layers cached
 ATTENTION = (32, 128, [128, 512, 2048])  # heads, head_dim, positions
 PROMPT = (128, 16384, 4096)  # tokens, rows, columns
 PASS_TOKENS, PROMPT_TOKENS = (1, 2, 4, 8), (32, 128, 256)
-# (encoding, inputs): codes that share a scale, whether they have minimums
+# (encoding, inputs): codes that share a scale, whether they have minimums, whether a prompt's inputs are bytes
 TOKENS = {
-    ("int4_32", "int8"): (32, False),
-    ("int4_32_min", "int8"): (32, True),
-    ("int8_32", "int16"): (32, False),
-    ("q4_k", "int8"): (32, True),
-    ("q6_k", "int8"): (16, False),
-    ("mxfp4", "int8"): (32, False),
+    ("int4_32", "int8"): (32, False, True),
+    ("int4_32_min", "int8"): (32, True, True),
+    ("int8_32", "int16"): (32, False, False),
+    ("q4_k", "int8"): (32, True, True),
+    ("q6_k", "int8"): (16, False, False),
+    ("mxfp4", "int8"): (32, False, True),
 }
 TILES = 2000  # products of what the first cache holds: some 10 ms
 TINY_PROMPT = (9, 64, 48)
@@ -299,7 +299,7 @@ def bench_prompt(dtype: str, shape: tuple[int, int, int], pool: _core.ThreadPool
 
 
 def bench_tokens(
-    encoding: str, inputs: str, shape: tuple[int, int], scales: tuple[int, bool], pool: _core.ThreadPool
+    encoding: str, inputs: str, shape: tuple[int, int], scales: tuple[int, bool, bool], pool: _core.ThreadPool
 ) -> dict[str, Any]:
     """A coded matrix times the tokens of a pass or a prompt, in GFLOP/s, the counts of tokens in turn: the best of the
     rounds, by processor time, so that neighbours matter less. Roofs of the last count: the format's inner loop in the
@@ -330,7 +330,7 @@ def bench_tokens(
     if _core.best_simd_level().startswith("avx"):
         for _ in range(2 * ROUNDS):
             started = time.process_time()
-            operations = _core.multiply_codes_in_cache(*scales, TILES)
+            operations = _core.multiply_in_cache(*scales, TILES)
             rate = operations * TILES / max(time.process_time() - started, 1e-9) / 1e9
             rates["inner_loop"] = max(rates.get("inner_loop", 0.0), round(rate, 1))
     return {

@@ -111,6 +111,7 @@ const KernelTable& kernel_table(SimdLevel level, Dtype dtype) {
 MultiplyAdd multiply_add_kernel(SimdLevel level) { return level_kernels(level).multiply_add; }
 const PairKernels* pair_kernels(SimdLevel level) { return level_kernels(level).pairs; }
 MultiplyCodes multiply_codes_kernel(SimdLevel level) { return level_kernels(level).multiply_codes; }
+MultiplyBytes multiply_bytes_kernel(SimdLevel level) { return level_kernels(level).multiply_bytes; }
 const TileKernels* tile_kernels(SimdLevel level) { return level_kernels(level).tiles; }
 StateStep state_step_kernel(SimdLevel level, Recurrence recurrence) {
   return level_kernels(level).state_steps[static_cast<std::size_t>(recurrence)];

@@ -100,23 +100,20 @@ struct PairKernels {
 };
 const PairKernels* pair_kernels(SimdLevel level);  // nullptr where the level has none
 
-// Codes of weights and of inputs, multiplied exactly: the products of `unit` terms, 16 or 32, are summed in
-// 32 bits. c[m][n] += b.scales[n] * p, where p is the sum of a.offsets[m][u] * b.sums[u][n] over units of 32
-// terms, if there are offsets, then of a.scales[m][u] * the unit's sum over units; in this order, rounded to
-// fp32 after each addition, of whose product nothing is rounded. At most kCodeTerms terms, in rows of so
-// many.
+// Codes of weights and of inputs in 16 bits, multiplied exactly: the products of `unit` terms, 16 or 32, are
+// summed in 32 bits. c[m][n] += b.scales[n] * p, where p is the sum of a.scales[m][u] * the unit's sum over
+// units; in this order, rounded to fp32 after each addition, of whose product nothing is rounded. At most
+// kCodeTerms terms, in rows of so many.
 constexpr std::size_t kCodeTerms = 256;
 struct CodeRows {
   const std::int16_t* codes;  // [rows, kCodeTerms]
   const float* scales;        // [rows, kCodeTerms / 16], of which those of a unit each are set
-  const float* offsets;       // [rows, kCodeTerms / 32], or nullptr
   std::size_t unit;
   bool is_wide;  // has_wide_codes
 };
 struct CodeColumns {
   const std::uint32_t* pairs;  // two terms to a word, the earlier one in its lower half; [terms / 2]
-  const float* sums;           // of 32 codes each: [terms / 32]
-  std::size_t row;             // words and floats from one row of these to the next
+  std::size_t row;             // words from one row of these to the next
   const float* scales;
 };
 // `width` is a multiple of 8, or of 16 from avx512 on, `terms` of 32.
@@ -124,7 +121,28 @@ using MultiplyCodes = void (*)(const CodeRows& a, std::size_t rows, const CodeCo
                                std::size_t terms, float* c, std::size_t c_row);
 MultiplyCodes multiply_codes_kernel(SimdLevel level);  // nullptr where the level has none
 
-// The same in tiles, for a level that has them, between `open` and `close` of the thread. Rows come by
+// The same of weights in few bits and of inputs in 8, 32 of which share a scale: c[m][n] += a.offsets[m][u] *
+// (b.scales[u][n] * b.totals[u][n]), if there are offsets, then a.scales[m][u] * (b.scales[u][n] * the sum of
+// the products of the unit's codes), for each unit u of 32 terms in its turn. What is in brackets is rounded,
+// and each addition.
+constexpr std::uint8_t kLargestByte = 31;  // so that the products of eight terms fit 16 bits
+struct WeightBytes {
+  const std::uint8_t* codes;  // [rows, kCodeTerms], at most kLargestByte; less `zero` what is multiplied
+  const float* scales;        // [rows, kCodeTerms / 16], of which every first half is set
+  const float* offsets;       // [rows, kCodeTerms / 32], or nullptr; there `zero` is 0
+  int zero;
+};
+struct InputBytes {
+  const std::uint32_t* words;  // four terms to a word: [terms / 4]
+  const std::int32_t* totals;  // of 32 codes each: [terms / 32]
+  const float* scales;         // [terms / 32]
+  std::size_t row;             // from one row of these to the next
+};
+using MultiplyBytes = void (*)(const WeightBytes& a, std::size_t rows, const InputBytes& b, std::size_t width,
+                               std::size_t terms, float* c, std::size_t c_row);
+MultiplyBytes multiply_bytes_kernel(SimdLevel level);  // nullptr where the level has none
+
+// MultiplyCodes in tiles, for a level that has them, between `open` and `close` of the thread. Rows come by
 // sixteens, of which those from `rows` on may be anything, their codes prepared; of columns, every row of
 // pairs is two, of the higher and of the lower halves of the codes.
 struct TileKernels {
@@ -140,8 +158,8 @@ struct TileKernels {
 };
 const TileKernels* tile_kernels(SimdLevel level);  // nullptr where the level has none
 
-// The same of weights that lie by their inputs, kCodeColumns outputs of them, where 32 terms of a token share
-// a scale: c[m][n] += b.offsets[w][n] * a.sums[m][w], if there are offsets, then a.scales[m][w] *
+// Products in 16 bits of weights that lie by their inputs, kCodeColumns outputs of them, where 32 terms of a
+// token share a scale: c[m][n] += b.offsets[w][n] * a.sums[m][w], if there are offsets, then a.scales[m][w] *
 // (b.scales[u][n]
 // * the unit's sum), rounded there too, of the units of w; for each w of 32 terms in its turn.
 constexpr std::size_t kCodeColumns = 32;

@@ -91,6 +91,23 @@ class OpenTiles {
   const TileKernels* tiles_;
 };
 
+// multiply(rows unpacked, how many, first column, terms, their products), of `together` rows of the block at
+// a time
+template <typename Multiply>
+void multiply_unpacked(const WideRows& weights, const PackedTokens& x, const ProductBlock& block,
+                       std::size_t together, const Multiply& multiply) {
+  UnpackedRows unpacked;
+  block.clear();
+  for (std::size_t j = 0; j < x.columns(); j += kCodeTerms) {
+    const std::size_t terms = std::min(kCodeTerms, round_up(x.columns() - j, kCodeUnit));
+    for (std::size_t r = block.begin; r < block.end; r += together) {
+      const std::size_t rows = std::min(together, block.end - r);
+      weights.unpack(r, rows, j, terms, unpacked);
+      multiply(unpacked, rows, j, terms, block.products + (r - block.begin) * block.width);
+    }
+  }
+}
+
 // products of rows of the block, of inputs in codes
 void multiply_codes(const WideRows& weights, const PackedTokens& x, const ProductBlock& block,
                     SimdLevel level) {
@@ -98,27 +115,35 @@ void multiply_codes(const WideRows& weights, const PackedTokens& x, const Produc
   const MultiplyCodes multiply = tiles == nullptr ? multiply_codes_kernel(level) : tiles->multiply;
   const std::size_t together = tiles == nullptr ? kWidened : TileKernels::kRows;
   const OpenTiles open(tiles);
-  UnpackedRows unpacked{};
-  block.clear();
-  for (std::size_t j = 0; j < x.columns(); j += kCodeTerms) {
-    const std::size_t terms = std::min(kCodeTerms, round_up(x.columns() - j, kCodeUnit));
-    for (std::size_t r = block.begin; r < block.end; r += together) {
-      const std::size_t rows = std::min(together, block.end - r);
-      weights.unpack(r, rows, j, terms, unpacked);
-      if (tiles != nullptr) tiles->prepare(unpacked.codes, TileKernels::kRows * kCodeTerms, unpacked.unit);
-      const CodeRows a{unpacked.codes, unpacked.scales, unpacked.has_offsets ? unpacked.offsets : nullptr,
-                       unpacked.unit, unpacked.is_wide};
-      float* products = block.products + (r - block.begin) * block.width;
-      for_each_strip(x, block, [&](std::size_t first, std::size_t width, std::size_t at) {
-        multiply(a, rows, x.codes(first, j), width, terms, products + at, block.width);
-      });
-    }
-  }
+  multiply_unpacked(weights, x, block, together,
+                    [&](UnpackedRows& of, std::size_t rows, std::size_t j, std::size_t terms, float* to) {
+                      if (tiles != nullptr)
+                        tiles->prepare(of.codes, TileKernels::kRows * kCodeTerms, of.unit);
+                      const CodeRows a{of.codes, of.scales, of.unit, of.is_wide};
+                      for_each_strip(x, block, [&](std::size_t first, std::size_t width, std::size_t at) {
+                        multiply(a, rows, x.codes(first, j), width, terms, to + at, block.width);
+                      });
+                    });
+}
+
+// The same of inputs in bytes.
+void multiply_bytes(const WideRows& weights, const PackedTokens& x, const ProductBlock& block,
+                    SimdLevel level) {
+  const MultiplyBytes multiply = multiply_bytes_kernel(level);
+  multiply_unpacked(weights, x, block, kWidened,
+                    [&](UnpackedRows& of, std::size_t rows, std::size_t j, std::size_t terms, float* to) {
+                      const WeightBytes a{reinterpret_cast<const std::uint8_t*>(of.codes), of.scales,
+                                          of.has_offsets ? of.offsets : nullptr, of.zero};
+                      for_each_strip(x, block, [&](std::size_t first, std::size_t width, std::size_t at) {
+                        multiply(a, rows, x.bytes(first, j), width, terms, to + at, block.width);
+                      });
+                    });
 }
 
 void multiply_block(const WideRows& weights, const PackedTokens& x, const ProductBlock& block,
                     SimdLevel level) {
   if (x.has_codes()) return multiply_codes(weights, x, block, level);
+  if (x.has_bytes()) return multiply_bytes(weights, x, block, level);
   const MultiplyAdd multiply_add = multiply_add_kernel(level);
   alignas(64) float wide[kWidened * kTerms];
   block.clear();
@@ -214,6 +239,8 @@ PackedTokens::PackedTokens(const std::byte* x, std::size_t tokens, std::size_t c
     pack_pairs(x, pool);
   } else if (has_codes()) {
     pack_codes(x, kernels, dtype_nbytes(dtype), pool);
+  } else if (has_bytes()) {
+    pack_bytes(x, kernels, dtype_nbytes(dtype), pool);
   } else {
     pack_floats(x, kernels, dtype_nbytes(dtype), pool);
   }
@@ -263,16 +290,7 @@ void PackedTokens::pack_floats(const std::byte* x, const KernelTable& kernels, s
 void PackedTokens::pack_codes(const std::byte* x, const KernelTable& kernels, std::size_t element,
                               ThreadPool& pool) {
   pairs_.reset(new std::uint32_t[pairs() * padded_]);
-  sums_.reset(new float[units() * padded_]);
-  scales_.reset(new float[blocks() * padded_]);
-  std::vector<Extent> of_tokens(form_ == TokenForm::token_codes ? tokens_ : 0);
-  pool.parallel_for(of_tokens.size(), 1, [&](std::size_t begin, std::size_t end) {
-    std::vector<float> wide(columns_);
-    for (std::size_t m = begin; m < end; ++m) {
-      kernels.to_f32(x + m * columns_ * element, columns_, wide.data());
-      of_tokens[m] = extent_of(wide.data(), columns_);
-    }
-  });
+  scales_.reset(new float[scales() * padded_]);
   pool.parallel_for(columns_, kCodeTerms, [&](std::size_t begin, std::size_t end) {
     float wide[kCodeTerms];
     std::int16_t codes[kCodeTerms];
@@ -284,27 +302,61 @@ void PackedTokens::pack_codes(const std::byte* x, const KernelTable& kernels, st
         float scale = 0.0F;
         if (m < tokens_) {
           kernels.to_f32(x + (m * columns_ + j) * element, n, wide);
-          scale = of_tokens.empty() ? to_codes(wide, n, codes)
-                                    : to_codes(wide, n, of_tokens[m], kMostOfToken, codes);
+          scale = to_codes(wide, n, codes);
         }
-        scales_[first * blocks() + j / kCodeTerms * step + in_strip] = scale;
+        scales_[first * scales() + j / kCodeTerms * step + in_strip] = scale;
         std::uint32_t* to = pairs_.get() + first * pairs() + j / 2 * halves_ * step + in_strip;
-        float* sums = sums_.get() + first * units() + j / kUnit * step + in_strip;
-        for (std::size_t unit = 0; unit * kUnit < n; ++unit) {
-          const std::int16_t* from = codes + unit * kUnit;
-          int total = 0;
-          for (std::size_t i = 0; i < kUnit; ++i) total += from[i];
-          sums[unit * step] = static_cast<float>(total);
-          if (tiles_ != nullptr) continue;
-          for (std::size_t i = 0; i < kUnit / 2; ++i)
-            std::memcpy(to + (unit * kUnit / 2 + i) * step, from + 2 * i, kPairNbytes);
+        const std::size_t words = round_up(n, kUnit) / 2;
+        if (tiles_ == nullptr) {
+          for (std::size_t i = 0; i < words; ++i) std::memcpy(to + i * step, codes + 2 * i, kPairNbytes);
+          continue;
         }
-        if (tiles_ == nullptr) continue;
         std::uint32_t high[kCodeTerms / 2], low[kCodeTerms / 2];
         tiles_->split(codes, round_up(n, kUnit), high, low);
-        for (std::size_t i = 0; i < round_up(n, kUnit) / 2; ++i) {
+        for (std::size_t i = 0; i < words; ++i) {
           to[2 * i * step] = high[i];
           to[(2 * i + 1) * step] = low[i];
+        }
+      }
+    }
+  });
+}
+
+// As RowInputs has a token's.
+void PackedTokens::pack_bytes(const std::byte* x, const KernelTable& kernels, std::size_t element,
+                              ThreadPool& pool) {
+  pairs_.reset(new std::uint32_t[pairs() * padded_]);
+  scales_.reset(new float[scales() * padded_]);
+  totals_.reset(new std::int32_t[units() * padded_]);
+  std::vector<Extent> of_tokens(form_ == TokenForm::token_bytes ? tokens_ : 0);
+  pool.parallel_for(of_tokens.size(), 1, [&](std::size_t begin, std::size_t end) {
+    std::vector<float> wide(columns_);
+    for (std::size_t m = begin; m < end; ++m) {
+      kernels.to_f32(x + m * columns_ * element, columns_, wide.data());
+      of_tokens[m] = extent_of(wide.data(), columns_);
+    }
+  });
+  pool.parallel_for(columns_, kCodeTerms, [&](std::size_t begin, std::size_t end) {
+    float wide[kCodeTerms];
+    for (std::size_t m = 0; m < padded_; ++m) {
+      const std::size_t in_strip = m % strip_, first = m - in_strip, step = strip(first);
+      for (std::size_t j = begin; j < end; j += kCodeTerms) {
+        const std::size_t n = std::min(kCodeTerms, end - j);
+        if (m < tokens_) kernels.to_f32(x + (m * columns_ + j) * element, n, wide);
+        for (std::size_t i = 0; i < n; i += kUnit) {
+          const std::size_t count = std::min(kUnit, n - i), unit = (j + i) / kUnit;
+          std::int8_t codes[kUnit] = {};
+          float scale = 0.0F;
+          if (m < tokens_)
+            scale = to_codes(wide + i, count, of_tokens.empty() ? extent_of(wide + i, count) : of_tokens[m],
+                             127.0F, codes);
+          std::int32_t total = 0;
+          for (const std::int8_t code : codes) total += code;
+          scales_[first * units() + unit * step + in_strip] = scale;
+          totals_[first * units() + unit * step + in_strip] = total;
+          std::uint32_t* to = pairs_.get() + first * pairs() + unit * (kUnit / 4) * step + in_strip;
+          for (std::size_t word = 0; word < kUnit / 4; ++word)
+            std::memcpy(to + word * step, codes + 4 * word, sizeof *to);
         }
       }
     }

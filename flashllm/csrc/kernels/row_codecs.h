@@ -143,19 +143,35 @@ struct CodecKernels {
 // Throws CoreError for a codec that is none of these, and where the processor lacks the level.
 const CodecKernels& codec_kernels(SimdLevel level, RowCodec codec);
 
-// A vector's weights from `first`, a multiple of kCodeTerms, on, as CodeRows has them: `units` of kCodeUnit
-// codes, their scales, and their offsets where the codec has minimums.
+// A vector's weights from `first`, a multiple of kCodeTerms, on, as WeightBytes has them, or CodeRows where
+// they are not multiplied_as_bytes: `units` of kCodeUnit codes, their scales, and their offsets where the
+// codec has minimums.
 using UnpackCodes = void (*)(const void* vector, std::size_t k, std::size_t first, std::size_t units,
-                             std::int16_t* codes, float* scales, float* offsets);
+                             void* codes, float* scales, float* offsets);
 // nullptr: weights of the codec are widened for products of many tokens at this level.
 UnpackCodes unpack_kernel(SimdLevel level, RowCodec codec);
 constexpr std::size_t code_unit(RowCodec codec) {
   return codec == RowCodec::q6_k || codec == RowCodec::q3_k || codec == RowCodec::nvfp4 ? 16 : kCodeUnit;
 }
+// Whether a prompt's inputs are of 8 bits, as a token's are: where the numbers that codes stand for are of at
+// most five, and 32 of them share a scale. Elsewhere a prompt's are of 16.
+constexpr bool multiplied_as_bytes(RowCodec codec) {
+  return codec != RowCodec::int8_32 && codec != RowCodec::int8_64 && codec != RowCodec::q6_k &&
+         codec != RowCodec::q3_k && codec != RowCodec::iq4_nl && codec != RowCodec::iq4_xs &&
+         codec != RowCodec::nvfp4;
+}
+// What such codes, without minimums, are more than what they stand for.
+constexpr int zero_of_bytes(RowCodec codec) {
+  return codec == RowCodec::int4_32 || codec == RowCodec::int4_64 ? 8
+         : codec == RowCodec::int5_32                             ? 16
+         : codec == RowCodec::mxfp4                               ? kFp4Zero
+         : codec == RowCodec::ternary                             ? 1
+                                                                  : 0;
+}
 // Whether a unit's products by codes of 16 bits may sum to more than 2^24, up to which fp32 has all integers.
 constexpr bool has_wide_codes(RowCodec codec) {
-  return codec == RowCodec::int8_32 || codec == RowCodec::int8_64 || codec == RowCodec::int5_32_min ||
-         codec == RowCodec::q5_k || codec == RowCodec::iq4_nl || codec == RowCodec::iq4_xs;
+  return codec == RowCodec::int8_32 || codec == RowCodec::int8_64 || codec == RowCodec::iq4_nl ||
+         codec == RowCodec::iq4_xs;
 }
 constexpr bool has_minimums(RowCodec codec) {
   return codec == RowCodec::int4_32_min || codec == RowCodec::int4_64_min || codec == RowCodec::int5_32_min ||

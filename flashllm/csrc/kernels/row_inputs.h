@@ -43,7 +43,6 @@ template <typename Code>
 float to_codes(const float* x, std::size_t n, Code* codes) {
   return to_codes(x, n, extent_of(x, n), static_cast<float>(std::numeric_limits<Code>::max()), codes);
 }
-constexpr float kMostOfToken = 127.0F * 256.0F;  // of 16 bits: what is rounded to 8 bits stays as it is
 
 class RowInputs {
  public:

@@ -84,13 +84,15 @@ class CodedRows : public WideRows {
   }
   void unpack(std::size_t begin, std::size_t count, std::size_t first, std::size_t terms,
               UnpackedRows& to) const override {
+    const std::size_t nbytes = multiplied_as_bytes(matrix_.codec) ? 1 : sizeof(std::int16_t);
     to.unit = code_unit(matrix_.codec);
     to.has_offsets = has_minimums(matrix_.codec);
     to.is_wide = has_wide_codes(matrix_.codec);
+    to.zero = zero_of_bytes(matrix_.codec);
     for (std::size_t i = 0; i < count; ++i)
       unpack_(matrix_.data + (begin + i) * matrix_.stride, matrix_.columns, first, terms / kCodeUnit,
-              to.codes + i * kCodeTerms, to.scales + i * (kCodeTerms / 16),
-              to.offsets + i * (kCodeTerms / 32));
+              reinterpret_cast<std::byte*>(to.codes) + i * kCodeTerms * nbytes,
+              to.scales + i * (kCodeTerms / 16), to.offsets + i * (kCodeTerms / 32));
   }
 
  private:
@@ -230,7 +232,8 @@ void widen_row(const RowMatrix& matrix, std::size_t row, float* to, SimdLevel le
 TokenForm form_of_many(RowCodec codec, InputForm inputs, Dtype dtype, std::size_t terms, SimdLevel level) {
   if (is_coded(codec) && codec != RowCodec::bf12)
     return inputs == InputForm::f32 || unpack_kernel(level, codec) == nullptr ? TokenForm::floats
-           : inputs == InputForm::token_int8                                  ? TokenForm::token_codes
+           : inputs == InputForm::token_int8                                  ? TokenForm::token_bytes
+           : multiplied_as_bytes(codec)                                       ? TokenForm::bytes
                                                                               : TokenForm::codes;
   return in_pairs(dtype, terms, level) ? TokenForm::pairs : TokenForm::floats;
 }

@@ -306,7 +306,7 @@ inline void add_window(const RunWindow& window, const RunWindow& next, const Sca
         Pairs codes[4];
         const std::size_t from = at + s * kPairUnits * kUnitNbytes;
         pair_units<Scales>(term.low + from, term.high + from, apart, codes);
-        for (std::size_t v = 0; v < 4; ++v) sum[s][v] = add_products(by, codes[v], sum[s][v]);
+        for (std::size_t v = 0; v < 4; ++v) sum[s][v] = Words::add(by, codes[v], sum[s][v]);
       }
     }
     for (std::size_t s = 0; s < kSteps; ++s) {

@@ -31,22 +31,30 @@ void inject_write_fault(DirectWriter& file, const std::string& kind, std::uint64
 }
 
 // A block of codes and inputs that lies in the first cache, multiplied `times` times: the inner loop alone of
-// weights whose scales `unit` codes share. Operations a time.
-std::size_t multiply_codes_in_cache(std::size_t unit, bool has_offsets, std::size_t times) {
-  const TileKernels* tiles = tile_kernels(best_simd_level());
-  const MultiplyCodes multiply =
-      tiles == nullptr ? multiply_codes_kernel(best_simd_level()) : tiles->multiply;
-  require(multiply != nullptr && (unit == 16 || unit == 32), "this processor has no products of codes");
+// weights in bytes, with offsets or without, or, in words, of those whose scales `unit` codes share.
+// Operations a time.
+std::size_t multiply_in_cache(std::size_t unit, bool has_offsets, bool in_bytes, std::size_t times) {
+  const SimdLevel level = best_simd_level();
+  const TileKernels* tiles = in_bytes ? nullptr : tile_kernels(level);
+  require(multiply_codes_kernel(level) != nullptr && (unit == 16 || unit == 32),
+          "this processor has no products of codes");
   const std::size_t rows = tiles == nullptr ? 12 : TileKernels::kRows, tokens = tiles == nullptr ? 32 : 16;
   const std::vector<std::int16_t> codes(rows * 2 * kCodeTerms, 3);
-  const std::vector<std::uint32_t> pairs(kCodeTerms * tokens, 0x00050007);
-  const std::vector<float> scales(rows * kCodeTerms / 16, 0.5F), sums(kCodeTerms / 32 * tokens, 1.0F);
+  const std::vector<std::uint32_t> words(kCodeTerms * tokens, 0x00050007);
+  const std::vector<std::int32_t> totals(kCodeTerms / 32 * tokens, 100);
+  const std::vector<float> scales(rows * kCodeTerms / 16, 0.5F), of_tokens(kCodeTerms / 32 * tokens, 1.0F);
   std::vector<float> out(rows * tokens);
-  const float* offsets = has_offsets ? scales.data() : nullptr;
+  const CodeRows a{codes.data(), scales.data(), unit, false};
+  const WeightBytes bytes{reinterpret_cast<const std::uint8_t*>(codes.data()), scales.data(),
+                          has_offsets ? scales.data() : nullptr, 0};
   if (tiles != nullptr) tiles->open();
   for (std::size_t i = 0; i < times; ++i)
-    multiply({codes.data(), scales.data(), offsets, unit, false}, rows,
-             {pairs.data(), sums.data(), tokens, sums.data()}, tokens, kCodeTerms, out.data(), tokens);
+    if (in_bytes)
+      multiply_bytes_kernel(level)(bytes, rows, {words.data(), totals.data(), of_tokens.data(), tokens},
+                                   tokens, kCodeTerms, out.data(), tokens);
+    else
+      (tiles == nullptr ? multiply_codes_kernel(level) : tiles->multiply)(
+          a, rows, {words.data(), tokens, of_tokens.data()}, tokens, kCodeTerms, out.data(), tokens);
   if (tiles != nullptr) tiles->close();
   return 2 * rows * tokens * kCodeTerms;
 }
@@ -68,7 +76,7 @@ void init_testing(nb::module_& m) {
 
   m.def("digest", [](const std::string& simd) { return digest_of(parse_simd(simd)); }, nb::arg("simd"));
 
-  m.def("multiply_codes_in_cache", &multiply_codes_in_cache, nb::arg("unit"), nb::arg("has_offsets"),
+  m.def("multiply_in_cache", &multiply_in_cache, nb::arg("unit"), nb::arg("has_offsets"), nb::arg("in_bytes"),
         nb::arg("times"));
 
   m.def("refuse_enters", &refuse_enters, nb::arg("count"));

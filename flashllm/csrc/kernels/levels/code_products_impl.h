@@ -1,29 +1,31 @@
 // The products of codes of kernels.h over vector types; included, as kernels_impl.h is, by the levels of x86
-// that have it. `Vec`: of kernels_impl.h. `Pairs`: as many words of two codes, or sums of 32 bits; zero,
-// load, everywhere (one word), add_products (of both halves, to a sum) and floats.
+// that have it. `Vec`: of kernels_impl.h. `Pairs`: as many words of codes, or sums of 32 bits; zero, set,
+// load, everywhere (one word), * and floats. `Words` and `Bytes`: products of a word's codes, two or four;
+// Code, kStep (codes a word), kTogether (words whose products are summed together), begin, add, and end,
+// which adds such a sum to others.
 //
 // Every index of a tile's sums is a constant from the start: of loops a compiler stores the sums at every
 // step. Totals are in memory, at constant places.
 
-// The sums of some rows by V vectors over some pairs of terms, one for each I. Beside totals, sixteen
+// Adds the sums of some rows by V vectors over some words of terms, one for each I. Beside totals, sixteen
 // registers hold no sums of six rows: there they are summed apart.
-template <std::size_t V, std::size_t... I>
+template <typename Form, std::size_t V, std::size_t... I>
 #if defined(__AVX512F__)
 __attribute__((always_inline)) inline
 #else
 __attribute__((noinline))
 #endif
-    void sum_code_products(const std::int16_t* codes, const std::uint32_t* columns, std::size_t row,
-                           std::size_t pairs, Pairs* to, std::index_sequence<I...>) {
+    void sum_code_products(const typename Form::Code* codes, const std::uint32_t* columns, std::size_t row,
+                           std::size_t words, Pairs* to, std::index_sequence<I...>) {
   Pairs sum[sizeof...(I)];
-  ((sum[I] = Pairs::zero()), ...);
-  for (std::size_t s = 0; s < pairs; ++s) {
+  ((sum[I] = Form::begin(to[I])), ...);
+  for (std::size_t s = 0; s < words; ++s) {
     Pairs column[V];
     for (std::size_t v = 0; v < V; ++v) column[v] = Pairs::load(columns + s * row + v * Vec::kWidth);
-    const std::int16_t* pair = codes + 2 * s;
-    ((sum[I] = add_products(Pairs::everywhere(pair + I / V * kCodeTerms), column[I % V], sum[I])), ...);
+    const typename Form::Code* word = codes + Form::kStep * s;
+    ((sum[I] = Form::add(Pairs::everywhere(word + I / V * kCodeTerms), column[I % V], sum[I])), ...);
   }
-  ((to[I] = sum[I]), ...);
+  ((to[I] = Form::end(to[I], sum[I])), ...);
 }
 
 // A tile of rows by V vectors.
@@ -31,17 +33,16 @@ template <std::size_t V, std::size_t... I>
 __attribute__((noinline)) void multiply_code_tile(const CodeRows& a, const CodeColumns& b, std::size_t terms,
                                                   float* c, std::size_t c_row,
                                                   std::index_sequence<I...> each) {
-  constexpr std::size_t kScales = kCodeTerms / 16, kOffsets = kCodeTerms / 32, kWidth = Vec::kWidth;
+  constexpr std::size_t kScales = kCodeTerms / 16, kWidth = Vec::kWidth;
   alignas(64) float total[sizeof...(I) * kWidth] = {};
   const auto add = [&](std::size_t i, Vec of_tokens, const float* of_row) {
     float* at = total + i * kWidth;
     fma(of_tokens, Vec::set(*of_row), Vec::load_f32(at)).store(at);
   };
-  for (std::size_t u = 0; a.offsets != nullptr && u < terms / 32; ++u)
-    (add(I, Vec::load_f32(b.sums + u * b.row + I % V * kWidth), a.offsets + I / V * kOffsets + u), ...);
   for (std::size_t first = 0, u = 0; first < terms; first += a.unit, ++u) {
     Pairs sum[sizeof...(I)];
-    sum_code_products<V>(a.codes + first, b.pairs + first / 2 * b.row, b.row, a.unit / 2, sum, each);
+    ((sum[I] = Pairs::zero()), ...);
+    sum_code_products<Words, V>(a.codes + first, b.pairs + first / 2 * b.row, b.row, a.unit / 2, sum, each);
     (add(I, sum[I].floats(), a.scales + I / V * kScales + u), ...);
   }
   const auto put = [&](std::size_t i) {
@@ -52,34 +53,86 @@ __attribute__((noinline)) void multiply_code_tile(const CodeRows& a, const CodeC
   (put(I), ...);
 }
 
-template <std::size_t R, std::size_t V>
-inline void multiply_code_rows(const CodeRows& a, std::size_t r, const CodeColumns& b, std::size_t terms,
-                               float* c, std::size_t c_row) {
-  const CodeRows from{a.codes + r * kCodeTerms, a.scales + r * (kCodeTerms / 16),
-                      a.offsets == nullptr ? nullptr : a.offsets + r * (kCodeTerms / 32), a.unit, a.is_wide};
-  multiply_code_tile<V>(from, b, terms, c + r * c_row, c_row, std::make_index_sequence<R * V>());
+namespace {  // as Pairs are
+
+template <std::size_t V, bool kOffsets, std::size_t... I>
+__attribute__((noinline)) void multiply_byte_tile(const WeightBytes& a, const InputBytes& b,
+                                                  std::size_t terms, float* c, std::size_t c_row,
+                                                  std::index_sequence<I...> each) {
+  constexpr std::size_t kScales = kCodeTerms / 16, kUnits = kCodeTerms / 32, kWidth = Vec::kWidth;
+  constexpr std::size_t kTerms = Bytes::kStep * Bytes::kTogether;
+  alignas(64) float total[sizeof...(I) * kWidth];
+  (Vec::load_f32(c + I / V * c_row + I % V * kWidth).store(total + I * kWidth), ...);
+  for (std::size_t u = 0; u < terms / 32; ++u) {
+    Vec scale[V], sums[V];
+    Pairs less[V], sum[sizeof...(I)];
+    for (std::size_t v = 0; v < V; ++v) {
+      const Pairs totals =
+          Pairs::load(reinterpret_cast<const std::uint32_t*>(b.totals) + u * b.row + v * kWidth);
+      scale[v] = Vec::load_f32(b.scales + u * b.row + v * kWidth);
+      sums[v] = totals.floats() * scale[v];
+      less[v] = kOffsets ? Pairs::zero() : totals * Pairs::set(-a.zero);
+    }
+    ((sum[I] = less[I % V]), ...);
+    for (std::size_t first = u * 32; first < u * 32 + 32; first += kTerms)
+      sum_code_products<Bytes, V>(a.codes + first, b.words + first / Bytes::kStep * b.row, b.row,
+                                  Bytes::kTogether, sum, each);
+    const auto add = [&](std::size_t i) {
+      float* at = total + i * kWidth;
+      Vec to = Vec::load_f32(at);
+      if constexpr (kOffsets) to = fma(sums[i % V], Vec::set(a.offsets[i / V * kUnits + u]), to);
+      fma(sum[i].floats() * scale[i % V], Vec::set(a.scales[i / V * kScales + u]), to).store(at);
+    };
+    (add(I), ...);
+  }
+  (Vec::load_f32(total + I * kWidth).store(c + I / V * c_row + I % V * kWidth), ...);
 }
 
-template <std::size_t V>
-inline void multiply_code_strip(const CodeRows& a, std::size_t rows, const CodeColumns& b, std::size_t terms,
-                                float* c, std::size_t c_row) {
+}  // namespace
+
+template <std::size_t R, std::size_t V>
+inline void multiply_rows(const CodeRows& a, std::size_t r, const CodeColumns& b, std::size_t terms, float* c,
+                          std::size_t c_row) {
+  const CodeRows from{a.codes + r * kCodeTerms, a.scales + r * (kCodeTerms / 16), a.unit, a.is_wide};
+  multiply_code_tile<V>(from, b, terms, c + r * c_row, c_row, std::make_index_sequence<R * V>());
+}
+template <std::size_t R, std::size_t V>
+inline void multiply_rows(const WeightBytes& a, std::size_t r, const InputBytes& b, std::size_t terms,
+                          float* c, std::size_t c_row) {
+  constexpr auto kTile = std::make_index_sequence<R * V>();
+  WeightBytes from{a.codes + r * kCodeTerms, a.scales + r * (kCodeTerms / 16), a.offsets, a.zero};
+  if (a.offsets == nullptr) return multiply_byte_tile<V, false>(from, b, terms, c + r * c_row, c_row, kTile);
+  from.offsets += r * (kCodeTerms / 32);
+  multiply_byte_tile<V, true>(from, b, terms, c + r * c_row, c_row, kTile);
+}
+
+template <std::size_t V, typename Rows, typename Columns>
+inline void multiply_strip(const Rows& a, std::size_t rows, const Columns& b, std::size_t terms, float* c,
+                           std::size_t c_row) {
   // A narrower tile is higher: with few sums the processor would wait for the end of each.
   constexpr std::size_t kTall = V == 1 ? 2 * kTileRows : kTileRows;
   std::size_t r = 0;
-  for (; r + kTall <= rows; r += kTall) multiply_code_rows<kTall, V>(a, r, b, terms, c, c_row);
-  for (; r < rows; ++r) multiply_code_rows<1, V>(a, r, b, terms, c, c_row);
+  for (; r + kTall <= rows; r += kTall) multiply_rows<kTall, V>(a, r, b, terms, c, c_row);
+  for (; r < rows; ++r) multiply_rows<1, V>(a, r, b, terms, c, c_row);
 }
 
-void multiply_codes(const CodeRows& a, std::size_t rows, const CodeColumns& b, std::size_t width,
-                    std::size_t terms, float* c, std::size_t c_row) {
-  std::size_t n = 0;
-  const auto from = [&](std::size_t column) {
-    return CodeColumns{b.pairs + column, b.sums + column, b.row, b.scales + column};
-  };
-  for (; n + 2 * Vec::kWidth <= width; n += 2 * Vec::kWidth)
-    multiply_code_strip<2>(a, rows, from(n), terms, c + n, c_row);
-  for (; n < width; n += Vec::kWidth) multiply_code_strip<1>(a, rows, from(n), terms, c + n, c_row);
+inline CodeColumns from_column(const CodeColumns& b, std::size_t n) {
+  return {b.pairs + n, b.row, b.scales + n};
 }
+inline InputBytes from_column(const InputBytes& b, std::size_t n) {
+  return {b.words + n, b.totals + n, b.scales + n, b.row};
+}
+
+template <typename Rows, typename Columns>
+void multiply_strips(const Rows& a, std::size_t rows, const Columns& b, std::size_t width, std::size_t terms,
+                     float* c, std::size_t c_row) {
+  std::size_t n = 0;
+  for (; n + 2 * Vec::kWidth <= width; n += 2 * Vec::kWidth)
+    multiply_strip<2>(a, rows, from_column(b, n), terms, c + n, c_row);
+  for (; n < width; n += Vec::kWidth) multiply_strip<1>(a, rows, from_column(b, n), terms, c + n, c_row);
+}
+constexpr MultiplyCodes multiply_codes = multiply_strips<CodeRows, CodeColumns>;
+constexpr MultiplyBytes multiply_bytes = multiply_strips<WeightBytes, InputBytes>;
 
 // A tile of tokens by V vectors of outputs from n on.
 template <std::size_t V, bool kOffsets, std::size_t... I>
@@ -100,8 +153,9 @@ __attribute__((noinline)) void add_code_tile(const CodeTokens& a, const CodeWeig
       (add(I, Vec::load_f32(b.offsets + w * kCodeColumns + n + I % V * kWidth), a.sums, w), ...);
     for (std::size_t first = w * 32; first < w * 32 + 32; first += unit, scales += kCodeColumns) {
       Pairs sum[sizeof...(I)];
-      sum_code_products<V>(a.codes + first, b.pairs + first / 2 * kCodeColumns + n, kCodeColumns, unit / 2,
-                           sum, each);
+      ((sum[I] = Pairs::zero()), ...);
+      sum_code_products<Words, V>(a.codes + first, b.pairs + first / 2 * kCodeColumns + n, kCodeColumns,
+                                  unit / 2, sum, each);
       (add(I, sum[I].floats() * Vec::load_f32(scales + I % V * kWidth), a.scales, w), ...);
     }
   }

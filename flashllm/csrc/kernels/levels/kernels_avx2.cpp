@@ -115,17 +115,38 @@ struct Pairs {
   static Pairs load(const std::uint32_t* p) {
     return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))};
   }
-  static Pairs everywhere(const std::int16_t* pair) {
+  static Pairs everywhere(const void* codes) {
     std::int32_t word;
-    __builtin_memcpy(&word, pair, sizeof word);
+    __builtin_memcpy(&word, codes, sizeof word);
     return {_mm256_set1_epi32(word)};
   }
   static Pairs set(int value) { return {_mm256_set1_epi32(value)}; }
   Vec floats() const { return {_mm256_cvtepi32_ps(v)}; }
 };
-inline Pairs add_products(Pairs a, Pairs b, Pairs sum) {
-  return {_mm256_add_epi32(sum.v, _mm256_madd_epi16(a.v, b.v))};
-}
+inline Pairs operator*(Pairs a, Pairs b) { return {_mm256_mullo_epi32(a.v, b.v)}; }
+
+struct Words {
+  using Code = std::int16_t;
+  static constexpr std::size_t kStep = 2;
+  static Pairs begin(Pairs sum) { return sum; }
+  static Pairs add(Pairs a, Pairs b, Pairs sum) {
+    return {_mm256_add_epi32(sum.v, _mm256_madd_epi16(a.v, b.v))};
+  }
+  static Pairs end(Pairs, Pairs sum) { return sum; }
+};
+// Sums of 16 bits: of a word's first two products, and of the others.
+struct Bytes {
+  using Code = std::uint8_t;
+  static constexpr std::size_t kStep = 4, kTogether = 4;
+  static_assert(2 * kTogether * kLargestByte * 127 < 1 << 15, "sums must fit 16 bits");
+  static Pairs begin(Pairs) { return Pairs::zero(); }
+  static Pairs add(Pairs a, Pairs b, Pairs sum) {
+    return {_mm256_add_epi16(sum.v, _mm256_maddubs_epi16(a.v, b.v))};
+  }
+  static Pairs end(Pairs all, Pairs sum) {
+    return {_mm256_add_epi32(all.v, _mm256_madd_epi16(sum.v, _mm256_set1_epi16(1)))};
+  }
+};
 
 #include "kernels/levels/eight_x86.h"
 

@@ -172,15 +172,28 @@ struct Pairs {
 
   static Pairs zero() { return {_mm512_setzero_si512()}; }
   static Pairs load(const std::uint32_t* p) { return {_mm512_loadu_si512(p)}; }
-  static Pairs everywhere(const std::int16_t* pair) {
+  static Pairs everywhere(const void* codes) {
     std::int32_t word;
-    __builtin_memcpy(&word, pair, sizeof word);
+    __builtin_memcpy(&word, codes, sizeof word);
     return {_mm512_set1_epi32(word)};
   }
   static Pairs set(int value) { return {_mm512_set1_epi32(value)}; }
   Vec floats() const { return {_mm512_cvtepi32_ps(v)}; }
 };
-inline Pairs add_products(Pairs a, Pairs b, Pairs sum) { return {_mm512_dpwssd_epi32(sum.v, a.v, b.v)}; }
+inline Pairs operator*(Pairs a, Pairs b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
+
+struct Words {
+  using Code = std::int16_t;
+  static constexpr std::size_t kStep = 2;
+  static Pairs begin(Pairs sum) { return sum; }
+  static Pairs add(Pairs a, Pairs b, Pairs sum) { return {_mm512_dpwssd_epi32(sum.v, a.v, b.v)}; }
+  static Pairs end(Pairs, Pairs sum) { return sum; }
+};
+struct Bytes : Words {
+  using Code = std::uint8_t;
+  static constexpr std::size_t kStep = 4, kTogether = 8;
+  static Pairs add(Pairs a, Pairs b, Pairs sum) { return {_mm512_dpbusd_epi32(sum.v, a.v, b.v)}; }
+};
 
 #include "kernels/levels/eight_x86.h"
 

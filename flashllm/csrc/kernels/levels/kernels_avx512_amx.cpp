@@ -112,14 +112,10 @@ template <std::size_t kUnit, bool kWide, std::size_t... I>
 __attribute__((noinline)) void multiply_tile(const CodeRows& a, std::size_t rows, const CodeColumns& b,
                                              std::size_t terms, float* c, std::size_t c_row,
                                              std::index_sequence<I...>) {
-  constexpr std::size_t kScales = kCodeTerms / 16, kOffsets = kCodeTerms / 32, kRing = 2 * kAhead;
+  constexpr std::size_t kScales = kCodeTerms / 16, kRing = 2 * kAhead;
   alignas(64) float sums[kRing][kWide ? 2 * kTileSums : kTileSums];
   __m512 total[kRows];
   ((total[I] = _mm512_setzero_ps()), ...);
-  for (std::size_t u = 0; a.offsets != nullptr && u < terms / 32; ++u) {
-    const __m512 of = _mm512_loadu_ps(b.sums + u * b.row);
-    ((total[I] = _mm512_fmadd_ps(of, _mm512_set1_ps(a.offsets[I * kOffsets + u]), total[I])), ...);
-  }
   const std::size_t units = terms / kUnit;
   const auto multiply = [&](std::size_t u) {
     // A tile's row has 32 numbers, and so many rows of pairs: of 32 terms, or of 16 and the same again.
@@ -150,7 +146,7 @@ void multiply_codes(const CodeRows& a, std::size_t rows, const CodeColumns& b, s
       : a.is_wide  ? multiply_tile<32, true, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15>
                    : multiply_tile<32, false, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15>;
   for (std::size_t n = 0; n < width; n += kWidth)
-    tile(a, rows, {b.pairs + n, b.sums + n, b.row, b.scales + n}, terms, c + n, c_row, kEachRow);
+    tile(a, rows, {b.pairs + n, b.row, b.scales + n}, terms, c + n, c_row, kEachRow);
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include "kernels/levels/unpack_codes_impl.h"
 #else
 constexpr MultiplyCodes multiply_codes = nullptr;
+constexpr MultiplyBytes multiply_bytes = nullptr;
 constexpr AddCodes add_codes = nullptr;
 constexpr const UnpackCodes* kUnpack = nullptr;
 #endif
@@ -16,6 +17,6 @@ constexpr const UnpackCodes* kUnpack = nullptr;
 #include "planes/scale_planes_impl.h"
 
 extern const LevelKernels kLevel;
-const LevelKernels kLevel = {kTables, nullptr,      nullptr,        &kAttention, sum_floats,
-                             softmax, multiply_add, multiply_codes, add_codes,   kStateSteps,
-                             kCodecs, kInt8,        kInt16,         kUnpack,     kPlanes};
+const LevelKernels kLevel = {kTables,      nullptr,        nullptr,        &kAttention, sum_floats,  softmax,
+                             multiply_add, multiply_codes, multiply_bytes, add_codes,   kStateSteps, kCodecs,
+                             kInt8,        kInt16,         kUnpack,        kPlanes};

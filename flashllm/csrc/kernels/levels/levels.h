@@ -15,7 +15,8 @@ struct LevelKernels {
   SumFloats sum_floats;
   Softmax softmax;
   MultiplyAdd multiply_add;
-  MultiplyCodes multiply_codes;  // nullptr, like `add_codes` and `unpack`, where the level has none
+  MultiplyCodes multiply_codes;  // nullptr, like the two and `unpack`, where the level has none
+  MultiplyBytes multiply_bytes;
   AddCodes add_codes;
   const StateStep* state_steps;               // [3], by Recurrence
   const CodecKernels* codecs;                 // [kCodedCodecs]
