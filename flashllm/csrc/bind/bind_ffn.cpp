@@ -34,8 +34,6 @@ nb::dict take(FfnCounters& counters) {
                   {"active", taken.active},
                   {"hits", taken.hits},
                   {"misses", taken.misses},
-                  {"moves", taken.moves},
-                  {"parts", taken.parts},
                   {"united", taken.united},
                   {"rejected_bytes", taken.rejected_bytes},
                   {"prefetched", taken.prefetched},

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 #include <iterator>
-#include <utility>
 
 #include "cache/policies.h"
 #include "io/error.h"
@@ -59,7 +58,6 @@ void NeuronCache::exchange(const std::vector<std::int32_t>& leaving,
                            const std::vector<std::int32_t>& coming) {
   slots_.exchange(leaving, coming, moves_);
   for (const SlotTable::Move& move : moves_) std::memcpy(at(move.to), at(move.from), unit_nbytes_);
-  moved_ += moves_.size();
 }
 
 void NeuronCache::begin_fill(const std::vector<std::int32_t>* passing) {
@@ -166,7 +164,5 @@ void NeuronCache::set_capacity(std::int32_t capacity) {
   else if (capacity > before)
     reclaim_pages(memory_, nbytes(capacity));
 }
-
-std::uint64_t NeuronCache::take_moves() { return std::exchange(moved_, 0); }
 
 }  // namespace flashllm

@@ -76,8 +76,6 @@ class NeuronCache {
   // `end_part`.
   void set_capacity(std::int32_t capacity);
 
-  std::uint64_t take_moves();  // units copied from slot to slot since the last call
-
  private:
   std::byte* at(std::int32_t slot) const {
     const std::int32_t bypass = slot - slots_.capacity();
@@ -94,7 +92,6 @@ class NeuronCache {
   SlotTable slots_;
   const std::int32_t max_capacity_;
   std::unique_ptr<CachePolicy> policy_;
-  std::uint64_t moved_ = 0;
   struct Awaited {
     std::int32_t unit;
     std::int32_t leaving;  // the unit whose slot it gets when it comes; SlotTable::kAbsent: it has one

@@ -207,7 +207,6 @@ void FfnLayer::finish(float* y) {
   watch.charge(counters_.compute_ns);
   group_.clear();
   if (holds_prefetch()) end_prefetch();
-  counters_.moves += cache_.take_moves() * static_cast<std::uint64_t>(options_.unit_rows);
   counters_.io_busy_ns += reader_.take_busy_ns();
   watch.charge(counters_.memory_ns);
 }
@@ -238,7 +237,6 @@ void FfnLayer::guarded(const Step& step) {
 // Hits, misses, slots freed; the misses become reads into their slots, and start.
 void FfnLayer::begin_part(std::size_t first, bool again) {
   Stopwatch watch;
-  ++counters_.parts;
   const std::vector<std::int32_t>& wanted = group_.wanted();
   part_end_ = std::min(first + cache_.part_size(), wanted.size());
   guarded([&] {

@@ -117,7 +117,7 @@ inline void add_plane_columns(const void* const* rows, const std::int32_t* ids, 
 template <typename Scales>
 void add_plane_rows(const void* const* rows, const std::int32_t* ids, const float* values, std::size_t n,
                     const ScalePlane& plane, std::size_t k, std::size_t begin, std::size_t end, float* y) {
-  constexpr std::size_t kTogether = 4;
+  constexpr std::size_t kTogether = kRows == 1 ? 1 : 4;
   std::size_t i = 0;
   for (; i + kTogether <= n; i += kTogether)
     add_plane_columns<Scales, kTogether>(rows + i, ids + i, values + i,

@@ -6,7 +6,7 @@ namespace flashllm::scalar {
 
 namespace {
 
-constexpr std::size_t kUnroll = 2, kRows = 4, kTileRows = 4, kTileVectors = 1;
+constexpr std::size_t kUnroll = 2, kRows = 1, kTileRows = 4, kTileVectors = 1;
 
 struct Vec {
   static constexpr std::size_t kWidth = 8;

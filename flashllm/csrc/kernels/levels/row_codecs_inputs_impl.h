@@ -331,12 +331,15 @@ void dot_tokens_coded_inputs(const void* data, std::size_t stride, std::size_t n
   const auto* first = static_cast<const std::byte*>(data);
   const auto at = [=](std::size_t r) { return first + r * stride; };
   const std::size_t ahead = (kCodedAhead / stride + kRows) / kRows * kRows;
-  for (std::size_t t = 0; t < tokens; t += 4) {
+  constexpr std::size_t kTogether = kRows == 1 ? 1 : 4;  // who takes rows one by one takes tokens so, too
+  for (std::size_t t = 0; t < tokens; t += kTogether) {
     const std::size_t left = tokens - t, fetched = t == 0 ? n + ahead : 0;
-    const auto dot = left == 1   ? dot_each_row<D, 1, decltype(at)>
-                     : left == 2 ? dot_each_row<D, 2, decltype(at)>
-                     : left == 3 ? dot_each_row<D, 3, decltype(at)>
-                                 : dot_each_row<D, 4, decltype(at)>;
+    auto dot = dot_each_row<D, 1, decltype(at)>;
+    if constexpr (kTogether != 1) {
+      if (left == 2) dot = dot_each_row<D, 2, decltype(at)>;
+      if (left == 3) dot = dot_each_row<D, 3, decltype(at)>;
+      if (left >= 4) dot = dot_each_row<D, 4, decltype(at)>;
+    }
     dot(at, n, ahead, fetched, x + t, k, out + t * out_stride, out_stride);
   }
 }
