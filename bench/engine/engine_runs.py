@@ -27,10 +27,13 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", type=parse_size, help="limit of everything a process holds")
 
 
-def add_runs(parser: argparse.ArgumentParser, **defaults: int) -> None:
-    """What is run (`defaults`: --tokens and --rounds, where they mean something), and where it is written."""
-    for name, default in {"prompt": 128, **defaults}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+def add_runs(
+    parser: argparse.ArgumentParser, *, prompt: int = 128, tokens: int | None = None, rounds: int | None = None
+) -> None:
+    """What is run, by defaults (None: there is no such option), and where it is written."""
+    for option, default in (("--prompt", prompt), ("--tokens", tokens), ("--rounds", rounds)):
+        if default is not None:
+            parser.add_argument(option, type=int, default=default)
     parser.add_argument("--cgroup", action="store_true", help="enforce limits by a memory control group (root)")
     parser.add_argument("--json", type=Path, help="write the document here too")
     parser.add_argument(

@@ -47,7 +47,7 @@ std::uint64_t eight(const std::uint8_t* bytes) {
 void fifth_bits(const std::uint8_t* packed, std::uint8_t* codes) {
   for (std::size_t i = 0; i < 4; ++i, codes += 8) {
     const std::uint64_t apart = packed[i] * in_each(1) & 0x8040201008040201;
-    const std::uint64_t word = eight(codes) | (apart + in_each(0x7F) & in_each(0x80)) >> 3;
+    const std::uint64_t word = eight(codes) | ((apart + in_each(0x7F)) & in_each(0x80)) >> 3;
     std::memcpy(codes, &word, 8);
   }
 }
