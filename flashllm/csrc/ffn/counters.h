@@ -13,7 +13,7 @@ struct FfnCounters {
   std::uint64_t io_busy_ns = 0;  // reads under way, behind compute or not; those that overlap count once
   std::uint64_t bytes_read = 0, requests = 0, retries = 0;
   // Of tokens that go through a layer together, a row that is missing is a miss of the first that wants it.
-  std::uint64_t active = 0, hits = 0, misses = 0;
+  std::uint64_t active = 0, hits = 0, misses = 0, parts = 0;
   std::uint64_t united = 0;          // active neurons, each once for tokens that go through a layer together
   std::uint64_t rejected_bytes = 0;  // rows that only drafted tokens wanted which turned out wrong
   std::uint64_t prefetched = 0, prefetch_used = 0;  // rows prefetched, and the misses that found theirs there
