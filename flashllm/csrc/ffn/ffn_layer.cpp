@@ -227,7 +227,7 @@ void FfnLayer::guarded(const Step& step) {
     step();
   } catch (const CoreError& error) {
     abandon();
-    rethrow_with_place(error);
+    source_.rethrow(error, options_.layer);
   } catch (...) {
     abandon();
     throw;
@@ -237,7 +237,6 @@ void FfnLayer::guarded(const Step& step) {
 // Hits, misses, slots freed; the misses become reads into their slots, and start.
 void FfnLayer::begin_part(std::size_t first, bool again) {
   Stopwatch watch;
-  ++counters_.parts;
   const std::vector<std::int32_t>& wanted = group_.wanted();
   part_end_ = std::min(first + cache_.part_size(), wanted.size());
   guarded([&] {
@@ -390,19 +389,6 @@ void FfnLayer::tally(const ReadStats& stats) {
   counters_.bytes_read += stats.bytes;
   counters_.requests += stats.requests;
   counters_.retries += stats.retries;
-}
-
-void FfnLayer::rethrow_with_place(const CoreError& error) const {
-  std::string message = "layer " + std::to_string(options_.layer);
-  if (error.offset() != CoreError::kNoOffset && source_.neuron_at(error.offset()) >= 0)
-    message += ", neuron " + std::to_string(source_.neuron_at(error.offset()));
-  message += std::string(": ") + error.what();
-  if (error.kind() == ErrorKind::checksum || error.kind() == ErrorKind::format)
-    message +=
-        "; the model directory is damaged: check it with `flashllm verify`, then convert the model again";
-  if (error.kind() == ErrorKind::io)
-    message += "; check the drive (the system's log says more), then try again";
-  throw CoreError(error.kind(), message, error.offset());
 }
 
 // The cache between tokens

@@ -133,7 +133,6 @@ class FfnLayer {
   void sum_all_parts(float* y);
   template <typename Step>
   void guarded(const Step& step);
-  [[noreturn]] void rethrow_with_place(const CoreError& error) const;
 
   void place_rows(bool again);
   using Place = std::vector<std::int32_t> FfnMember::Positions::*;

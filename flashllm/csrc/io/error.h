@@ -35,20 +35,4 @@ inline void require(bool condition, const char* message) {
 }
 inline void require(bool condition, const std::string& message) { require(condition, message.c_str()); }
 
-// What to do about a failed read, to end its message with.
-inline const char* read_advice(ErrorKind kind) {
-  switch (kind) {
-    case ErrorKind::checksum:
-    case ErrorKind::format:
-      return "; the model directory is damaged: check it with `flashllm verify`, then convert the model "
-             "again";
-    case ErrorKind::io:
-      return "; check the drive (the system's log says more), then try again";
-    case ErrorKind::numbers:
-    case ErrorKind::usage:
-      break;
-  }
-  return "";
-}
-
 }  // namespace flashllm

@@ -143,6 +143,20 @@ struct RowSource {
     return piece_nbytes == 0 ? 1 : static_cast<std::size_t>(units.size) * (stride / piece_nbytes);
   }
 
+  // A failed read's error, with the layer, its neuron, and what to do about it.
+  [[noreturn]] void rethrow(const CoreError& error, int layer) const {
+    std::string message = "layer " + std::to_string(layer);
+    if (error.offset() != CoreError::kNoOffset && neuron_at(error.offset()) >= 0)
+      message += ", neuron " + std::to_string(neuron_at(error.offset()));
+    message += std::string(": ") + error.what();
+    if (error.kind() == ErrorKind::checksum || error.kind() == ErrorKind::format)
+      message +=
+          "; the model directory is damaged: check it with `flashllm verify`, then convert the model again";
+    if (error.kind() == ErrorKind::io)
+      message += "; check the drive (the system's log says more), then try again";
+    throw CoreError(error.kind(), message, error.offset());
+  }
+
  private:
   std::int32_t lying_rows() const { return experts == nullptr ? 0 : experts->num_rows(); }
   void split(std::vector<ReadJob>& jobs) const {

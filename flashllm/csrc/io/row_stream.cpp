@@ -116,7 +116,7 @@ bool RowStream::next(RowBlock& block) {
   try {
     reader_.wait(batch);
   } catch (const CoreError& error) {
-    rethrow_with_place(error, current.place.layer);
+    layers_[static_cast<std::size_t>(current.place.layer)].rethrow(error, current.place.layer);
   }
   watch.charge(times_.wait_ns);
   times_.busy_ns += reader_.take_busy_ns();
@@ -189,15 +189,6 @@ StreamTimes RowStream::take() {
   const StreamTimes times = times_;
   times_ = {};
   return times;
-}
-
-void RowStream::rethrow_with_place(const CoreError& error, int layer) const {
-  std::string message = "layer " + std::to_string(layer);
-  const RowSource& rows = layers_[static_cast<std::size_t>(layer)];
-  if (error.offset() != CoreError::kNoOffset && rows.neuron_at(error.offset()) >= 0)
-    message += ", neuron " + std::to_string(rows.neuron_at(error.offset()));
-  message += std::string(": ") + error.what() + read_advice(error.kind());
-  throw CoreError(error.kind(), message, error.offset());
 }
 
 }  // namespace flashllm

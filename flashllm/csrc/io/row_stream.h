@@ -117,7 +117,6 @@ class RowStream {
   void begin_places(int then, std::size_t passed);
   void submit(const Place& place);
   void settle(std::size_t buffer) noexcept;
-  [[noreturn]] void rethrow_with_place(const CoreError& error, int layer) const;
 
   Reader& reader_;
   const DirectFile& file_;
