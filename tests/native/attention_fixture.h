@@ -6,7 +6,7 @@
 #include <random>
 #include <vector>
 
-#include "check.h"
+#include "fixture.h"
 #include "model/sequence_state.h"
 
 namespace attention_tests {
@@ -15,14 +15,7 @@ using namespace flashllm;
 
 inline std::vector<float> random_floats(std::size_t n, unsigned seed) {
   std::mt19937 random(seed);
-  std::normal_distribution<float> normal;
-  std::vector<float> values(n);
-  for (float& value : values) value = normal(random);
-  return values;
-}
-
-inline bool same_bits(const float* a, const float* b, std::size_t n) {
-  return n == 0 || std::memcmp(a, b, n * sizeof(float)) == 0;
+  return flashllm::random_floats(n, random);
 }
 
 // `values` as the cache holds them.

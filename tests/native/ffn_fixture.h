@@ -2,9 +2,6 @@
 // the decoder.
 #pragma once
 
-#include <fcntl.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -12,9 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "check.h"
 #include "fault.h"
 #include "ffn/ffn_layer.h"
+#include "fixture.h"
 #include "io/memory.h"
 #include "io/xxh3.h"
 
@@ -30,25 +27,16 @@ constexpr std::uint64_t kOffset = 4096;
 struct Flash {
   explicit Flash(const std::string& path) {
     std::mt19937 random(11);
-    std::normal_distribution<float> normal;
-    std::vector<float> rows(kOffset / 4 + kNeurons * kStride / 4);
-    for (float& value : rows) value = normal(random);
+    const std::vector<float> rows = random_floats(kOffset / 4 + kNeurons * kStride / 4, random);
     for (std::int32_t n = 0; n < kNeurons; ++n)
       sums.push_back(xxh3_64(rows.data() + kOffset / 4 + static_cast<std::size_t>(n) * kStride / 4, kStride));
     for (std::int32_t n = 0; n < kNeurons; n += 2)
       sums_of_two.push_back(
           xxh3_64(rows.data() + kOffset / 4 + static_cast<std::size_t>(n) * kStride / 4, 2 * kStride));
-    file = written(path, rows);
+    write_file(path, rows.data(), 4 * rows.size());
+    file = std::make_unique<DirectFile>(path, true);
     contents = rows;
-    x.resize(kWidth);
-    for (float& value : x) value = normal(random);
-  }
-  static std::unique_ptr<DirectFile> written(const std::string& path, const std::vector<float>& values) {
-    const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
-    CHECK(fd >= 0 && write(fd, values.data(), 4 * values.size()) == static_cast<ssize_t>(4 * values.size()));
-    CHECK(fsync(fd) == 0);
-    close(fd);
-    return std::make_unique<DirectFile>(path, true);
+    x = random_floats(kWidth, random);
   }
   FfnLayerOptions options(std::int32_t capacity, std::int32_t window) const {
     FfnLayerOptions result;

@@ -5,8 +5,8 @@
 #include <random>
 #include <thread>
 
-#include "check.h"
 #include "ffn/dense_ffn.h"
+#include "fixture.h"
 #include "io/memory.h"
 #include "kernels/kernels.h"
 #include "kernels/rows.h"
@@ -17,17 +17,6 @@
 namespace {
 
 using namespace flashllm;
-
-std::vector<float> random_floats(std::size_t n, std::mt19937& random) {
-  std::normal_distribution<float> normal;
-  std::vector<float> values(n);
-  for (float& value : values) value = normal(random);
-  return values;
-}
-
-bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
-  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), 4 * a.size()) == 0);
-}
 
 // One product of each kind with `threads` threads, all outputs in one vector.
 std::vector<float> products(int threads, SimdLevel level, Dtype dtype, std::size_t rows, std::size_t columns,

@@ -5,22 +5,15 @@
 #include <random>
 #include <vector>
 
-#include "check.h"
 #include "ffn/expert_ffn.h"
 #include "ffn/experts.h"
+#include "fixture.h"
 
 namespace {
 
 using namespace flashllm;
 
 constexpr std::size_t kWidth = 16;
-
-std::vector<float> normals(std::size_t n, std::mt19937& random) {
-  std::normal_distribution<float> normal;
-  std::vector<float> values(n);
-  for (float& value : values) value = normal(random);
-  return values;
-}
 
 RowMatrix matrix(const std::vector<float>& values, std::size_t rows) {
   RowMatrix result;
@@ -83,8 +76,8 @@ std::vector<double> plain_weights(const ExpertsSpec& spec, const std::vector<flo
 
 void check_weights(const ExpertsSpec& spec, const std::vector<float>& choice, std::mt19937& random) {
   ThreadPool pool(2);
-  std::vector<float> weights = normals(spec.count * kWidth, random);
-  const std::vector<float> shared = normals(kWidth, random), x = normals(kWidth, random);
+  std::vector<float> weights = random_floats(spec.count * kWidth, random);
+  const std::vector<float> shared = random_floats(kWidth, random), x = random_floats(kWidth, random);
   // The last two experts are as good as each other: the first of them is chosen where there is room for one.
   std::copy_n(weights.end() - kWidth, kWidth, weights.end() - 2 * kWidth);
   Router router(spec, matrix(weights, spec.count), spec.shared != 0 ? matrix(shared, 1) : RowMatrix{},
@@ -133,8 +126,8 @@ void check_weights(const ExpertsSpec& spec, const std::vector<float>& choice, st
 void check_many_tokens(const ExpertsSpec& spec, std::mt19937& random) {
   constexpr std::size_t kTokens = 21, kBlock = 5;
   ThreadPool pool(2);
-  const std::vector<float> weights = normals(spec.count * kWidth, random);
-  const std::vector<float> x = normals(kTokens * kWidth, random);
+  const std::vector<float> weights = random_floats(spec.count * kWidth, random);
+  const std::vector<float> x = random_floats(kTokens * kWidth, random);
   Router router(spec, matrix(weights, spec.count), RowMatrix{}, Dtype::f32, best_simd_level());
   RowFormat format;
   format.d_model = kWidth;
@@ -142,7 +135,7 @@ void check_many_tokens(const ExpertsSpec& spec, std::mt19937& random) {
   format.gate = kWidth * sizeof(float);
   format.down = 2 * kWidth * sizeof(float);
   const std::size_t neurons = spec.first(spec.count) + spec.shared, row_floats = 512 / sizeof(float);
-  const std::vector<float> rows = normals(neurons * row_floats, random);
+  const std::vector<float> rows = random_floats(neurons * row_floats, random);
   const auto by_parts = [&](std::size_t part, std::size_t rows_a_block) {
     ExpertFfn ffn(format, Dtype::f32, part, pool, best_simd_level());
     ffn.begin(router, Activation::relu);
@@ -206,7 +199,7 @@ void test_experts(int scale) {
             router.normalized = kind != 0 && kind != 2;
             if (kind == 2) router.score = RouterSpec::Score::softmax_of_chosen;
             if (kind >= 3) {
-              choice = normals(count, random);
+              choice = random_floats(count, random);
               for (float& bias : choice) bias -= kind == 4 ? 5.0F : 0.0F;  // all keys are below zero
               router.score = kind == 5 ? RouterSpec::Score::softmax : RouterSpec::Score::sigmoid;
               router.epsilon = 0.2F;

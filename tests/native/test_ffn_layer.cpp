@@ -25,10 +25,6 @@ std::vector<std::int32_t> random_active(std::mt19937& random) {
   return active;
 }
 
-bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), 4 * a.size()) == 0;
-}
-
 // A predictor that names what it is told to of each token, right or wrong.
 class Told final : public Predictor {
  public:
@@ -100,13 +96,7 @@ void tokens_together_are_tokens_alone(const Flash& flash, int passes) {
   }
   for (const auto& [count, drafted] :
        std::vector<std::pair<std::size_t, std::size_t>>{{0, 0}, {2, 2}, {9, 1}}) {
-    bool refused = false;
-    try {
-      middle.layer.begin({x.data(), active.data(), count, 0, drafted});
-    } catch (const CoreError& error) {
-      refused = error.kind() == ErrorKind::usage;
-    }
-    CHECK(refused);
+    CHECK(is_refused([&] { middle.layer.begin({x.data(), active.data(), count, 0, drafted}); }));
   }
 }
 
@@ -248,13 +238,7 @@ void capacity_changes_no_bit(const Flash& flash, int tokens, std::int32_t bypass
   }
   CHECK(changing.counters.hits > 0);
   for (const std::int32_t capacity : {bypass == 0 ? 0 : -1, kNeurons + 1}) {
-    bool refused = false;
-    try {
-      changing.layer.set_capacity(capacity);
-    } catch (const CoreError& error) {
-      refused = error.kind() == ErrorKind::usage;
-    }
-    CHECK(refused);
+    CHECK(is_refused([&] { changing.layer.set_capacity(capacity); }));
   }
 }
 
@@ -346,13 +330,8 @@ void units_are_runs_of_neurons(const Flash& flash, int tokens) {
   for (const std::int32_t neuron : all.layer.cached()) CHECK(neuron >= 0 && neuron < kNeurons);
   for (const auto& [rows, checksum_rows] :
        std::vector<std::pair<std::int32_t, std::int32_t>>{{0, 1}, {6, 4}, {1, 2}, {6, 0}}) {
-    bool refused = false;
-    try {
-      const Layer layer(flash, flash.units(rows, checksum_rows, 2, 0, "window"), 1, 1);
-    } catch (const CoreError& error) {
-      refused = error.kind() == ErrorKind::usage;
-    }
-    CHECK(refused);
+    CHECK(is_refused(
+        [&] { const Layer layer(flash, flash.units(rows, checksum_rows, 2, 0, "window"), 1, 1); }));
   }
 }
 
@@ -380,13 +359,7 @@ void a_trace_decides_what_fires(const Flash& flash) {
   for (std::size_t j = 0; j < kWidth; ++j) CHECK(std::abs(y[j] - expected[j]) < 0.02F);
   forward(1);
   CHECK(same_bits(y, std::vector<float>(kWidth, 0.0F)));
-  bool refused = false;
-  try {
-    layer.layer.predict(flash.x.data(), 2);
-  } catch (const CoreError& error) {
-    refused = error.kind() == ErrorKind::usage;
-  }
-  CHECK(refused);
+  CHECK(is_refused([&] { layer.layer.predict(flash.x.data(), 2); }));
 }
 
 // By the formula, in doubles, over all neurons of the layer: those that are not active are zeros.

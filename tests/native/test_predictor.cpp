@@ -3,8 +3,8 @@
 #include <cstring>
 #include <random>
 
-#include "check.h"
 #include "ffn/predictor.h"
+#include "fixture.h"
 
 namespace {
 
@@ -37,13 +37,6 @@ struct Codes {
   }
 };
 
-std::vector<float> inputs(std::size_t n, std::mt19937& random) {
-  std::normal_distribution<float> normal;
-  std::vector<float> x(n);
-  for (float& value : x) value = normal(random);
-  return x;
-}
-
 std::vector<float> product(const Codes& factor, const std::vector<float>& x, int threads, SimdLevel level) {
   ThreadPool pool(threads);
   std::vector<float> out(factor.weights.rows);
@@ -54,7 +47,7 @@ std::vector<float> product(const Codes& factor, const std::vector<float>& x, int
 void check_product(std::size_t rows, std::size_t columns, SimdLevel level) {
   std::mt19937 random(11);
   const Codes factor(rows, columns, random);
-  const std::vector<float> x = inputs(columns, random);
+  const std::vector<float> x = random_floats(columns, random);
   const std::vector<float> alone = product(factor, x, 1, level);
   for (std::size_t r = 0; r < rows; ++r) {
     double sum = 0.0, magnitude = std::fabs(factor.bias[r]);
@@ -87,7 +80,7 @@ void check_predictor(SimdLevel level) {
   const Codes a(rank, d_model, random), b(d_ff, rank, random);
   RowMatrix plain = a.weights;
   plain.bias = nullptr;
-  const std::vector<float> x = inputs(d_model, random);
+  const std::vector<float> x = random_floats(d_model, random);
   std::vector<std::int32_t> one, many;
   ThreadPool single(1), pool(3);
   LowRankPredictor predictor(plain, b.weights, 0.25F);
@@ -120,10 +113,10 @@ void check_gates(std::size_t rows, std::size_t columns, SimdLevel level) {
   const KernelTable& halves = kernel_table(SimdLevel::scalar, Dtype::f16);
   for (std::size_t r = 0; r < rows; ++r)
     for (std::size_t g = 0; g < groups; ++g) {
-      const float scale = 1e-2F + std::fabs(inputs(1, random)[0]) / 16;
+      const float scale = 1e-2F + std::fabs(random_floats(1, random)[0]) / 16;
       halves.from_f32(&scale, 1, codes.data() + r * gate.stride + g * sizeof(std::uint16_t));
     }
-  const std::vector<float> x = inputs(columns, random), bias = inputs(rows, random);
+  const std::vector<float> x = random_floats(columns, random), bias = random_floats(rows, random);
   gate.data = codes.data();
   gate.bias = bias.data();
   ThreadPool single(1), pool(3);

@@ -2,9 +2,6 @@
 // wrong.
 #include "ffn/prefetch.h"
 
-#include <fcntl.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
@@ -13,9 +10,8 @@
 #include <random>
 #include <thread>
 
-#include "check.h"
 #include "fault.h"
-#include "io/error.h"
+#include "fixture.h"
 #include "io/memory.h"
 #include "io/xxh3.h"
 
@@ -33,10 +29,7 @@ struct Rows {
     std::mt19937 random(3);
     for (unsigned char& byte : bytes) byte = static_cast<unsigned char>(random());
     for (std::int32_t n = 0; n < kNeurons; ++n) sums.push_back(xxh3_64(row(n), kStride));
-    const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
-    CHECK(fd >= 0 && write(fd, bytes.data(), bytes.size()) == static_cast<ssize_t>(bytes.size()));
-    CHECK(fsync(fd) == 0);
-    close(fd);
+    write_file(path, bytes.data(), bytes.size());
     file = std::make_unique<DirectFile>(path, true);
   }
   const unsigned char* row(std::int32_t neuron) const {

@@ -1,9 +1,6 @@
 // Requests and reads against the file's bytes in memory, with faults, many threads and batches in flight.
 #include "io/reader.h"
 
-#include <fcntl.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
@@ -13,9 +10,8 @@
 #include <random>
 #include <thread>
 
-#include "check.h"
 #include "fault.h"
-#include "io/error.h"
+#include "fixture.h"
 #include "io/memory.h"
 #include "io/request_plan.h"
 #include "io/xxh3.h"
@@ -40,14 +36,6 @@ Bytes random_bytes(std::size_t nbytes, unsigned seed) {
   Bytes bytes(nbytes);
   for (unsigned char& byte : bytes) byte = static_cast<unsigned char>(random());
   return bytes;
-}
-
-void write_file(const std::string& path, const Bytes& bytes) {
-  const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
-  CHECK(fd >= 0);
-  CHECK(write(fd, bytes.data(), bytes.size()) == static_cast<ssize_t>(bytes.size()));
-  CHECK(fsync(fd) == 0);
-  close(fd);
 }
 
 // Jobs of one batch with memory of their own, and the comparison with the file.
@@ -99,15 +87,6 @@ Outcome run(Reader& reader, ReadBatch& batch, const DirectFile& file) {
     return Outcome::checksum;
   }
   return Outcome::done;
-}
-
-Fault fault(Fault::Kind kind, std::uint64_t first, std::uint64_t count, std::uint64_t argument) {
-  Fault result;
-  result.kind = kind;
-  result.first = first;
-  result.count = count;
-  result.argument = argument;
-  return result;
 }
 
 void random_batches_equal_the_file(const std::string& path, const Bytes& bytes, int threads, bool direct,
@@ -224,10 +203,10 @@ void every_fault_is_met(const std::string& path, const Bytes& bytes, bool direct
   Reader reader(options);
   const std::uint64_t sector = std::max<std::uint64_t>(512, file.offset_alignment());
   const std::vector<Fault> faults = {
-      fault(Fault::Kind::error, 0, 1, EIO),           fault(Fault::Kind::error, 0, kForEver, EIO),
-      fault(Fault::Kind::error, 0, 3, EINTR),         fault(Fault::Kind::error, 0, 5, EAGAIN),
-      fault(Fault::Kind::error, 0, kForEver, EAGAIN), fault(Fault::Kind::short_read, 0, kForEver, sector),
-      fault(Fault::Kind::short_read, 0, 1, sector),   fault(Fault::Kind::end_of_file, 0, 1, 0),
+      {Fault::Kind::error, 0, 1, EIO},           {Fault::Kind::error, 0, kForEver, EIO},
+      {Fault::Kind::error, 0, 3, EINTR},         {Fault::Kind::error, 0, 5, EAGAIN},
+      {Fault::Kind::error, 0, kForEver, EAGAIN}, {Fault::Kind::short_read, 0, kForEver, sector},
+      {Fault::Kind::short_read, 0, 1, sector},   {Fault::Kind::end_of_file, 0, 1, 0},
   };
   ReadBatch batch;
   for (const Fault& kind : faults) {
@@ -266,7 +245,7 @@ void flipped_bits_are_found(const std::string& path, const Bytes& bytes) {
   for (const std::size_t skew : {0, 8}) {
     for (std::uint64_t bit = 0; bit < 8 * 4096; bit += 997) {
       for (const bool flip : {true, false}) {
-        inject(file, flip ? std::make_shared<FaultPlan>(fault(Fault::Kind::flip, 0, 1, bit)) : nullptr);
+        inject(file, flip ? std::make_shared<FaultPlan>(Fault{Fault::Kind::flip, 0, 1, bit}) : nullptr);
         ReadBatch batch;
         ReadJob job;
         job.nbytes = kRows * kRow;
@@ -282,7 +261,7 @@ void flipped_bits_are_found(const std::string& path, const Bytes& bytes) {
 
 std::shared_ptr<FaultPlan> inject(DirectFile& file, Fault::Kind kind, std::uint64_t first,
                                   std::uint64_t count = 1, std::uint64_t argument = 0) {
-  auto plan = std::make_shared<FaultPlan>(fault(kind, first, count, argument));
+  auto plan = std::make_shared<FaultPlan>(Fault{kind, first, count, argument});
   inject(file, plan);
   return plan;
 }
@@ -480,24 +459,16 @@ void batches_are_used_properly(const std::string& path) {
   ReadBatch batch;
   reader.read(batch, file);  // empty
   CHECK(batch.stats().requests == 0 && !batch.in_flight());
-  const auto refused = [](const auto& action) {
-    try {
-      action();
-    } catch (const CoreError& error) {
-      return error.kind() == ErrorKind::usage;
-    }
-    return false;
-  };
-  CHECK(refused([&] { reader.wait(batch); }));
-  CHECK(refused([&] { reader.poll(batch); }));
-  CHECK(refused([&] { reader.cancel(batch); }));
+  CHECK(is_refused([&] { reader.wait(batch); }));
+  CHECK(is_refused([&] { reader.poll(batch); }));
+  CHECK(is_refused([&] { reader.cancel(batch); }));
   HugeBuffer memory(4096);
   ReadJob job;
   job.destination = memory.data();
   job.nbytes = 512;
   batch.jobs = {job};
   reader.submit(batch, file);
-  CHECK(refused([&] { reader.submit(batch, file); }));
+  CHECK(is_refused([&] { reader.submit(batch, file); }));
   reader.settle(batch);
   reader.settle(batch);
   CHECK(!batch.in_flight());
@@ -560,7 +531,7 @@ void test_request_plan(int scale) {
 void test_reader(const std::string& directory, int scale) {
   const std::string path = directory + "/reader.bin";
   const Bytes bytes = random_bytes(300000, 3);
-  write_file(path, bytes);
+  write_file(path, bytes.data(), bytes.size());
   for (const ReadBackendKind backend : {ReadBackendKind::threads, ReadBackendKind::io_uring}) {
     tested_backend = backend;
     try {
