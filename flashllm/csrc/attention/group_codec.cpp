@@ -20,8 +20,7 @@ extern const GroupKernels kGroups;
 #endif
 
 void check_bits(int bits) {
-  if (bits != 4 && bits != 8)
-    throw CoreError(ErrorKind::usage, "bits of a packed value must be 4 or 8, got " + std::to_string(bits));
+  require(bits == 4 || bits == 8, "bits of a packed value must be 4 or 8, got " + std::to_string(bits));
 }
 
 const GroupKernels& group_kernels(SimdLevel level) {

@@ -30,8 +30,7 @@ KvBlockFormat::KvBlockFormat(std::size_t kv_heads, std::size_t head_dim, Dtype d
       kernels_(&kernel_table(best_simd_level(), dtype)),
       bits_(bits),
       keys_alone_(keys_alone) {
-  if (kv_heads == 0 || head_dim == 0)
-    throw CoreError(ErrorKind::usage, "a KV block needs at least one head of at least one element");
+  require(kv_heads != 0 && head_dim != 0, "a KV block needs at least one head of at least one element");
   if (is_packed()) check_bits(bits);
   keys_ = groups(true);
   values_ = keys_alone ? keys_ : groups(false);

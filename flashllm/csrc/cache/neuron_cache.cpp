@@ -148,9 +148,9 @@ void NeuronCache::abandon_fill() {
 }
 
 void NeuronCache::set_capacity(std::int32_t capacity) {
-  if (capacity < 0 || capacity + slots_.bypass_capacity() < 1 || capacity > max_capacity_)
-    throw CoreError(ErrorKind::usage, "a cache of at most " + std::to_string(max_capacity_) +
-                                          " slots cannot have " + std::to_string(capacity));
+  require(capacity >= 0 && capacity + slots_.bypass_capacity() >= 1 && capacity <= max_capacity_,
+          "a cache of at most " + std::to_string(max_capacity_) + " slots cannot have " +
+              std::to_string(capacity));
   abandon_fill();
   const std::int32_t before = slots_.capacity();
   if (slots_.num_used() > capacity) {

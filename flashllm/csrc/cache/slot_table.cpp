@@ -9,9 +9,9 @@ namespace flashllm {
 
 SlotTable::SlotTable(std::int32_t num_units, std::int32_t capacity, std::int32_t bypass_capacity)
     : bypass_capacity_(bypass_capacity) {
-  if (num_units < 1 || capacity < 0 || bypass_capacity < 0 || capacity + bypass_capacity < 1)
-    throw CoreError(ErrorKind::usage, "a cache needs at least one unit and one slot, got " +
-                                          std::to_string(num_units) + " and " + std::to_string(capacity));
+  require(num_units >= 1 && capacity >= 0 && bypass_capacity >= 0 && capacity + bypass_capacity >= 1,
+          "a cache needs at least one unit and one slot, got " + std::to_string(num_units) + " and " +
+              std::to_string(capacity));
   slot_of_.assign(static_cast<std::size_t>(num_units), kAbsent);
   pointers_.assign(static_cast<std::size_t>(std::min(capacity, num_units)), kAbsent);
   holes_.reserve(pointers_.size());
@@ -59,10 +59,9 @@ void SlotTable::exchange(const std::vector<std::int32_t>& leaving, const std::ve
 }
 
 void SlotTable::set_capacity(std::int32_t capacity) {
-  if (capacity < num_used_ || capacity + bypass_capacity_ < 1 ||
-      static_cast<std::size_t>(capacity) > pointers_.capacity() || !bypassing_.empty())
-    throw CoreError(ErrorKind::usage,
-                    "a slot table cannot be resized to " + std::to_string(capacity) + " slots");
+  require(capacity >= num_used_ && capacity + bypass_capacity_ >= 1 &&
+              static_cast<std::size_t>(capacity) <= pointers_.capacity() && bypassing_.empty(),
+          "a slot table cannot be resized to " + std::to_string(capacity) + " slots");
   pointers_.resize(static_cast<std::size_t>(capacity), kAbsent);
 }
 

@@ -8,8 +8,7 @@
 namespace flashllm {
 
 WindowPolicy::WindowPolicy(std::int32_t num_units, std::int32_t window) : window_(window) {
-  if (window < 1)
-    throw CoreError(ErrorKind::usage, "the window must be at least 1 token, got " + std::to_string(window));
+  require(window >= 1, "the window must be at least 1 token, got " + std::to_string(window));
   uses_.assign(static_cast<std::size_t>(num_units), 0);
 }
 

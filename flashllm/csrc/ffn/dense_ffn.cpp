@@ -32,7 +32,7 @@ void DenseFfn::take(const std::byte* x, std::size_t tokens) {
 
 float* DenseFfn::activations(std::size_t number, const std::byte* rows, std::size_t count,
                              const float* up_bias, const float* gate_bias, const std::byte* gate) {
-  if (number >= parts()) throw CoreError(ErrorKind::usage, "a dense pass adds rows before it began");
+  require(number < parts(), "a dense pass adds rows before it began");
   Part& part = parts_[number];
   const std::size_t padded = part.x.padded();
   const bool gated = format_.gated() || gate != nullptr;

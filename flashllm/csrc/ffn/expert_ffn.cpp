@@ -40,9 +40,9 @@ void ExpertFfn::end() {
 // An expert whose rows come at once serves some of its tokens after the other; of others, all wait for the
 // last rows.
 void ExpertFfn::add(const RowBlock& block, const float* up_bias, const float* gate_bias) {
-  if (run_ == runs_.size() || block.first_row != runs_[run_].first_row + rows_ ||
-      rows_ + block.count > runs_[run_].count)
-    throw CoreError(ErrorKind::usage, "rows of experts come in another order than they were asked for");
+  require(run_ != runs_.size() && block.first_row == runs_[run_].first_row + rows_ &&
+              rows_ + block.count <= runs_[run_].count,
+          "rows of experts come in another order than they were asked for");
   const ExpertTokens::Run& run = experts_.runs()[run_];
   const std::size_t tokens = run.tokens.size();
   const bool is_first = rows_ == 0, is_last = rows_ + block.count == run.count;

@@ -17,19 +17,17 @@ RowSource source_of(const FfnLayerOptions& options) {
   const auto whole = [&](std::int32_t rows) {
     return rows >= 1 && (units.size == 1 ? rows == 1 : units.size % rows == 0);
   };
-  if (units.size < 1 || !whole(options.checksum_rows) || units.num_rows % options.checksum_rows != 0)
-    throw CoreError(ErrorKind::usage, "a layer's units must have rows, and whole checksums");
-  if (units.size != 1 && options.norm)
-    throw CoreError(ErrorKind::usage, "a norm over neurons is not for experts");
+  require(units.size >= 1 && whole(options.checksum_rows) && units.num_rows % options.checksum_rows == 0,
+          "a layer's units must have rows, and whole checksums");
+  require(units.size == 1 || !options.norm, "a norm over neurons is not for experts");
   RowSource source{
       units, options.file_offset, options.format.stride, options.checksums, options.checksum_rows,
       0,     options.experts};
-  if (options.experts != nullptr && options.experts->size != units.size)
-    throw CoreError(ErrorKind::usage, "experts that lie in another file must be units");
+  require(options.experts == nullptr || options.experts->size == units.size,
+          "experts that lie in another file must be units");
   if (options.split_rows) {
-    if (options.experts != nullptr || options.format.codec != options.format.down_codec)
-      throw CoreError(ErrorKind::usage,
-                      "rows whose down column is stored otherwise cannot be read in pieces");
+    require(options.experts == nullptr && options.format.codec == options.format.down_codec,
+            "rows whose down column is stored otherwise cannot be read in pieces");
     source.piece_nbytes =
         static_cast<std::uint32_t>(vector_nbytes(options.format.codec, options.format.d_model));
   }
@@ -83,7 +81,7 @@ void FfnLayer::set_predictor(std::unique_ptr<Predictor> predictor) {
 }
 
 void FfnLayer::predict_by_gate() {
-  if (options_.gate == nullptr) throw CoreError(ErrorKind::usage, "the layer has no resident gate");
+  require(options_.gate != nullptr, "the layer has no resident gate");
   const RowFormat& format = options_.format;
   const RowMatrix gate{options_.gate,      static_cast<std::size_t>(options_.num_neurons),
                        format.d_model,     vector_nbytes(format.codec, format.d_model),
@@ -94,9 +92,9 @@ void FfnLayer::predict_by_gate() {
 
 void FfnLayer::set_router(std::unique_ptr<Router> router) {
   const ExpertsSpec& spec = router->spec();
-  if (router->width() != options_.format.d_model ||
-      spec.count * spec.size + spec.shared != static_cast<std::size_t>(options_.num_neurons))
-    throw CoreError(ErrorKind::usage, "the experts of a router are not the layer's");
+  require(router->width() == options_.format.d_model &&
+              spec.count * spec.size + spec.shared == static_cast<std::size_t>(options_.num_neurons),
+          "the experts of a router are not the layer's");
   router_ = std::move(router);
   if (router_->reads_stream()) predict_by_stream();
   predictor_ = std::make_unique<RouterPredictor>(*router_, options_.units(), std::move(predictor_));
@@ -146,8 +144,8 @@ void FfnLayer::begin(const FfnTokens& tokens) {
   Stopwatch watch;
   abandon();
   accept(0);
-  if (tokens.count == 0 || tokens.count > FfnTokens::kMost || tokens.drafted >= tokens.count)
-    throw CoreError(ErrorKind::usage, "too many or too few tokens for one pass through an FFN layer");
+  require(tokens.count <= FfnTokens::kMost && tokens.drafted < tokens.count,
+          "too many or too few tokens for one pass through an FFN layer");
   // 1. The policy hears of the tokens that are certain.
   cache_.begin_token(tokens.active[0]);
   drafted_from_ = tokens.count - tokens.drafted;
@@ -173,7 +171,7 @@ void FfnLayer::begin(const FfnTokens& tokens) {
 }
 
 void FfnLayer::accept(std::size_t count) {
-  if (count > drafted_) throw CoreError(ErrorKind::usage, "more tokens accepted than were drafted");
+  require(count <= drafted_, "more tokens accepted than were drafted");
   for (std::size_t t = 0; t < count; ++t) cache_.observe(drafted_active_[drafted_from_ + t]);
   for (std::size_t t = count; t < drafted_; ++t)
     counters_.rejected_bytes += group_[drafted_from_ + t].rows_read * options_.format.stride;
@@ -181,7 +179,7 @@ void FfnLayer::accept(std::size_t count) {
 }
 
 void FfnLayer::finish(float* y) {
-  if (group_.empty()) throw CoreError(ErrorKind::usage, "an FFN layer finishes tokens that did not begin");
+  require(!group_.empty(), "an FFN layer finishes tokens that did not begin");
   const std::size_t tokens = group_.size(), wanted = group_.wanted().size();
   const std::uint32_t width = options_.format.d_model;
   std::fill(y, y + tokens * width, 0.0F);

@@ -41,11 +41,11 @@ std::string described(int error) {
 
 DirectWriter::DirectWriter(std::string path, std::uint64_t nbytes, int threads)
     : path_(std::move(path)), size_(nbytes), threads_(static_cast<std::size_t>(threads)) {
-  if (nbytes == 0 || nbytes % kAlignment != 0)
-    throw CoreError(ErrorKind::usage, "a file's size must be a positive multiple of " +
-                                          std::to_string(kAlignment) + ", got " + std::to_string(nbytes));
-  if (threads < 1 || threads > 1024)
-    throw CoreError(ErrorKind::usage, "writer threads must be 1 to 1024, got " + std::to_string(threads));
+  require(nbytes != 0 && nbytes % kAlignment == 0, "a file's size must be a positive multiple of " +
+                                                       std::to_string(kAlignment) + ", got " +
+                                                       std::to_string(nbytes));
+  require(threads >= 1 && threads <= 1024,
+          "writer threads must be 1 to 1024, got " + std::to_string(threads));
   require_room();
   create();
   try {
@@ -119,22 +119,19 @@ std::string DirectWriter::make_direct() {
 }
 
 void DirectWriter::require_run(const Run& run) const {
-  if (run.offset % kAlignment != 0 || run.nbytes % kAlignment != 0 || run.nbytes == 0)
-    throw CoreError(ErrorKind::usage, "a write's offset and size must be multiples of " +
-                                          std::to_string(kAlignment) + ", got " + std::to_string(run.nbytes) +
-                                          " bytes at " + std::to_string(run.offset));
-  if (run.offset > size_ || run.nbytes > size_ - run.offset)
-    throw CoreError(ErrorKind::usage, "a write of " + std::to_string(run.nbytes) + " bytes at " +
-                                          std::to_string(run.offset) + " reaches beyond the file's " +
-                                          std::to_string(size_));
-  if (reinterpret_cast<std::uintptr_t>(run.data) % memory_alignment_ != 0)
-    throw CoreError(ErrorKind::usage, "direct writes need memory at a multiple of " +
-                                          std::to_string(memory_alignment_) + " bytes");
+  require(run.offset % kAlignment == 0 && run.nbytes % kAlignment == 0 && run.nbytes != 0,
+          "a write's offset and size must be multiples of " + std::to_string(kAlignment) + ", got " +
+              std::to_string(run.nbytes) + " bytes at " + std::to_string(run.offset));
+  require(run.offset <= size_ && run.nbytes <= size_ - run.offset,
+          "a write of " + std::to_string(run.nbytes) + " bytes at " + std::to_string(run.offset) +
+              " reaches beyond the file's " + std::to_string(size_));
+  require(reinterpret_cast<std::uintptr_t>(run.data) % memory_alignment_ == 0,
+          "direct writes need memory at a multiple of " + std::to_string(memory_alignment_) + " bytes");
 }
 
 void DirectWriter::write(const std::vector<Run>& runs) {
   const std::shared_lock<std::shared_mutex> open(open_);
-  if (fd_ < 0) throw CoreError(ErrorKind::usage, "cannot write " + path_ + ": it is closed");
+  require(fd_ >= 0, "cannot write " + path_ + ": it is closed");
   std::vector<Run> pieces;
   for (const Run& run : runs) {
     require_run(run);

@@ -17,22 +17,18 @@ constexpr std::uint64_t kLargestRequest = std::uint64_t{1} << 30;  // below what
 constexpr std::uint64_t kLargestOffset = std::uint64_t{1} << 62;   // sums of offsets never wrap
 
 void require_in_flight(const ReadBatch& batch, const char* what) {
-  if (!batch.in_flight())
-    throw CoreError(ErrorKind::usage, std::string(what) + " a read batch that was not submitted");
+  require(batch.in_flight(), std::string(what) + " a read batch that was not submitted");
 }
 
 }  // namespace
 
 Reader::Reader(const ReaderOptions& options) : options_(options), queue_(std::make_unique<ReadQueue>()) {
-  if (options.threads < 1 || options.threads > 1024)
-    throw CoreError(ErrorKind::usage,
-                    "reader threads must be 1 to 1024, got " + std::to_string(options.threads));
-  if (options.max_request < 4096 || options.max_request > kLargestRequest)
-    throw CoreError(ErrorKind::usage,
-                    "max_request must be 4 KiB to 1 GiB, got " + std::to_string(options.max_request));
-  if (options.queue_depth < 1 || options.queue_depth > 1024)
-    throw CoreError(ErrorKind::usage,
-                    "queue_depth must be 1 to 1024, got " + std::to_string(options.queue_depth));
+  require(options.threads >= 1 && options.threads <= 1024,
+          "reader threads must be 1 to 1024, got " + std::to_string(options.threads));
+  require(options.max_request >= 4096 && options.max_request <= kLargestRequest,
+          "max_request must be 4 KiB to 1 GiB, got " + std::to_string(options.max_request));
+  require(options.queue_depth >= 1 && options.queue_depth <= 1024,
+          "queue_depth must be 1 to 1024, got " + std::to_string(options.queue_depth));
   if (options.backend != ReadBackendKind::threads) {
     try {
       backend_ = std::make_unique<UringBackend>(*queue_, options);
@@ -56,12 +52,12 @@ Reader::~Reader() {
 }
 
 void Reader::submit(ReadBatch& batch, const DirectFile& file, ReadPriority priority) {
-  if (batch.in_flight_) throw CoreError(ErrorKind::usage, "a read batch was submitted twice without a wait");
+  require(!batch.in_flight_, "a read batch was submitted twice without a wait");
   if (is_lost()) throw_lost("nothing more can be read; load the model again: ");
   for (ReadJob& job : batch.jobs) {
-    if (job.nbytes == 0 ||
-        (job.checksums != nullptr && (job.row_nbytes == 0 || job.nbytes % job.row_nbytes != 0)))
-      throw CoreError(ErrorKind::usage, "a read job must have bytes, and whole rows if it has checksums");
+    require(job.nbytes != 0 &&
+                (job.checksums == nullptr || (job.row_nbytes != 0 && job.nbytes % job.row_nbytes == 0)),
+            "a read job must have bytes, and whole rows if it has checksums");
     if (job.offset > kLargestOffset || job.nbytes > kLargestOffset - job.offset)
       throw CoreError(ErrorKind::usage,
                       "a read job at offset " + std::to_string(job.offset) + " lies beyond any file");

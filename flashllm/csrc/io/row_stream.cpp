@@ -25,8 +25,8 @@ RowStream::RowStream(Reader& reader, const DirectFile& file, std::vector<Streame
       ahead_(ahead),
       buffer_nbytes_(whole_pages(stride * block_rows)),
       staging_((ahead + 1) * buffer_nbytes_) {
-  if (stride == 0 || block_rows == 0 || ahead == 0 || layers.empty())
-    throw CoreError(ErrorKind::usage, "a row stream needs layers, and sizes that are not zero");
+  require(stride != 0 && block_rows != 0 && ahead != 0 && !layers.empty(),
+          "a row stream needs layers, and sizes that are not zero");
   for (const StreamedLayer& each : layers)
     layers_.push_back({{static_cast<std::int32_t>(each.num_rows), 1},
                        each.offset,
@@ -158,9 +158,8 @@ void RowStream::keep(std::size_t layer, std::byte* memory, std::size_t rows) {
 
 void RowStream::set_kept(std::size_t layer, std::size_t rows) {
   Kept& kept = kept_.at(layer);
-  if (rows > kept.most)
-    throw CoreError(ErrorKind::usage,
-                    "memory for " + std::to_string(kept.most) + " rows cannot keep " + std::to_string(rows));
+  require(rows <= kept.most,
+          "memory for " + std::to_string(kept.most) + " rows cannot keep " + std::to_string(rows));
   if (rows == kept.rows) return;
   drain();  // no read may land in memory that is given back
   if (rows < kept.rows) {

@@ -79,7 +79,7 @@ void require_simd_level(SimdLevel level) {
 #else
   const bool is_there = level <= best_simd_level();
 #endif
-  if (!is_there) throw CoreError(ErrorKind::usage, "this processor lacks the SIMD level asked for");
+  require(is_there, "this processor lacks the SIMD level asked for");
 }
 
 const LevelKernels& level_kernels(SimdLevel level) {
@@ -124,7 +124,7 @@ SumFloats sum_floats_kernel(SimdLevel level) { return level_kernels(level).sum_f
 
 std::vector<double> read_bandwidth(ThreadPool& pool, std::size_t nbytes, double seconds, SimdLevel level) {
   const std::size_t n = nbytes / sizeof(float);
-  if (n == 0) throw CoreError(ErrorKind::usage, "no bytes to read");
+  require(n != 0, "no bytes to read");
   const SumFloats sum = sum_floats_kernel(level);
   const HugeBuffer buffer(n * sizeof(float));
   auto* values = reinterpret_cast<float*>(buffer.data());

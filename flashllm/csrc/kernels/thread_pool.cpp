@@ -33,8 +33,8 @@ bool spin_until(Ready ready) {
 }  // namespace
 
 ThreadPool::ThreadPool(int threads) {
-  if (threads < 1 || threads > 1024)
-    throw CoreError(ErrorKind::usage, "compute threads must be 1 to 1024, got " + std::to_string(threads));
+  require(threads >= 1 && threads <= 1024,
+          "compute threads must be 1 to 1024, got " + std::to_string(threads));
   workers_.reserve(static_cast<std::size_t>(threads));
   try {
     for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { serve(); });
