@@ -50,7 +50,7 @@ struct Flash {
     result.file_offset = kOffset;
     result.checksums = sums.data();
     result.simd = best_simd_level();
-    result.norm = norm;
+    result.neuron_norm = norm;
     return result;
   }
   // Units of `rows` neurons, of which `checksum_rows`, one or two, share a checksum.

@@ -92,7 +92,7 @@ struct Whole {
       : pool(settings.threads), reader(ffn_tests::Layer::reader_options(settings.io_threads)) {
     for (std::size_t i = 0; i < kLayers; ++i)
       blocks.push_back(std::make_unique<Block>(flash, settings.threads, settings.capacity, random));
-    stream = std::make_unique<RowStream>(reader, *flash.file, layers(flash), kStride, kBlockRows, kAhead);
+    stream = std::make_unique<RowStream>(reader, *flash.file, layers(flash), kBlockRows, kAhead);
     const Norm::Kind kind = settings.rotary ? Norm::Kind::rms : Norm::Kind::layer;
     ModelSpec spec;
     spec.block.d_model = kWidth;
@@ -120,9 +120,8 @@ struct Whole {
                                       if (checks_left-- == 0) throw std::runtime_error("interrupted");
                                     });
   }
-  static std::vector<StreamedLayer> layers(const Flash& flash) {
-    return std::vector<StreamedLayer>(kLayers,
-                                      {kOffset, static_cast<std::size_t>(kNeurons), flash.sums.data()});
+  static std::vector<RowSource> layers(const Flash& flash) {
+    return {kLayers, {{kNeurons, 1}, kOffset, kStride, flash.sums.data()}};
   }
   std::unique_ptr<SequenceState> sequence() const { return std::make_unique<SequenceState>(states); }
   // Logits after the last of the ids.
@@ -288,7 +287,7 @@ void wrong_tokens_are_refused(const Flash& flash) {
 void streams_give_every_row_once(const Flash& flash, int scale) {
   for (const std::size_t ahead : {std::size_t{1}, std::size_t{3}, std::size_t{7}}) {
     Reader reader(ffn_tests::Layer::reader_options(3));
-    RowStream stream(reader, *flash.file, Whole::layers(flash), kStride, 7, ahead);
+    RowStream stream(reader, *flash.file, Whole::layers(flash), 7, ahead);
     for (int round = 0; round < 4 * scale; ++round) {
       stream.begin(round % 2, (round + 1) % 2);
       RowBlock block;

@@ -58,11 +58,7 @@ PyFfnLayer::PyFfnLayer(FfnLayerOptions options, std::shared_ptr<NamedTensors> te
       rows_(std::move(rows)),
       pool_(std::move(pool)),
       counters_(std::move(counters)) {
-  options.cache_policy = source_->cache_policy;
-  options.window = source_->window;
-  options.unit_rows = source_->unit_rows;
-  options.wait_first = source_->wait_first;
-  options.split_rows = source_->split_rows;
+  static_cast<UnitRule&>(options) = *source_;
   options.file_offset = rows_.offset;
   options.checksums = rows_.checksums.data();
   options.checksum_rows = rows_.checksum_rows;
@@ -166,11 +162,11 @@ void init_ffn(nb::module_& m) {
           nb::arg("other_encodings"), nb::arg("inputs"), nb::arg("simd") = "auto");
 
   nb::class_<NeuronSource>(m, "NeuronSource")
-      .def(nb::init<std::shared_ptr<Reader>, std::shared_ptr<DirectFile>, std::string, std::int32_t,
-                    std::int32_t, std::optional<ByteArray>, bool, bool>(),
-           nb::kw_only(), nb::arg("reader"), nb::arg("file"), nb::arg("cache_policy"), nb::arg("window"),
-           nb::arg("unit_rows") = 1, nb::arg("bypass_rows").none() = nb::none(),
-           nb::arg("wait_first") = false, nb::arg("split_rows") = false);
+      .def(nb::init<std::string, std::int32_t, std::int32_t, bool, bool, std::shared_ptr<Reader>,
+                    std::shared_ptr<DirectFile>, std::optional<ByteArray>>(),
+           nb::kw_only(), nb::arg("cache_policy"), nb::arg("window"), nb::arg("unit_rows") = 1,
+           nb::arg("wait_first") = false, nb::arg("split_rows") = false, nb::arg("reader"), nb::arg("file"),
+           nb::arg("bypass_rows").none() = nb::none());
 
   nb::class_<LayerRows>(m, "LayerRows")
       .def(nb::init<ByteArray, std::uint64_t, ChecksumArray, std::int32_t, std::optional<FloatArray>,

@@ -168,12 +168,8 @@ class PyModel {
     const std::string layer = "layers." + std::to_string(index) + ".";
     BlockWeights weights = read_block(*tensors_, layer, of, index);
     FfnLayerOptions ffn = read_ffn(*tensors_, rows, index, weights.spec.neurons, weights.spec.activation);
-    ffn.norm = weights.neuron_norm;
-    weights.up_bias = ffn.up_bias;
-    weights.gate_bias = ffn.gate_bias;
-    weights.down_bias = ffn.down_bias;
-    weights.gate = ffn.gate;
-    weights.plane = ffn.plane;
+    ffn.neuron_norm = weights.neuron_norm;
+    static_cast<NeuronWeights&>(weights) = ffn;
     ffns_.push_back(cache ? std::make_shared<PyFfnLayer>(ffn, tensors_, source_, *cache, pool_, counters_)
                           : nullptr);
     if (!cache) return weights;

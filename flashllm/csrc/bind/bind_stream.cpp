@@ -15,9 +15,9 @@ using StreamedRows = std::tuple<std::uint64_t, std::size_t, ChecksumArray, std::
 using LayersExperts = std::vector<std::optional<std::shared_ptr<LyingExperts>>>;
 
 void make_stream(Self self, Reader& reader, const DirectFile& file, const std::vector<StreamedRows>& layers,
-                 std::size_t stride, std::size_t block_rows, std::size_t ahead, LayersExperts experts) {
+                 std::uint32_t stride, std::size_t block_rows, std::size_t ahead, LayersExperts experts) {
   experts.resize(layers.size());
-  std::vector<StreamedLayer> streamed;
+  std::vector<RowSource> streamed;
   for (const auto& [offset, rows, checksums, checksum_rows] : layers) {
     const LyingExperts* lying = experts[streamed.size()].value_or(nullptr).get();
     const auto passed = static_cast<std::size_t>(lying == nullptr ? 0 : lying->num_rows());
@@ -26,9 +26,15 @@ void make_stream(Self self, Reader& reader, const DirectFile& file, const std::v
     require(
         checksum_rows > 0 && passed <= rows && sums == (rows - passed + checksum_rows - 1) / checksum_rows,
         "a streamed layer has one checksum for every `checksum_rows` rows");
-    streamed.push_back({offset, rows, own, checksum_rows, lying});
+    streamed.push_back({{static_cast<std::int32_t>(rows), 1},
+                        offset,
+                        stride,
+                        own,
+                        static_cast<std::int32_t>(checksum_rows),
+                        0,
+                        lying});
   }
-  new (self.p) RowStream(reader, file, std::move(streamed), stride, block_rows, ahead);
+  new (self.p) RowStream(reader, file, std::move(streamed), block_rows, ahead);
   for (const auto& layer : layers) keep(self.h, std::get<ChecksumArray>(layer));
   for (const auto& each : experts) keep(self.h, each);
 }

@@ -7,15 +7,10 @@
 namespace flashllm {
 
 // Where all layers read neurons, and how their caches keep them.
-struct NeuronSource {
+struct NeuronSource : UnitRule {
   std::shared_ptr<Reader> reader;
   std::shared_ptr<DirectFile> file;
-  std::string cache_policy;
-  std::int32_t window = 1;
-  std::int32_t unit_rows = 1;
   std::optional<ByteArray> bypass_rows;  // from allocate(), as all memory below
-  bool wait_first = false;               // as in FfnLayerOptions
-  bool split_rows = false;
 };
 
 // Where a layer's rows lie in that file, and the memory of its cache.

@@ -7,6 +7,14 @@
 namespace flashllm {
 
 struct FfnCounters {
+  // Of finished reads: ReadStats, or StreamTimes.
+  template <typename Stats>
+  void add(const Stats& reads) {
+    bytes_read += reads.bytes;
+    requests += reads.requests;
+    retries += reads.retries;
+  }
+
   std::uint64_t io_ns = 0;       // waiting for the reader
   std::uint64_t memory_ns = 0;   // cache bookkeeping, row moves, planning and handing over requests
   std::uint64_t compute_ns = 0;  // predictor and products

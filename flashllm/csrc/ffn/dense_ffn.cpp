@@ -40,11 +40,8 @@ float* DenseFfn::activations(std::size_t number, const std::byte* rows, std::siz
   float* values = norm_ ? part.h.data() + part.kept * padded : h_.data();
   float* ups = norm_.cuts_gates ? part.up.data() + (values - part.h.data()) : nullptr;
   if (norm_) part.kept += count;
-  const RowMatrix resident{
-      gate,          count,   format_.d_model, vector_nbytes(format_.codec, format_.d_model),
-      format_.codec, nullptr, nullptr};
-  product_rows(gate != nullptr ? resident : format_.matrix(rows, count, format_.driver()), part.x, values,
-               pool_, level_);
+  product_rows(gate != nullptr ? format_.apart(gate, count) : format_.matrix(rows, count, format_.driver()),
+               part.x, values, pool_, level_);
   if (gated) {
     if (ups == nullptr) up_.resize(count * padded);
     product_rows(format_.matrix(rows, count, format_.up), part.x, ups == nullptr ? up_.data() : ups, pool_,

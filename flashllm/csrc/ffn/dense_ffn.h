@@ -13,6 +13,11 @@
 
 namespace flashllm {
 
+// Of the neurons from `first` on.
+inline const float* part_of(const float* bias, std::size_t first) {
+  return bias == nullptr ? nullptr : bias + first;
+}
+
 class DenseFfn {
  public:
   // `dtype`: of what goes in and comes out.

@@ -7,14 +7,6 @@
 
 namespace flashllm {
 
-namespace {
-
-const float* part_of(const float* bias, std::size_t first) {
-  return bias == nullptr ? nullptr : bias + first;
-}
-
-}  // namespace
-
 void ExpertFfn::begin(Router& router, Activation activation, const ScalePlane* plane) {
   router_ = &router;
   activation_ = activation;

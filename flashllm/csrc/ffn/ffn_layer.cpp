@@ -19,7 +19,7 @@ RowSource source_of(const FfnLayerOptions& options) {
   };
   require(units.size >= 1 && whole(options.checksum_rows) && units.num_rows % options.checksum_rows == 0,
           "a layer's units must have rows, and whole checksums");
-  require(units.size == 1 || !options.norm, "a norm over neurons is not for experts");
+  require(units.size == 1 || !options.neuron_norm, "a norm over neurons is not for experts");
   RowSource source{
       units, options.file_offset, options.format.stride, options.checksums, options.checksum_rows,
       0,     options.experts};
@@ -82,11 +82,8 @@ void FfnLayer::set_predictor(std::unique_ptr<Predictor> predictor) {
 
 void FfnLayer::predict_by_gate() {
   require(options_.gate != nullptr, "the layer has no resident gate");
-  const RowFormat& format = options_.format;
-  const RowMatrix gate{options_.gate,      static_cast<std::size_t>(options_.num_neurons),
-                       format.d_model,     vector_nbytes(format.codec, format.d_model),
-                       format.codec,       nullptr,
-                       options_.gate_bias, format.inputs};
+  RowMatrix gate = options_.format.apart(options_.gate, static_cast<std::size_t>(options_.num_neurons));
+  gate.bias = options_.gate_bias;
   predictor_ = std::make_unique<GatePredictor>(gate, options_.activation);
 }
 
@@ -184,11 +181,11 @@ void FfnLayer::finish(float* y) {
   const std::uint32_t width = options_.format.d_model;
   std::fill(y, y + tokens * width, 0.0F);
   // What exceeds the rows is computed in parts; each token's sum runs on in the order of ids.
-  const bool waits = options_.norm && part_end_ < wanted;  // the sum, for the values of all parts
+  const bool waits = options_.neuron_norm && part_end_ < wanted;  // the sum, for the values of all parts
   for (std::size_t done = 0; done < wanted; done = part_end_) {
     if (done != 0) begin_part(done);
     multiply_part();
-    if (options_.norm && !waits) apply_norm();
+    if (options_.neuron_norm && !waits) apply_norm();
     if (!waits) sum_part(y);
     end_part();
   }
@@ -295,7 +292,7 @@ void FfnLayer::await_missed() {
     if (batch_.in_flight()) reader_.wait(batch_);
   });
   watch.charge(counters_.io_ns);
-  tally(batch_.stats());
+  counters_.add(batch_.stats());
   watch.charge(counters_.memory_ns);
 }
 
@@ -322,7 +319,7 @@ void FfnLayer::end_part() {
 void FfnLayer::apply_norm() {
   Stopwatch watch;
   group_.each([&](const FfnMember& member) {
-    apply(options_.norm, member.active->data(), member.active->size(), member.all_values);
+    apply(options_.neuron_norm, member.active->data(), member.active->size(), member.all_values);
   });
   watch.charge(counters_.compute_ns);
 }
@@ -379,14 +376,8 @@ void FfnLayer::copy_newcomers() {
 void FfnLayer::end_prefetch() {
   prefetch_->abandon();
   const ReadStats stats = prefetch_->take_stats();
-  tally(stats);
+  counters_.add(stats);
   counters_.prefetched += stats.jobs * static_cast<std::size_t>(options_.unit_rows) / source_.jobs_a_unit();
-}
-
-void FfnLayer::tally(const ReadStats& stats) {
-  counters_.bytes_read += stats.bytes;
-  counters_.requests += stats.requests;
-  counters_.retries += stats.retries;
 }
 
 // The cache between tokens

@@ -147,7 +147,6 @@ class FfnLayer {
   bool prefetched(std::int32_t unit) const { return holds_prefetch() && prefetch_->has(unit); }
   void list_guesses(std::size_t tokens);
   void end_prefetch();
-  void tally(const ReadStats& stats);
   const std::byte* rows(std::int32_t unit) const {
     return prefetched(unit) ? prefetch_->rows(unit) : cache_.rows(unit);
   }

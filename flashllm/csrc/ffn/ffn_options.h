@@ -12,24 +12,35 @@
 
 namespace flashllm {
 
-struct FfnLayerOptions {
-  RowFormat format;
-  std::int32_t layer = 0;
-  std::int32_t num_neurons = 0;
-  std::int32_t unit_rows = 1;  // neurons that are read and kept together: those of an expert, or one
-  Activation activation = Activation::relu;
+// What of a layer's neurons is resident. What it points to must stay.
+struct NeuronWeights {
   const float* up_bias = nullptr;    // [num_neurons] or nullptr
   const float* gate_bias = nullptr;  // the same; of a gated FFN
   // [num_neurons, d_model] without gaps, in the rows' codec: the resident gate of rows that hold none.
   const std::byte* gate = nullptr;
   const float* down_bias = nullptr;  // [d_model] or nullptr
   ScalePlane plane;                  // of down columns whose scales lie apart
-  NeuronNorm norm;                   // before the down columns, of models that have one
-  // The cache.
-  std::int32_t capacity = 0;         // units that the memory handed over holds
-  std::int32_t bypass_capacity = 0;  // of those read for one token alone, which layers may share
+  NeuronNorm neuron_norm;            // before the down columns, of models that have one
+};
+
+// How units are kept and read.
+struct UnitRule {
   std::string cache_policy = "window";
   std::int32_t window = 1;
+  std::int32_t unit_rows = 1;  // neurons that are read and kept together: those of an expert, or one
+  // Switched on only to see what the other way is worth (paper A, table 2).
+  bool wait_first = false;  // no product before the reads have landed
+  bool split_rows = false;  // a neuron's matrices are read one by one
+};
+
+struct FfnLayerOptions : NeuronWeights, UnitRule {
+  RowFormat format;
+  std::int32_t layer = 0;
+  std::int32_t num_neurons = 0;
+  Activation activation = Activation::relu;
+  // The cache.
+  std::int32_t capacity = 0;          // units that the memory handed over holds
+  std::int32_t bypass_capacity = 0;   // of those read for one token alone, which layers may share
   const float* popularity = nullptr;  // of each unit, or nullptr; read by the constructor alone
   // The rows on flash.
   std::uint64_t file_offset = 0;  // as in RowSource, as are these
@@ -37,9 +48,6 @@ struct FfnLayerOptions {
   std::int32_t checksum_rows = 1;
   const LyingExperts* experts = nullptr;
   SimdLevel simd = SimdLevel::scalar;
-  // Switched on only to see what the other way is worth (paper A, table 2).
-  bool wait_first = false;  // no product before the reads have landed
-  bool split_rows = false;  // a neuron's matrices are read one by one
 
   RowUnits units() const { return {num_neurons, unit_rows}; }
 };

@@ -45,11 +45,7 @@ void TokenFfn::multiply(const std::byte* rows, std::size_t count, const float* u
   up.bias = up_bias;
   RowMatrix driver = up;
   if (gated) {
-    driver = gate == nullptr
-                 ? format_.matrix(rows, count, format_.driver())
-                 : RowMatrix{
-                       gate,          count,   format_.d_model, vector_nbytes(format_.codec, format_.d_model),
-                       format_.codec, nullptr, nullptr,         format_.inputs};
+    driver = gate == nullptr ? format_.matrix(rows, count, format_.driver()) : format_.apart(gate, count);
     driver.bias = gate_bias;
   }
   if (!norm_) {

@@ -31,13 +31,9 @@ namespace {
 constexpr int kExtraTries = 2;   // a failing read is tried twice more
 constexpr int kPatience = 1000;  // EINTRs and EAGAINs in a row: a file that is never ready must not hang us
 
-std::string describe(int error) { return std::generic_category().message(error); }
-
 [[noreturn]] void throw_io(const std::string& what, const std::string& path, int error,
                            std::uint64_t offset = CoreError::kNoOffset) {
-  throw CoreError(ErrorKind::io,
-                  what + " " + path + ": " + describe(error) + " (errno " + std::to_string(error) + ")",
-                  offset);
+  throw CoreError(ErrorKind::io, what + " " + path + ": " + described(error), offset);
 }
 
 int open_for_direct_reads(const std::string& path) {
@@ -64,7 +60,7 @@ DirectFile::DirectFile(std::string path, bool want_direct) : path_(std::move(pat
   // 1. Open; a file system that refuses direct reads at once is met here.
   fd_ = want_direct ? open_for_direct_reads(path_) : -1;
   direct_ = fd_ >= 0;
-  if (!direct_) open_buffered(want_direct ? describe(errno) : "");
+  if (!direct_) open_buffered(want_direct ? std::generic_category().message(errno) : "");
 
   // 2. Size.
   struct stat status;
@@ -132,7 +128,7 @@ std::string DirectFile::why_not_direct() {
   } while (got < 0 && errno == EINTR);
   if (got >= 0) return "";
   const int error = errno;
-  if (error == EINVAL || error == ENOTSUP) return describe(error);
+  if (error == EINVAL || error == ENOTSUP) return std::generic_category().message(error);
   close(fd_);
   throw_io("cannot read", path_, error, 0);
 }
@@ -232,10 +228,6 @@ void DirectRead::accept(ssize_t result) {
   }
   iov_->iov_base = static_cast<char*>(iov_->iov_base) + left;
   iov_->iov_len -= left;
-}
-
-void DirectFile::read(DirectRead& read) const {
-  while (!read.finished()) read.accept(read.call());
 }
 
 }  // namespace flashllm

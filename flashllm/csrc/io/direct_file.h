@@ -82,8 +82,6 @@ class DirectFile {
   std::size_t offset_alignment() const { return offset_alignment_; }
   std::size_t memory_alignment() const { return memory_alignment_; }
 
-  void read(DirectRead& read) const;  // makes its calls until it is finished
-
  private:
   friend class DirectRead;
 

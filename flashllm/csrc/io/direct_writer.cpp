@@ -33,10 +33,6 @@ constexpr std::size_t kPiece = std::size_t{2} << 20;  // bytes a thread writes a
 constexpr int kPatience = 1000;                       // EAGAINs in a row, and calls that wrote no sector
 static_assert(kPiece % DirectWriter::kAlignment == 0, "pieces must be aligned");
 
-std::string described(int error) {
-  return std::generic_category().message(error) + " (errno " + std::to_string(error) + ")";
-}
-
 }  // namespace
 
 DirectWriter::DirectWriter(std::string path, std::uint64_t nbytes, int threads)

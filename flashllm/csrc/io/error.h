@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 
 namespace flashllm {
 
@@ -28,6 +29,11 @@ class CoreError : public std::runtime_error {
   ErrorKind kind_;
   std::uint64_t offset_;
 };
+
+// What the system says of an errno.
+inline std::string described(int error) {
+  return std::generic_category().message(error) + " (errno " + std::to_string(error) + ")";
+}
 
 // Of what a caller must see to.
 inline void require(bool condition, const char* message) {

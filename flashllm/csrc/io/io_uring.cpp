@@ -27,11 +27,7 @@ void distort_completion(std::uint64_t& id, ssize_t& result);
 
 namespace {
 
-std::string describe(const char* call) {
-  const int error = errno;
-  return std::string(call) + ": " + std::generic_category().message(error) + " (errno " +
-         std::to_string(error) + ")";
-}
+std::string describe(const char* call) { return std::string(call) + ": " + described(errno); }
 
 // `at_most` in milliseconds; none where the kernel has no timeouts.
 int enter(int descriptor, unsigned to_submit, unsigned min_complete,

@@ -16,26 +16,19 @@ std::size_t whole_pages(std::size_t nbytes) { return (nbytes + kPageNbytes - 1) 
 
 }  // namespace
 
-RowStream::RowStream(Reader& reader, const DirectFile& file, std::vector<StreamedLayer> layers,
-                     std::size_t stride, std::size_t block_rows, std::size_t ahead)
+RowStream::RowStream(Reader& reader, const DirectFile& file, std::vector<RowSource> layers,
+                     std::size_t block_rows, std::size_t ahead)
     : reader_(reader),
       file_(file),
-      stride_(stride),
+      layers_(std::move(layers)),
+      stride_(layers_.empty() ? 0 : layers_.front().stride),
       block_rows_(block_rows),
       ahead_(ahead),
-      buffer_nbytes_(whole_pages(stride * block_rows)),
-      staging_((ahead + 1) * buffer_nbytes_) {
-  require(stride != 0 && block_rows != 0 && ahead != 0 && !layers.empty(),
+      buffer_nbytes_(whole_pages(stride_ * block_rows)),
+      staging_((ahead + 1) * buffer_nbytes_),
+      kept_(layers_.size()) {
+  require(stride_ != 0 && block_rows != 0 && ahead != 0,
           "a row stream needs layers, and sizes that are not zero");
-  for (const StreamedLayer& each : layers)
-    layers_.push_back({{static_cast<std::int32_t>(each.num_rows), 1},
-                       each.offset,
-                       static_cast<std::uint32_t>(stride),
-                       each.checksums,
-                       static_cast<std::int32_t>(each.checksum_rows),
-                       0,
-                       each.experts});
-  kept_.resize(layers_.size());
   for (std::size_t i = 0; i <= ahead; ++i) batches_.push_back(std::make_unique<ReadBatch>());
 }
 

@@ -20,15 +20,6 @@
 
 namespace flashllm {
 
-// Where a layer's rows lie in the file, and their checksums: as in RowSource.
-struct StreamedLayer {
-  std::uint64_t offset = 0;  // bytes, of row 0
-  std::size_t num_rows = 0;
-  const std::uint64_t* checksums = nullptr;  // of every `checksum_rows` rows
-  std::size_t checksum_rows = 1;             // what is read begins and ends between them
-  const LyingExperts* experts = nullptr;     // whose rows are the first ones; the file has those behind them
-};
-
 // Rows that follow each other.
 struct RowRun {
   std::size_t first_row = 0;
@@ -52,10 +43,10 @@ class RowStream {
  public:
   static constexpr int kNoLayer = -1;
 
-  // `ahead` blocks are read while one is used. Keeps references to `reader` and `file`. Throws CoreError
-  // where a size is zero.
-  RowStream(Reader& reader, const DirectFile& file, std::vector<StreamedLayer> layers, std::size_t stride,
-            std::size_t block_rows, std::size_t ahead);
+  // layers: units of one row, all of one stride. `ahead` blocks are read while one is used. Keeps references
+  // to `reader` and `file`. Throws CoreError where a size is zero.
+  RowStream(Reader& reader, const DirectFile& file, std::vector<RowSource> layers, std::size_t block_rows,
+            std::size_t ahead);
   ~RowStream() { drain(); }
   RowStream(const RowStream&) = delete;
   RowStream& operator=(const RowStream&) = delete;
@@ -120,7 +111,7 @@ class RowStream {
 
   Reader& reader_;
   const DirectFile& file_;
-  std::vector<RowSource> layers_;
+  const std::vector<RowSource> layers_;
   const std::size_t stride_, block_rows_, ahead_, buffer_nbytes_;
   // One allocation: in ordinary pages, which small ones are in, direct reads ran at half the speed.
   HugeBuffer staging_;

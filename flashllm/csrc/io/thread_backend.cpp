@@ -8,6 +8,16 @@
 
 namespace flashllm {
 
+bool read_by_calls(ReadQueue& queue, RequestSlot& slot, ReadQueue::Work& work) {
+  for (;;) {
+    const ssize_t result = slot.read.call();
+    if (!queue.hold(work)) return false;
+    slot.read.accept(result);
+    if (slot.read.finished()) return true;
+    queue.let_go(work);
+  }
+}
+
 ThreadBackend::ThreadBackend(ReadQueue& queue, const ReaderOptions& options)
     : queue_(queue), verify_(options.verify) {
   // All memory is taken here, where a failure can be reported; on a reader's thread it would end the process.
@@ -45,23 +55,12 @@ void ThreadBackend::serve(RequestSlot& slot) {
     try {
       slot.begin(*work.request, work.jobs, *work.file);
       queue_.let_go(work);
-      if (!read(slot, work)) return;
+      if (!read_by_calls(queue_, slot, work)) return;
       outcome = slot.finish(verify_);
     } catch (...) {
       error = std::current_exception();
     }
     queue_.finish(work, outcome, std::move(error));  // the waiting thread is its last owner
-  }
-}
-
-// False where the queue was lost meanwhile. On return, also by an error, the request is held.
-bool ThreadBackend::read(RequestSlot& slot, ReadQueue::Work& work) {
-  for (;;) {
-    const ssize_t result = slot.read.call();
-    if (!queue_.hold(work)) return false;
-    slot.read.accept(result);
-    if (slot.read.finished()) return true;
-    queue_.let_go(work);
   }
 }
 

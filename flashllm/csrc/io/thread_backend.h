@@ -10,6 +10,10 @@
 
 namespace flashllm {
 
+// A request that was begun and let go of, by this thread's own calls. False where the queue was lost
+// meanwhile; else, also where it throws, the request is held.
+bool read_by_calls(ReadQueue& queue, RequestSlot& slot, ReadQueue::Work& work);
+
 class ThreadBackend final : public ReadBackend {
  public:
   // Throws CoreError(io) when the threads cannot be started.
@@ -24,7 +28,6 @@ class ThreadBackend final : public ReadBackend {
 
  private:
   void serve(RequestSlot& slot);
-  bool read(RequestSlot& slot, ReadQueue::Work& work);
   void stop();
 
   ReadQueue& queue_;

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "io/error.h"
+#include "io/thread_backend.h"
 
 namespace flashllm {
 
@@ -129,10 +130,10 @@ void UringBackend::answer(std::size_t index, ssize_t result) {
 void UringBackend::read_here(std::size_t index) {
   RequestOutcome outcome;
   std::exception_ptr error;
-  active_[index]->id = 0;
+  Active& active = *active_[index];
+  active.id = 0;
   try {
-    Active& active = *active_[index];
-    active.work.file->read(active.slot.read);
+    if (!read_by_calls(queue_, active.slot, active.work)) return;
     outcome = active.slot.finish(verify_);
   } catch (...) {
     error = std::current_exception();

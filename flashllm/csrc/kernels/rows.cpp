@@ -372,6 +372,10 @@ void RowFormat::check() const {
           "a row's stride must be a multiple of 64 bytes and at least 512, got " + std::to_string(stride));
 }
 
+RowMatrix RowFormat::apart(const std::byte* data, std::size_t count) const {
+  return {data, count, d_model, vector_nbytes(codec, d_model), codec, nullptr, nullptr, inputs};
+}
+
 RowMatrix RowFormat::matrix(const std::byte* rows, std::size_t count, std::uint32_t offset) const {
   const RowCodec stored = offset == down ? down_codec : codec;
   return {rows + offset, count, d_model, stride, stored, nullptr, nullptr, inputs};

@@ -90,6 +90,8 @@ struct RowFormat {
   std::size_t matrices() const { return gated() ? 3 : 2; }
   // Throws CoreError, saying why, for a format that cannot be.
   void check() const;
+  // [count, d_model] without gaps, in the codec of up and gate.
+  RowMatrix apart(const std::byte* data, std::size_t count) const;
   // The vectors at byte `offset` of `count` rows, as a matrix.
   RowMatrix matrix(const std::byte* rows, std::size_t count, std::uint32_t offset) const;
 };

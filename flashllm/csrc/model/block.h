@@ -193,7 +193,7 @@ struct StateWeights {
 };
 
 // Its parts must live as long as the layer.
-struct BlockWeights {
+struct BlockWeights : NeuronWeights {
   LayerSpec spec;
   Norm attention_norm, ffn_norm;                              // those that NormPlace wants
   Norm attention_output_norm, ffn_output_norm;                // the same
@@ -202,9 +202,8 @@ struct BlockWeights {
   // Of one head, or of the projection; of latent attention of the query between its two projections, and of a
   // key's first elements.
   Norm query_norm, key_norm;
-  Norm value_norm;         // of each head; width 0: none
-  Norm mixed_norm;         // of all heads' outputs, before `out`; width 0: none
-  NeuronNorm neuron_norm;  // before the down columns
+  Norm value_norm;  // of each head; width 0: none
+  Norm mixed_norm;  // of all heads' outputs, before `out`; width 0: none
   RowMatrix query, key, value, out;
   RowMatrix query_down,
       key_up;  // of latent attention, whose heads have rows of their own in key_up and value
@@ -218,14 +217,9 @@ struct BlockWeights {
   Norm laurel_norm;
   RowMatrix out_gate;  // where the mixer has a gate
   StateWeights state;
-  float scale = 1.0F;                // of the states that leave the layer
-  const float* sinks = nullptr;      // [heads] or nullptr: see AttentionShape
-  const float* up_bias = nullptr;    // [neurons] or nullptr
-  const float* gate_bias = nullptr;  // [neurons] or nullptr
-  const float* down_bias = nullptr;  // [d_model] or nullptr
-  const std::byte* gate = nullptr;   // [neurons, d_model] in the rows' codec, where rows hold no gate
-  ScalePlane plane;                  // of down columns whose scales lie apart
-  FfnLayer* ffn = nullptr;           // nullptr: this layer has no neuron cache and runs dense
+  float scale = 1.0F;            // of the states that leave the layer
+  const float* sinks = nullptr;  // [heads] or nullptr: see AttentionShape
+  FfnLayer* ffn = nullptr;       // nullptr: this layer has no neuron cache and runs dense
 };
 
 }  // namespace flashllm

@@ -6,14 +6,6 @@
 
 namespace flashllm {
 
-namespace {
-
-const float* part_of(const float* bias, std::size_t first) {
-  return bias == nullptr ? nullptr : bias + first;
-}
-
-}  // namespace
-
 FeedForward::FeedForward(const ModelSpec& spec, const std::vector<BlockWeights>& blocks,
                          const RowFormat& rows, RowStream& stream, FfnCounters& counters, Stopwatch& watch,
                          Arithmetic& arithmetic)
@@ -362,9 +354,7 @@ void FeedForward::charge_stream() {
   const StreamTimes times = stream_.take();
   counters_.io_ns += times.wait_ns;
   counters_.io_busy_ns += times.busy_ns;
-  counters_.bytes_read += times.bytes;
-  counters_.requests += times.requests;
-  counters_.retries += times.retries;
+  counters_.add(times);
   watch_.restart();
 }
 

@@ -58,9 +58,7 @@ void TokenTable::take(const std::function<void(std::size_t token, float* row)>& 
   for (;;) {
     if (batch_.in_flight()) {
       reader_.wait(batch_);
-      counters.bytes_read += batch_.stats().bytes;
-      counters.requests += batch_.stats().requests;
-      counters.retries += batch_.stats().retries;
+      counters.add(batch_.stats());
     }
     RowMatrix one;
     one.columns = columns_;

@@ -12,32 +12,29 @@ struct Vec {
   static constexpr std::size_t kWidth = 8;
   float lane[kWidth];
 
+  // Of the number of each lane.
+  template <typename F>
+  static Vec each(const F& f) {
+    Vec v;
+    for (std::size_t i = 0; i < kWidth; ++i) v.lane[i] = f(i);
+    return v;
+  }
   static Vec zero() { return set(0.0F); }
   static Vec set(float value) {
-    Vec v;
-    for (float& lane_value : v.lane) lane_value = value;
-    return v;
+    return each([=](std::size_t) { return value; });
   }
   static Vec load_f32(const float* p) {
-    Vec v;
-    for (std::size_t i = 0; i < kWidth; ++i) v.lane[i] = p[i];
-    return v;
+    return each([=](std::size_t i) { return p[i]; });
   }
   static Vec load_f16(const std::uint16_t* p) {
-    Vec v;
-    for (std::size_t i = 0; i < kWidth; ++i) v.lane[i] = half_to_float(p[i]);
-    return v;
+    return each([=](std::size_t i) { return half_to_float(p[i]); });
   }
   static Vec load_bf16(const std::uint16_t* p) {
-    Vec v;
-    for (std::size_t i = 0; i < kWidth; ++i) v.lane[i] = bfloat_to_float(p[i]);
-    return v;
+    return each([=](std::size_t i) { return bfloat_to_float(p[i]); });
   }
   static float half(std::uint16_t value) { return half_to_float(value); }
   static Vec load_i8(const std::int8_t* p) {
-    Vec v;
-    for (std::size_t i = 0; i < kWidth; ++i) v.lane[i] = static_cast<float>(p[i]);
-    return v;
+    return each([=](std::size_t i) { return static_cast<float>(p[i]); });
   }
   // N * kWidth bytes: their lower halves into to[0, N), their upper ones into to[N, 2N)
   template <std::size_t N>
@@ -59,9 +56,7 @@ struct Vec {
   }
   // bits_of_half_power of kWidth scales
   static Vec half_powers(const std::uint8_t* p) {
-    Vec v;
-    for (std::size_t i = 0; i < kWidth; ++i) v.lane[i] = float_from_bits(bits_of_half_power(p[i]));
-    return v;
+    return each([=](std::size_t i) { return float_from_bits(bits_of_half_power(p[i])); });
   }
   static constexpr bool kReordersBf12 = false;
   // 32 weights of bf12; whether one of them is an escape
@@ -81,10 +76,9 @@ struct Vec {
   }
   // this * 2^n, n the integer in the low bits of `shifted`
   Vec times_two_to(const Vec& shifted) const {
-    Vec product;
-    for (std::size_t i = 0; i < kWidth; ++i)
-      product.lane[i] = float_from_bits(bits_of_float(lane[i]) + (bits_of_float(shifted.lane[i]) << 23));
-    return product;
+    return each([&](std::size_t i) {
+      return float_from_bits(bits_of_float(lane[i]) + (bits_of_float(shifted.lane[i]) << 23));
+    });
   }
   float sum() const {
     return ((lane[0] + lane[4]) + (lane[2] + lane[6])) + ((lane[1] + lane[5]) + (lane[3] + lane[7]));
@@ -93,25 +87,17 @@ struct Vec {
 
 // Multiply, then add: without the instruction, a fused one would be a library call for each element.
 Vec fma(const Vec& a, const Vec& b, const Vec& c) {
-  Vec v;
-  for (std::size_t i = 0; i < Vec::kWidth; ++i) v.lane[i] = a.lane[i] * b.lane[i] + c.lane[i];
-  return v;
+  return Vec::each([&](std::size_t i) { return a.lane[i] * b.lane[i] + c.lane[i]; });
 }
 Vec operator+(const Vec& a, const Vec& b) {
-  Vec v;
-  for (std::size_t i = 0; i < Vec::kWidth; ++i) v.lane[i] = a.lane[i] + b.lane[i];
-  return v;
+  return Vec::each([&](std::size_t i) { return a.lane[i] + b.lane[i]; });
 }
 
 Vec operator*(const Vec& a, const Vec& b) {
-  Vec v;
-  for (std::size_t i = 0; i < Vec::kWidth; ++i) v.lane[i] = a.lane[i] * b.lane[i];
-  return v;
+  return Vec::each([&](std::size_t i) { return a.lane[i] * b.lane[i]; });
 }
 Vec max(const Vec& a, const Vec& b) {  // b where either is NaN, as the processors' instruction
-  Vec v;
-  for (std::size_t i = 0; i < Vec::kWidth; ++i) v.lane[i] = a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i];
-  return v;
+  return Vec::each([&](std::size_t i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; });
 }
 
 // Of row_codecs_inputs_impl.h, whose sums are those of the other levels.
@@ -137,25 +123,19 @@ struct Eight : Vec {
   // 8 / kRepeat halves, each for kRepeat lanes
   template <std::size_t kRepeat>
   static Eight load_halves(const std::uint16_t* p) {
-    Eight v;
-    for (std::size_t i = 0; i < kWidth; ++i) v.lane[i] = half_to_float(p[i / kRepeat]);
-    return v;
+    return {each([=](std::size_t i) { return half_to_float(p[i / kRepeat]); })};
   }
 
   static Eight load_i8(const std::int8_t* p) { return {Vec::load_i8(p)}; }
   static Eight half_powers(const std::uint8_t* p) { return {Vec::half_powers(p)}; }
   // Two floats, four lanes each.
   static Eight set_halves(const float* p) {
-    Eight v;
-    for (std::size_t i = 0; i < kWidth; ++i) v.lane[i] = p[i / 4];
-    return v;
+    return {each([=](std::size_t i) { return p[i / 4]; })};
   }
 
   // The first n lanes, and zeros.
   Eight first(std::size_t n) const {
-    Eight v = zero();
-    for (std::size_t i = 0; i < n && i < kWidth; ++i) v.lane[i] = lane[i];
-    return v;
+    return {each([&](std::size_t i) { return i < n ? lane[i] : 0.0F; })};
   }
 
   // The products of 32 codes with 32 bytes, summed by fours.
@@ -181,32 +161,24 @@ struct Eight : Vec {
   template <std::size_t kBits>
   static Eight dot_unit(const std::uint8_t* codes, const std::int16_t* x) {
     static_assert(kBits == 8);
-    Eight v;
-    for (std::size_t lane_of = 0; lane_of < kWidth; ++lane_of) {
+    return {each([=](std::size_t lane_of) {
       int total = 0;
       for (const std::size_t i : {2 * lane_of, 2 * lane_of + 1, 2 * lane_of + 16, 2 * lane_of + 17})
         total += static_cast<std::int8_t>(codes[i]) * x[i];
-      v.lane[lane_of] = static_cast<float>(total);
-    }
-    return v;
+      return static_cast<float>(total);
+    })};
   }
 
  private:
   template <typename Term>
   static Eight sums_by_fours(const Term& term) {
-    Eight v;
-    for (std::size_t lane_of = 0; lane_of < kWidth; ++lane_of) {
-      int total = 0;
-      for (std::size_t i = 4 * lane_of; i < 4 * lane_of + 4; ++i) total += term(i);
-      v.lane[lane_of] = static_cast<float>(total);
-    }
-    return v;
+    return {each([&](std::size_t i) {
+      return static_cast<float>(term(4 * i) + term(4 * i + 1) + term(4 * i + 2) + term(4 * i + 3));
+    })};
   }
 };
 Eight fma(const Eight& a, const Eight& b, const Eight& c) {
-  Eight v;
-  for (std::size_t i = 0; i < Vec::kWidth; ++i) v.lane[i] = __builtin_fmaf(a.lane[i], b.lane[i], c.lane[i]);
-  return v;
+  return {Vec::each([&](std::size_t i) { return __builtin_fmaf(a.lane[i], b.lane[i], c.lane[i]); })};
 }
 Eight operator+(const Eight& a, const Eight& b) {
   return {static_cast<const Vec&>(a) + static_cast<const Vec&>(b)};
