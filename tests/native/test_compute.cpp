@@ -29,13 +29,8 @@ std::vector<float> products(int threads, SimdLevel level, Dtype dtype, std::size
   kernels.from_f32(random_floats(rows * columns, random).data(), rows * columns, weights.data());
   const std::vector<float> x = random_floats(tokens * columns, random);
   const std::vector<float> bias = random_floats(rows, random);
-  LinearWeights linear_weights;
-  linear_weights.data = weights.data();
-  linear_weights.rows = rows;
-  linear_weights.columns = columns;
-  linear_weights.stride = columns * dtype_nbytes(dtype);
-  linear_weights.dtype = dtype;
-  linear_weights.bias = bias.data();
+  const LinearWeights linear_weights{weights.data(), rows,       columns, columns * dtype_nbytes(dtype),
+                                     dtype,          bias.data()};
   std::vector<float> out(tokens * rows);
   linear(linear_weights, x.data(), tokens, out.data(), pool, level);
 
@@ -115,17 +110,11 @@ std::vector<float> many_tokens(int threads, SimdLevel level, Dtype dtype, std::s
   for (std::size_t part = 0; part < 2; ++part)
     ffn.finish(part, down_bias.data(), y.data() + cuts[part] * kWidth * element);
   CHECK(ffn.parts() == 0);
-  LinearWeights up;
-  up.data = rows.data();
-  up.rows = kNeurons;
-  up.columns = kWidth;
-  up.stride = format.stride;
-  up.dtype = dtype;
-  up.bias = bias.data();
+  const LinearWeights up{rows.data(), kNeurons, kWidth, format.stride, dtype, bias.data()};
   linear_many(up,
               PackedTokens(inputs, tokens, kWidth, dtype,
                            form_of_many(codec_of(dtype), InputForm::f32, dtype, kWidth, level), pool, level),
-              out.data(), pool, level);
+              dtype, out.data(), pool, level);
 
   std::vector<float> wide(2 * kWidth * kNeurons), wide_x(tokens * kWidth), result(tokens * kWidth);
   kernels.to_f32(rows.data(), wide.size(), wide.data());

@@ -378,11 +378,6 @@ void linear_many(const LinearWeights& weights, const PackedTokens& x, Dtype dtyp
   });
 }
 
-void linear_many(const LinearWeights& weights, const PackedTokens& x, std::byte* out, ThreadPool& pool,
-                 SimdLevel level) {
-  linear_many(weights, x, weights.dtype, out, pool, level);
-}
-
 namespace {
 
 // multiply(block) computes the products.

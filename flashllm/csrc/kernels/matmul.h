@@ -114,11 +114,9 @@ class WideRows {
 void linear_many(const WideRows& weights, std::size_t rows, const float* bias, const PackedTokens& x,
                  Dtype dtype, std::byte* out, ThreadPool& pool, SimdLevel level);
 
-// The same of weights as they lie, rounded to `dtype` or, without one, to theirs.
+// The same of weights as they lie.
 void linear_many(const LinearWeights& weights, const PackedTokens& x, Dtype dtype, std::byte* out,
                  ThreadPool& pool, SimdLevel level);
-void linear_many(const LinearWeights& weights, const PackedTokens& x, std::byte* out, ThreadPool& pool,
-                 SimdLevel level);
 
 // products[r][m] = sum_j weights[r][j] * x[m][j], one row a weight row, x.padded() long
 void product_rows(const LinearWeights& weights, const PackedTokens& x, float* products, ThreadPool& pool,

@@ -62,11 +62,6 @@ void Model::take_embedding(const Token* tokens, std::size_t count, float* states
   ends_.embed_rows(states, tokens, count, states);
 }
 
-void Model::step(const std::vector<Token>& tokens, Pass pass, const std::vector<std::size_t>& wanted,
-                 float* logits, Tap* tap, std::size_t drafted, std::size_t stretches) {
-  RunningPass(*this, tokens, pass, wanted, logits, tap, drafted, stretches).advance([] { return false; });
-}
-
 void Model::run_block(std::size_t layer, std::size_t kv_layer, const std::vector<Token>& tokens,
                       float* states, Tap* tap) {
   require(layer < num_layers(), "a layer beyond those there are");

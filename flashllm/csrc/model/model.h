@@ -44,9 +44,6 @@ class Model {
   const ModelSpec& spec() const { return spec_; }
   std::size_t num_layers() const { return weights_.blocks.size(); }
 
-  // The whole of a RunningPass.
-  void step(const std::vector<Token>& tokens, Pass pass, const std::vector<std::size_t>& wanted,
-            float* logits, Tap* tap = nullptr, std::size_t drafted = 0, std::size_t stretches = 0);
   // Of the drafted tokens of the last step the first `count` were right.
   void accept(std::size_t count) { ffn_.accept(count); }
 
