@@ -232,6 +232,7 @@ void FfnLayer::guarded(const Step& step) {
 // Hits, misses, slots freed; the misses become reads into their slots, and start.
 void FfnLayer::begin_part(std::size_t first, bool again) {
   Stopwatch watch;
+  ++counters_.parts;
   const std::vector<std::int32_t>& wanted = group_.wanted();
   part_end_ = std::min(first + cache_.part_size(), wanted.size());
   guarded([&] {
