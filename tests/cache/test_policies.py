@@ -69,14 +69,6 @@ def test_rows_read_are_what_was_missing(ffn):
     assert sorted(layer.layer.cached()) == [4]  # the empty token pushed [0, 4] out of the window of two
 
 
-def test_the_window_shrinks_and_grows_again(ffn):
-    layer = Ffn(ffn, capacity=4, window=3)
-    x = random_input(ffn)
-    for active, cached in [([0, 1], {0, 1}), ([2, 3], {0, 1, 2, 3}), ([4, 5, 6], {4, 5, 6}), ([7], {4, 5, 6, 7})]:
-        layer(x, active)
-        assert set(layer.layer.cached()) == cached
-
-
 class FrequencyModel:
     """Estimates in float64. Neurons equally frequent have the same history, so rounding makes no difference to them."""
 

@@ -24,8 +24,6 @@ constexpr std::size_t kPad = 16;    // floats: a width the kernels take
 constexpr std::size_t kStairs = 6;  // queries added up together where each sees one key more
 constexpr std::size_t kPairNbytes = 4;
 
-std::size_t round_up(std::size_t n, std::size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-
 // to[j][i] = from[i][first + j] for i, j < 4; rows of `to` are `row` floats apart.
 void transpose(const float* const* from, std::size_t first, float* to, std::size_t row) {
 #if defined(__x86_64__)

@@ -9,8 +9,6 @@ namespace flashllm {
 
 namespace {
 
-std::size_t round_up(std::size_t n, std::size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-
 // A head's scales, minimums and codes, one after another.
 template <typename Rows, typename Byte>
 Rows grouped(Byte* data, std::size_t scales, std::size_t code_stride) {

@@ -123,8 +123,10 @@ class PyModel {
   void run_block(std::size_t layer, const std::vector<std::tuple<SequenceState*, std::size_t>>& entries,
                  const States& states, nb::object observer) {
     std::vector<Token> tokens;
-    for (const auto& [sequence, count] : entries)
+    for (const auto& [sequence, count] : entries) {
+      require(sequence != nullptr, "every sequence of a block needs a state");
       for (std::size_t i = 0; i < count; ++i) tokens.push_back({sequence, i, 0});
+    }
     require_rows(states, tokens.size(), d_model_, "states");
     PyTap tap(observer, d_model_);
     Tap* asked = observer.is_none() ? nullptr : &tap;

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "io/error.h"
+#include "kernels/scratch.h"
 
 namespace flashllm {
 
@@ -13,7 +14,7 @@ void DenseFfn::begin(Activation activation, const NeuronNorm& norm, const ScaleP
   plane_ = plane;
   first_ = first;
   // Rows a power of two apart would share few lines of a cache: one line more.
-  y_stride_ = (format_.d_model + kColumnPad - 1) / kColumnPad * kColumnPad + kColumnPad;
+  y_stride_ = round_up(format_.d_model, kColumnPad) + kColumnPad;
   parts_.clear();
 }
 

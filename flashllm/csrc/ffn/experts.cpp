@@ -12,8 +12,6 @@ namespace flashllm {
 
 namespace {
 
-float sigmoid(float value) { return 1.0F / (1.0F + std::exp(-value)); }
-
 // values = e^(value - largest), and their sum
 float exponentials(std::vector<float>& values) {
   const float largest = *std::max_element(values.begin(), values.end());

@@ -13,6 +13,7 @@
 #include <cstring>
 #include <system_error>
 #include <thread>
+#include <utility>
 
 #include "io/error.h"
 #include "io/memory.h"
@@ -62,26 +63,22 @@ DirectFile::DirectFile(std::string path, bool want_direct) : path_(std::move(pat
   direct_ = fd_ >= 0;
   if (!direct_) open_buffered(want_direct ? std::generic_category().message(errno) : "");
 
-  // 2. Size.
-  struct stat status;
-  if (fstat(fd_, &status) != 0) {
-    const int error = errno;
-    close(fd_);
-    throw_io("cannot read", path_, error);
-  }
-  if (!S_ISREG(status.st_mode)) {
-    close(fd_);
-    throw CoreError(ErrorKind::io, "cannot read " + path_ + ": not a regular file");
-  }
-  size_ = static_cast<std::uint64_t>(status.st_size);
-  if (!direct_) return;
+  try {
+    // 2. Size.
+    struct stat status;
+    if (fstat(fd_, &status) != 0) throw_io("cannot read", path_, errno);
+    if (!S_ISREG(status.st_mode))
+      throw CoreError(ErrorKind::io, "cannot read " + path_ + ": not a regular file");
+    size_ = static_cast<std::uint64_t>(status.st_size);
 
-  // 3. A file system that accepts the flag and goes through the page cache, or refuses the first read.
-  const std::string reason = why_not_direct();
-  if (!reason.empty()) {
-    close(fd_);
-    fd_ = -1;
+    // 3. A file system that accepts the flag and goes through the page cache, or refuses the first read.
+    const std::string reason = direct_ ? why_not_direct() : "";
+    if (reason.empty()) return;
+    close(std::exchange(fd_, -1));
     open_buffered(reason);
+  } catch (...) {
+    if (fd_ >= 0) close(fd_);
+    throw;
   }
 }
 
@@ -129,7 +126,6 @@ std::string DirectFile::why_not_direct() {
   if (got >= 0) return "";
   const int error = errno;
   if (error == EINVAL || error == ENOTSUP) return std::generic_category().message(error);
-  close(fd_);
   throw_io("cannot read", path_, error, 0);
 }
 

@@ -207,6 +207,10 @@ void with_function(Activation activation, const Use& use) {
 
 }  // namespace
 
+float sigmoid(float x) { return 1.0F / (1.0F + std::exp(-x)); }
+
+float softplus(float x) { return x > 20.0F ? x : std::log1p(std::exp(x)); }
+
 float apply_activation(Activation activation, float value) {
   with_function(activation, [&](auto function) { value = function(value); });
   return value;

@@ -238,6 +238,8 @@ struct LinearWeights {
 void linear(const LinearWeights& weights, const float* x, std::size_t tokens, float* out, ThreadPool& pool,
             SimdLevel level);
 
+float sigmoid(float x);
+float softplus(float x);
 float apply_activation(Activation activation, float value);
 // values[i] = activation(values[i] + bias)
 void activate(Activation activation, float bias, float* values, std::size_t n);

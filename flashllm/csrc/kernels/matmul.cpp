@@ -5,6 +5,7 @@
 
 #include "io/error.h"
 #include "kernels/row_inputs.h"
+#include "kernels/scratch.h"
 
 namespace flashllm {
 
@@ -26,8 +27,6 @@ constexpr std::size_t kLineColumns = 32;  // bf16 ones in a cache line
 constexpr std::size_t kFewTokens = 12;    // whole tiles, between which the next rows are fetched
 static_assert(kRowsTogether % kWidened == 0 && kColumns % kColumnPad == 0, "blocks must be whole");
 static_assert(kTerms % 2 == 0 && kColumns % 2 == 0, "pairs must be whole");
-
-std::size_t round_up(std::size_t n, std::size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 // Tokens of a strip: a tile of sums of the widest kernels of a level.
 std::size_t strip_tokens(SimdLevel level, bool in_tiles) {

@@ -10,6 +10,7 @@
 #include "io/xxh3.h"
 #include "kernels/levels/kernels_int8.h"
 #include "kernels/levels/levels.h"
+#include "kernels/scratch.h"
 
 namespace flashllm {
 
@@ -156,8 +157,7 @@ std::size_t vector_nbytes(RowCodec codec, std::size_t length) {
   if (codec == RowCodec::int8) return length;
   if (!is_coded(codec)) return length * dtype_nbytes(dtype_of(codec));
   if (codec == RowCodec::bf12) {
-    const std::size_t padded = (length + kCodeUnit - 1) / kCodeUnit * kCodeUnit,
-                      escapes = bf12_escapes(length);
+    const std::size_t padded = round_up(length, kCodeUnit), escapes = bf12_escapes(length);
     return (16 + padded + padded / 2 + 3 * escapes + 1) / 2 * 2;
   }
   if (codec > RowCodec::bf12) return carried_nbytes(codec, length);
@@ -327,7 +327,7 @@ void linear_by_columns(const RowMatrix& matrix, const std::byte* x, std::size_t 
   const KernelTable &wide = kernel_table(level, dtype), &narrow = kernel_table(level, out_dtype);
   // A cache line apart from a power of two, of whose multiples few fit a cache together.
   const bool few = tokens <= kFewTokens && level != SimdLevel::scalar;  // which rounds a vector's end once
-  const std::size_t stride = few ? width : (width + kColumnPad - 1) / kColumnPad * kColumnPad + kColumnPad;
+  const std::size_t stride = few ? width : round_up(width, kColumnPad) + kColumnPad;
   std::vector<float> scales(inputs * tokens), sums(tokens * stride);
   if (few) {
     std::vector<const void*> vectors(inputs);
@@ -418,7 +418,7 @@ void sum_block(const ScatteredRows& rows, const float* scales, std::size_t begin
 std::size_t column_share(std::size_t columns, const ThreadPool& pool) {
   constexpr std::size_t kGrain = 64;
   const auto threads = static_cast<std::size_t>(pool.threads());
-  return ((columns + threads - 1) / threads + kGrain - 1) / kGrain * kGrain;
+  return round_up((columns + threads - 1) / threads, kGrain);
 }
 
 void sum_scattered(const ScatteredRows& rows, const float* scales, float* y, ThreadPool& pool,

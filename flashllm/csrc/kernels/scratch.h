@@ -1,4 +1,4 @@
-// Memory for vectors of any level, uninitialised.
+// Memory for vectors of any level, uninitialised; and lengths in whole vectors.
 #pragma once
 
 #include <cstddef>
@@ -6,6 +6,10 @@
 #include <new>
 
 namespace flashllm {
+
+constexpr std::size_t round_up(std::size_t n, std::size_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
 
 template <typename T>
 class Scratch {

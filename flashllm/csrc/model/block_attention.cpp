@@ -50,10 +50,7 @@ void BlockAttention::attend(const BlockWeights& weights, const Part& part, float
     const std::size_t width = mixed / gates;  // that a number of the gate is for
     arithmetic_.pool().parallel_for(count, Arithmetic::kTokenGrain, [&](std::size_t begin, std::size_t end) {
       for (std::size_t i = begin * gates; i < end * gates; ++i) {
-        const float x = gate_[i];
-        const float by = spec.gate == Gate::sigmoid ? 1.0F / (1.0F + std::exp(-x))
-                         : x > 20.0F                ? x
-                                                    : std::log1p(std::exp(x));
+        const float by = spec.gate == Gate::sigmoid ? sigmoid(gate_[i]) : softplus(gate_[i]);
         for (std::size_t j = i * width; j < (i + 1) * width; ++j) outputs[j] *= by;
       }
     });

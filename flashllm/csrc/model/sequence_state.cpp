@@ -6,6 +6,7 @@
 #include <string>
 
 #include "io/error.h"
+#include "kernels/scratch.h"
 
 namespace flashllm {
 
@@ -26,7 +27,7 @@ std::size_t pages_touched(std::size_t n) { return (n + kKvBlock - 2) / kKvBlock 
 
 std::size_t StateShape::Kind::page_nbytes(bool is_packed) const {
   const std::size_t nbytes = layers * (is_packed ? format.packed_nbytes() : format.plain_nbytes());
-  return (nbytes + kSystemPage - 1) / kSystemPage * kSystemPage;
+  return round_up(nbytes, kSystemPage);
 }
 
 std::size_t StateShape::Kind::first_page(std::size_t position) const {
@@ -67,7 +68,7 @@ StateShape::StateShape(const std::vector<LayerKv>& layers, std::size_t context, 
     layers_.back().index = kinds_[kind].layers++;
   }
   require(!kinds_.empty(), "a sequence's state needs a layer with keys and values");
-  state_nbytes_ = (floats * sizeof(float) + kSystemPage - 1) / kSystemPage * kSystemPage;
+  state_nbytes_ = round_up(floats * sizeof(float), kSystemPage);
 }
 
 const LayerKv& StateShape::layer(std::size_t number) const {

@@ -9,9 +9,6 @@ namespace flashllm {
 
 namespace {
 
-float sigmoid(float x) { return 1.0F / (1.0F + std::exp(-x)); }
-float softplus(float x) { return x > 20.0F ? x : std::log1p(std::exp(x)); }
-
 // x /= |x|, times `scale`: sums of every eighth square, then these.
 void make_unit(float* x, std::size_t n, float scale) {
   constexpr float kEpsilon = 1e-6F;
