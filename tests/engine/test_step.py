@@ -143,6 +143,13 @@ def test_a_sequence_cannot_be_twice_in_a_pass_nor_used_once_closed(load):
             call()
 
 
+def test_a_block_of_no_sequence_is_refused(load):
+    model = load()
+    states = np.zeros((1, model.manifest.architecture.d_model), np.float32)
+    with pytest.raises(ValueError, match="needs a state"):
+        model.parts.native.run_block(0, [(None, 1)], states)
+
+
 @pytest.mark.parametrize("count", [1, K0, K0 + 1])
 def test_a_full_context(load, count):
     model = load(context=50)
