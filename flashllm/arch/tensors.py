@@ -189,7 +189,7 @@ _ShapeOf = Callable[[Any, Any], Shape]  # of a BlockSpec, and of a LayerSpec tha
 
 
 def _vectors(*names: str) -> dict[str, _ShapeOf]:
-    """Of d_model numbers each."""
+    """Shapes of vectors of d_model numbers."""
     return dict.fromkeys(names, lambda block, layer: (block.d_model,))
 
 
@@ -216,7 +216,10 @@ def _projections(prefix: str, *parts: str) -> dict[str, _ShapeOf]:
 
 
 def _recurrence(prefix: str) -> dict[str, _ShapeOf]:
-    """What else a mixer has that keeps a state. With a decay of each channel its convolution's taps lie in three."""
+    """Shapes of the other tensors of a mixer with a state.
+
+    Where each channel decays, the convolution's taps are three tensors.
+    """
 
     def decay_log(block: Any, layer: Any) -> Shape:
         heads = layer.recurrent.value_heads

@@ -97,7 +97,7 @@ class _Matrix:
 
     @property
     def _scale(self) -> np.float32:
-        """What 1 stands for: of a master in its dtype."""
+        """The number that code 1 stands for; rounded to the dtype of master weights."""
         if not self._master:
             return self._mean
         dtype = WEIGHT_DTYPE_BY_CODE[self.info.dtype]

@@ -23,9 +23,9 @@ from flashllm.format.rows import RowLayout
 def choose_in_place(
     lies: Callable[[str], Lying | None], kept: KeptWeights | None, architecture: Architecture, layout: RowLayout
 ) -> InPlace | str:
-    """Where the experts lie of the layers whose experts can be read there; else why those of none can.
+    """Where the experts of each layer lie that can be read there; where no layer's can, the reason.
 
-    `lies`: of a matrix by its canonical name.
+    `lies`: where a matrix lies, by its canonical name; None where it cannot be read there.
     """
     size = architecture.unit_rows
     if size == 1:
@@ -63,7 +63,7 @@ def choose_in_place(
 def _of_layer(
     lies: Callable[[str], Lying | None], bundles: Sequence[str], matrices: Sequence[str]
 ) -> list[list[Lying]]:
-    """Where each matrix of every expert lies; nothing where some lie nowhere, or experts' kinds differ."""
+    """Where each matrix of every expert lies; an empty list where one cannot be read there, or kinds differ."""
     layer = []
     for matrix in matrices:
         found = [each for bundle in bundles if (each := lies(f"{bundle}{matrix}.weight")) is not None]
@@ -74,7 +74,7 @@ def _of_layer(
 
 
 def lies_plain(checkpoint: Checkpoint, source: str, claim: Claim, dtype: WeightDtype) -> Lying | None:
-    """Where a matrix of numbers lies; None where it is no run of whole rows of `dtype`."""
+    """Where an unquantised matrix lies; None unless it is one run of whole rows in `dtype`."""
     if claim.part.transposed or claim.part.turned or checkpoint.tensors[source].dtype != dtype.code:
         return None
     place, found = checkpoint.extent(source), runs(claim, 0, claim.rows)

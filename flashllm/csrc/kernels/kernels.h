@@ -160,8 +160,8 @@ const TileKernels* tile_kernels(SimdLevel level);  // nullptr where the level ha
 
 // Products in 16 bits of weights that lie by their inputs, kCodeColumns outputs of them, where 32 terms of a
 // token share a scale: c[m][n] += b.offsets[w][n] * a.sums[m][w], if there are offsets, then a.scales[m][w] *
-// (b.scales[u][n]
-// * the unit's sum), rounded there too, of the units of w; for each w of 32 terms in its turn.
+// (b.scales[u][n] * the unit's sum), rounded there too, of the units of w; for each w of 32 terms in its
+// turn.
 constexpr std::size_t kCodeColumns = 32;
 struct CodeTokens {
   const std::int16_t* codes;   // [tokens, kCodeTerms]

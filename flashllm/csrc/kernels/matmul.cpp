@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "io/error.h"
-#include "kernels/row_inputs.h"
+#include "kernels/row_codecs.h"
 #include "kernels/scratch.h"
 
 namespace flashllm {
@@ -22,21 +22,10 @@ constexpr std::size_t kWidened = 12;              // rows widened together
 constexpr std::size_t kColumns = 64;  // columns widened or paired together, with kSummed rows of them
 constexpr std::size_t kSummed = 128;  // or pairs of rows
 constexpr std::size_t kPairNbytes = 4;
-constexpr std::size_t kNarrowPad = 8;     // floats of the widest vector below AVX-512
 constexpr std::size_t kLineColumns = 32;  // bf16 ones in a cache line
 constexpr std::size_t kFewTokens = 12;    // whole tiles, between which the next rows are fetched
 static_assert(kRowsTogether % kWidened == 0 && kColumns % kColumnPad == 0, "blocks must be whole");
 static_assert(kTerms % 2 == 0 && kColumns % 2 == 0, "pairs must be whole");
-
-// Tokens of a strip: a tile of sums of the widest kernels of a level.
-std::size_t strip_tokens(SimdLevel level, bool in_tiles) {
-  return level < SimdLevel::avx512 || in_tiles ? kColumnPad : 4 * kColumnPad;
-}
-
-// What a number of tokens is padded to: a vector of sums. Batches of 8 need no sums of 16.
-std::size_t padded_tokens(std::size_t tokens, SimdLevel level) {
-  return round_up(tokens, level < SimdLevel::avx512 ? kNarrowPad : kColumnPad);
-}
 
 // Weights of a dtype.
 class DtypeRows : public WideRows {
@@ -222,144 +211,6 @@ bool in_pairs(Dtype dtype, std::size_t terms, SimdLevel level) {
 
 void WideRows::unpack(std::size_t, std::size_t, std::size_t, std::size_t, UnpackedRows&) const {
   throw CoreError(ErrorKind::usage, "inputs are codes, and the weights are not");
-}
-
-PackedTokens::PackedTokens(const std::byte* x, std::size_t tokens, std::size_t columns, Dtype dtype,
-                           TokenForm form, ThreadPool& pool, SimdLevel level)
-    : tokens_(tokens),
-      columns_(columns),
-      padded_(padded_tokens(tokens, level)),
-      form_(form),
-      tiles_(has_codes() ? tile_kernels(level) : nullptr),
-      halves_(tiles_ == nullptr ? 1 : 2) {
-  strip_ = strip_tokens(level, tiles_ != nullptr);
-  const KernelTable& kernels = kernel_table(level, dtype);
-  if (form == TokenForm::pairs) {
-    pack_pairs(x, pool);
-  } else if (has_codes()) {
-    pack_codes(x, kernels, dtype_nbytes(dtype), pool);
-  } else if (has_bytes()) {
-    pack_bytes(x, kernels, dtype_nbytes(dtype), pool);
-  } else {
-    pack_floats(x, kernels, dtype_nbytes(dtype), pool);
-  }
-}
-
-void PackedTokens::pack_pairs(const std::byte* x, ThreadPool& pool) {
-  pairs_.reset(new std::uint32_t[pairs() * padded_]);
-  pool.parallel_for(columns_, kColumns, [&](std::size_t begin, std::size_t end) {
-    std::uint32_t words[kColumns / 2];
-    for (std::size_t j = begin; j < end; j += kColumns) {
-      const std::size_t n = std::min(kColumns, end - j) / 2;
-      for (std::size_t m = 0; m < padded_; ++m) {
-        const std::size_t in_strip = m % strip_, first = m - in_strip, step = strip(first);
-        std::uint32_t* to = pairs_.get() + first * pairs() + j / 2 * step + in_strip;
-        if (m < tokens_) {
-          std::memcpy(words, x + (m * columns_ + j) * dtype_nbytes(Dtype::bf16), n * kPairNbytes);
-        } else {
-          std::fill(words, words + n, 0U);
-        }
-        for (std::size_t i = 0; i < n; ++i) to[i * step] = words[i];
-      }
-    }
-  });
-}
-
-void PackedTokens::pack_floats(const std::byte* x, const KernelTable& kernels, std::size_t element,
-                               ThreadPool& pool) {
-  values_.reset(new float[columns_ * padded_]);
-  pool.parallel_for(columns_, kColumns, [&](std::size_t begin, std::size_t end) {
-    float wide[kColumns];
-    for (std::size_t j = begin; j < end; j += kColumns) {
-      const std::size_t n = std::min(kColumns, end - j);
-      for (std::size_t m = 0; m < padded_; ++m) {
-        const std::size_t in_strip = m % strip_, first = m - in_strip, step = strip(first);
-        float* to = values_.get() + first * columns_ + j * step + in_strip;
-        if (m < tokens_) {
-          kernels.to_f32(x + (m * columns_ + j) * element, n, wide);
-        } else {
-          std::fill(wide, wide + n, 0.0F);
-        }
-        for (std::size_t i = 0; i < n; ++i) to[i * step] = wide[i];
-      }
-    }
-  });
-}
-
-void PackedTokens::pack_codes(const std::byte* x, const KernelTable& kernels, std::size_t element,
-                              ThreadPool& pool) {
-  pairs_.reset(new std::uint32_t[pairs() * padded_]);
-  scales_.reset(new float[scales() * padded_]);
-  pool.parallel_for(columns_, kCodeTerms, [&](std::size_t begin, std::size_t end) {
-    float wide[kCodeTerms];
-    std::int16_t codes[kCodeTerms];
-    for (std::size_t j = begin; j < end; j += kCodeTerms) {
-      const std::size_t n = std::min(kCodeTerms, end - j);
-      for (std::size_t m = 0; m < padded_; ++m) {
-        const std::size_t in_strip = m % strip_, first = m - in_strip, step = strip(first);
-        std::memset(codes, 0, sizeof codes);
-        float scale = 0.0F;
-        if (m < tokens_) {
-          kernels.to_f32(x + (m * columns_ + j) * element, n, wide);
-          scale = to_codes(wide, n, codes);
-        }
-        scales_[first * scales() + j / kCodeTerms * step + in_strip] = scale;
-        std::uint32_t* to = pairs_.get() + first * pairs() + j / 2 * halves_ * step + in_strip;
-        const std::size_t words = round_up(n, kUnit) / 2;
-        if (tiles_ == nullptr) {
-          for (std::size_t i = 0; i < words; ++i) std::memcpy(to + i * step, codes + 2 * i, kPairNbytes);
-          continue;
-        }
-        std::uint32_t high[kCodeTerms / 2], low[kCodeTerms / 2];
-        tiles_->split(codes, round_up(n, kUnit), high, low);
-        for (std::size_t i = 0; i < words; ++i) {
-          to[2 * i * step] = high[i];
-          to[(2 * i + 1) * step] = low[i];
-        }
-      }
-    }
-  });
-}
-
-// As RowInputs has a token's.
-void PackedTokens::pack_bytes(const std::byte* x, const KernelTable& kernels, std::size_t element,
-                              ThreadPool& pool) {
-  pairs_.reset(new std::uint32_t[pairs() * padded_]);
-  scales_.reset(new float[scales() * padded_]);
-  totals_.reset(new std::int32_t[units() * padded_]);
-  std::vector<Extent> of_tokens(form_ == TokenForm::token_bytes ? tokens_ : 0);
-  pool.parallel_for(of_tokens.size(), 1, [&](std::size_t begin, std::size_t end) {
-    std::vector<float> wide(columns_);
-    for (std::size_t m = begin; m < end; ++m) {
-      kernels.to_f32(x + m * columns_ * element, columns_, wide.data());
-      of_tokens[m] = extent_of(wide.data(), columns_);
-    }
-  });
-  pool.parallel_for(columns_, kCodeTerms, [&](std::size_t begin, std::size_t end) {
-    float wide[kCodeTerms];
-    for (std::size_t m = 0; m < padded_; ++m) {
-      const std::size_t in_strip = m % strip_, first = m - in_strip, step = strip(first);
-      for (std::size_t j = begin; j < end; j += kCodeTerms) {
-        const std::size_t n = std::min(kCodeTerms, end - j);
-        if (m < tokens_) kernels.to_f32(x + (m * columns_ + j) * element, n, wide);
-        for (std::size_t i = 0; i < n; i += kUnit) {
-          const std::size_t count = std::min(kUnit, n - i), unit = (j + i) / kUnit;
-          std::int8_t codes[kUnit] = {};
-          float scale = 0.0F;
-          if (m < tokens_)
-            scale = to_codes(wide + i, count, of_tokens.empty() ? extent_of(wide + i, count) : of_tokens[m],
-                             127.0F, codes);
-          std::int32_t total = 0;
-          for (const std::int8_t code : codes) total += code;
-          scales_[first * units() + unit * step + in_strip] = scale;
-          totals_[first * units() + unit * step + in_strip] = total;
-          std::uint32_t* to = pairs_.get() + first * pairs() + unit * (kUnit / 4) * step + in_strip;
-          for (std::size_t word = 0; word < kUnit / 4; ++word)
-            std::memcpy(to + word * step, codes + 4 * word, sizeof *to);
-        }
-      }
-    }
-  });
 }
 
 void linear_many(const WideRows& weights, std::size_t rows, const float* bias, const PackedTokens& x,

@@ -162,11 +162,19 @@ constexpr bool multiplied_as_bytes(RowCodec codec) {
 }
 // What such codes, without minimums, are more than what they stand for.
 constexpr int zero_of_bytes(RowCodec codec) {
-  return codec == RowCodec::int4_32 || codec == RowCodec::int4_64 ? 8
-         : codec == RowCodec::int5_32                             ? 16
-         : codec == RowCodec::mxfp4                               ? kFp4Zero
-         : codec == RowCodec::ternary                             ? 1
-                                                                  : 0;
+  switch (codec) {
+    case RowCodec::int4_32:
+    case RowCodec::int4_64:
+      return 8;
+    case RowCodec::int5_32:
+      return 16;
+    case RowCodec::mxfp4:
+      return kFp4Zero;
+    case RowCodec::ternary:
+      return 1;
+    default:
+      return 0;
+  }
 }
 // Whether a unit's products by codes of 16 bits may sum to more than 2^24, up to which fp32 has all integers.
 constexpr bool has_wide_codes(RowCodec codec) {

@@ -15,7 +15,7 @@
 
 namespace flashllm {
 
-struct BlockKind;  // how 32 or 256 weights lie in a block of ggml's; or a weight that is a number
+struct BlockKind;
 
 enum class RowMatrixName { up, gate, down };
 

@@ -15,7 +15,7 @@ struct LevelKernels {
   SumFloats sum_floats;
   Softmax softmax;
   MultiplyAdd multiply_add;
-  MultiplyCodes multiply_codes;  // nullptr, like the two and `unpack`, where the level has none
+  MultiplyCodes multiply_codes;  // nullptr, as the next two may be and `unpack`, where the level has none
   MultiplyBytes multiply_bytes;
   AddCodes add_codes;
   const StateStep* state_steps;               // [3], by Recurrence
