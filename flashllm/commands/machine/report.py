@@ -41,7 +41,7 @@ from flashllm.profile.reads import file_to_read
 from flashllm.profile.store import device_of
 
 PROMPTS, TOKENS = (128, 2048), 128
-ENGINE = (sys.executable, "-m", "flashllm.commands.machine.protocol")  # what runs one
+ENGINE = (sys.executable, "-P", "-m", "flashllm.commands.machine.protocol")  # what runs one
 _PARTS = ("total", "io", "memory", "compute", "other")  # of a step's times; llama.cpp's have the first alone
 _SCRATCH_NBYTES = 4 << 30  # read at random where the model's own file is small
 # Drives that the arithmetic is done for: bytes a second in sequence, and random reads of 4 KiB a second with many under
