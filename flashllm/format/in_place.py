@@ -56,8 +56,8 @@ class LyingFile:
             ) from error
         if (found.nbytes, found.mtime_ns) != (self.nbytes, self.mtime_ns):
             raise FormatError(
-                f"{self.path}: holds the experts of {directory}, but was changed since ({found.nbytes} bytes, "
-                f"{self.nbytes} then); put the file of then back, {advice}"
+                f"{self.path}: holds the experts of {directory}, but was written to or replaced since "
+                f"({found.nbytes} bytes, {self.nbytes} then); put the file of then back, {advice}"
             )
 
 
