@@ -108,8 +108,10 @@ def _plan(args: argparse.Namespace, path: Path, known: "WellKnown | None") -> in
     else:
         print(f"token: there is no estimate for mode {plan.mode} here")
     if prompt is not None:
-        least = "" if prompt.products_s is not None else "at least "
-        print(f"the first token of a prompt of {PROMPT}: {least}{prompt.total_s:.1f} s")
+        time = f"{prompt.total_s:.1f} s"
+        if prompt.products_s is None:
+            time = f"{prompt.read_s:.1f} s of reads; `flashllm calibrate` measures what products take"
+        print(f"the first token of a prompt of {PROMPT}: {time}")
     if known is None:
         print(inert(f"many prompts at once: `flashllm offload plan {path} --prompt-len S --gen-len N --hardware here`"))
     return 0

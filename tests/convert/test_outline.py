@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from profiles import profile_of
+from profiles import BATCHES, profile_of
 from tiny_models import make_tiny_opt
 
 from flashllm.base.user_dirs import user_cache_dir
@@ -85,7 +85,7 @@ def test_a_plan_of_a_model_that_is_not_here(home, tmp_path, capsys):
     assert out.startswith("Qwen/Qwen3-30B-A3B-Instruct-2507\n")
     assert "flashllm convert Qwen/Qwen3-30B-A3B-Instruct-2507 qwen3-30b-a3b --bits 4" in out
     assert "--context 8192" in out
-    assert "the first token of a prompt of 128: at least" in out
+    assert "the first token of a prompt of 128: 3.2 s of reads; `flashllm calibrate`" in out
     status, out, _ = run(capsys, "plan", "qwen3-30b-a3b", "--memory", "8GB", "--store", store, "--json")
     document = json.loads(out)
     assert document["token"]["total_s"] > 0
@@ -106,6 +106,10 @@ def test_models_that_need_least_come_first(home, tmp_path, capsys, monkeypatch):
     assert "flashllm calibrate" in err
     user_cache_dir().mkdir(parents=True, exist_ok=True)
     save_profile(tmp_path / "profiles.json", device_of(user_cache_dir()), profile_of())
+    status, out, err = run(capsys, "models", "--memory", "8GB", "--store", tmp_path / "profiles.json", "--json")
+    assert {one["first_token_s"] for one in json.loads(out)["models"]} == {None}  # reads alone would say too little
+    batches = dict.fromkeys(("float16", "bfloat16"), BATCHES)
+    save_profile(tmp_path / "profiles.json", device_of(user_cache_dir()), profile_of(batches=batches))
     status, out, _ = run(capsys, "models", "--memory", "8GB", "--store", tmp_path / "profiles.json", "--json")
     smollm2, qwen, llama = json.loads(out)["models"]
     assert (smollm2["run_trained"], qwen["run_trained"]) == (True, False)

@@ -44,8 +44,10 @@ def main(args: argparse.Namespace) -> int:
         least = format_size(row["minimum_bytes"])
         print(f"{row['name']:<20} {sizes:>25} {least:>13} {times[0]:>10} {times[1]:>13}  {row['type']}".rstrip())
     print("tested against transformers' arithmetic on small random models, never run trained, but for SmolLM2")
-    if find_profile(user_cache_dir(), config.store)[0] is None:
-        say(f"{user_cache_dir()}: no profile of this drive, so no times; `flashllm calibrate` makes it in two minutes")
+    if any(row["fits"] and row["first_token_s"] is None for row in rows):
+        measured = find_profile(user_cache_dir(), config.store)[0] is not None
+        lacks = "products of prompts are not measured, so no first tokens" if measured else "no profile, so no times"
+        say(f"{user_cache_dir()}: {lacks}; `flashllm calibrate` measures this drive and machine in two minutes")
     return 0
 
 
@@ -85,7 +87,7 @@ def row_of(known: "WellKnown", config: "RunConfig", available: int) -> dict[str,
         "minimum_bytes": minimum,
         "fits": fits,
         "token_s": None if token is None else token.document["total_s"],
-        "first_token_s": None if prompt is None else prompt.total_s,
+        "first_token_s": None if prompt is None or prompt.products_s is None else prompt.total_s,
         "run_trained": _TRAINED in known.hub.lower(),
         "type": to_type(known),
     }
