@@ -133,7 +133,7 @@ def test_a_file_that_changed_or_is_gone_is_named(tmp_path):
         file.seek(-1, 1)
         file.write(wrong)
     with pytest.raises(
-        FormatError, match=r"model.gguf: holds the experts of .*lying, but was written to or replaced since"
+        FormatError, match=r"model.gguf: holds the experts of .*lying, but was written to"
     ):
         Manifest.load(lying)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -237,7 +237,7 @@ def test_a_shard_that_changed_or_is_gone_is_named(tmp_path):
         opened.seek(-1, 1)
         opened.write(wrong)
     with pytest.raises(
-        FormatError, match=rf"{path.name}: holds the experts of .*lying, but was written to or replaced since"
+        FormatError, match=rf"{path.name}: holds the experts of .*lying, but was written to"
     ):
         Manifest.load(tmp_path / "lying")
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
