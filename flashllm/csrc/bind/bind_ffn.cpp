@@ -162,11 +162,19 @@ void init_ffn(nb::module_& m) {
           nb::arg("other_encodings"), nb::arg("inputs"), nb::arg("simd") = "auto");
 
   nb::class_<NeuronSource>(m, "NeuronSource")
-      .def(nb::init<std::string, std::int32_t, std::int32_t, bool, bool, std::shared_ptr<Reader>,
-                    std::shared_ptr<DirectFile>, std::optional<ByteArray>>(),
-           nb::kw_only(), nb::arg("cache_policy"), nb::arg("window"), nb::arg("unit_rows") = 1,
-           nb::arg("wait_first") = false, nb::arg("split_rows") = false, nb::arg("reader"), nb::arg("file"),
-           nb::arg("bypass_rows").none() = nb::none());
+      .def(
+          "__init__",
+          [](NeuronSource* self, std::string cache_policy, std::int32_t window, std::int32_t unit_rows,
+             bool wait_first, bool split_rows, std::shared_ptr<Reader> reader,
+             std::shared_ptr<DirectFile> file, std::optional<ByteArray> bypass_rows) {
+            new (self) NeuronSource{{std::move(cache_policy), window, unit_rows, wait_first, split_rows},
+                                    std::move(reader),
+                                    std::move(file),
+                                    std::move(bypass_rows)};
+          },
+          nb::kw_only(), nb::arg("cache_policy"), nb::arg("window"), nb::arg("unit_rows") = 1,
+          nb::arg("wait_first") = false, nb::arg("split_rows") = false, nb::arg("reader"), nb::arg("file"),
+          nb::arg("bypass_rows").none() = nb::none());
 
   nb::class_<LayerRows>(m, "LayerRows")
       .def(nb::init<ByteArray, std::uint64_t, ChecksumArray, std::int32_t, std::optional<FloatArray>,
