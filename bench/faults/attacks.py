@@ -3,11 +3,13 @@ with the same text as before.
 
     python bench/faults/attacks.py hold MODEL=MEMORY[@CONTEXT]...   each attack in turn; MEMORY: "least", or like 300MB
     python bench/faults/attacks.py soak MODEL=MEMORY[@CONTEXT]      2,000 requests in the middle of all of them
+    python bench/faults/attacks.py load MODEL=MEMORY[@CONTEXT]      2,000 requests, and no attacks, in an hour
 
 Attacks: prompts of megabytes; bodies that stop in the middle; connections that never send their headers, more than
 there are descriptors; readers that never read. The 2,000 requests are of every dialect, whole and streamed, with
-schemas and tools, and some clients leave in the middle. Needs root and a memory control group
-(`flashllm.commands.machine.memory_group`). The last line is one JSON document.
+schemas and tools, several at once. Before some of them a client leaves another in the middle of its prompt or of its
+answer. Needs root and a memory control group (`flashllm.commands.machine.memory_group`). The last line is one JSON
+document.
 """
 
 import argparse
@@ -18,10 +20,12 @@ import multiprocessing
 import random
 import resource
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection, HTTPException
@@ -32,7 +36,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))
 import psutil
-from limits import FLASHLLM, TOO_LITTLE, growth, said_need, served
+from limits import FLASHLLM, MOST_GROWTH, TOO_LITTLE, growth, said_need, served
 
 from flashllm.base.units import format_size, parse_size
 from flashllm.commands.machine.memory_group import MemoryGroup, drop_page_cache
@@ -42,7 +46,8 @@ DESCRIPTORS = 1024  # of the server
 ANSWER_S = 2.0
 ATTACK_S = 12.0
 CLIENTS = 3  # of a soak
-LEAVING = 0.3  # share of its streams that a client leaves once before it asks again
+AT_ONCE = 4  # answers, of a soak and a load; a load's requests come by twice as many
+LEAVING = 0.3  # of the requests have one before them that its client leaves
 CHAT = {"messages": [{"role": "user", "content": "Say something about the sea."}], "max_tokens": 4, "temperature": 0}
 
 Row = dict[str, Any]
@@ -63,11 +68,14 @@ def ask(port: int, path: str, document: Any, timeout: float = 60) -> tuple[int, 
         return response.status, [json.loads(line) for line in lines if line.startswith(b"{")]
 
 
-def leave(port: int, path: str, document: Any) -> None:
-    """Ask, and go away after the first bytes of the answer."""
-    with contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+def leave(port: int, path: str, document: Any, nbytes: int) -> None:
+    """Ask, and go away after so many bytes of the answer; 0: while the prompt is computed."""
+    with contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=600)) as connection:
         connection.request("POST", path, json.dumps(document), {"Content-Type": "application/json"})
-        connection.getresponse().read(1)
+        if nbytes:
+            connection.getresponse().read(nbytes)
+        else:
+            time.sleep(0.3)
 
 
 def chat_text(answer: Any) -> str:
@@ -166,10 +174,8 @@ def attacked(attacks: list[Attack], port: int, body: int) -> Iterator[None]:
             process.join()
 
 
-def command(model: str, limit: int, context: int | None) -> list[str]:
-    options = (
-        ["--tool-format", "generic"] if context is None else ["--tool-format", "generic", "--context", str(context)]
-    )
+def command(model: str, limit: int, context: int | None, *more: str) -> list[str]:
+    options = [*more, "--tool-format", "generic", *([] if context is None else ["--context", str(context)])]
     return [*FLASHLLM, "serve", model, "--port", "0", "--memory", str(limit), *options]
 
 
@@ -188,12 +194,12 @@ class Target:
         self.name = f"{Path(self.model).name}, {format_size(self.limit)}"
 
     @contextlib.contextmanager
-    def serving(self) -> Iterator[tuple[MemoryGroup, subprocess.Popen[bytes], int, Path]]:
-        """The group, the process, its port, and what it says."""
+    def serving(self, *more: str) -> Iterator[tuple[MemoryGroup, subprocess.Popen[bytes], int, Path]]:
+        """The group, the process (of these options, too), its port, and what it says."""
         with MemoryGroup(self.limit) as group, tempfile.NamedTemporaryFile() as said:
             drop_page_cache()
             limited = ["sh", "-c", f'ulimit -n {DESCRIPTORS}; exec "$@"', "sh"]
-            line = group.entering([*limited, *command(self.model, self.limit, self.context)])
+            line = group.entering([*limited, *command(self.model, self.limit, self.context, *more)])
             with served(line, said) as (process, port):
                 yield group, process, port, Path(said.name)
 
@@ -235,14 +241,13 @@ def waits(event: Any) -> bool:
     return says_nothing or event.get("type") in ("ping", "response.created", "response.in_progress")
 
 
-def soak(target: Target, requests: int) -> Iterator[tuple[Row, str]]:
-    """Mixed requests, each of which has one right answer, while all attacks go on."""
-    rng = random.Random(0)
+def soak(target: Target, requests: int, seconds: float = 0) -> Iterator[tuple[Row, str]]:
+    """Mixed requests, each of which has one right answer, while all attacks go on; or without these, over so long."""
     hello = [{"role": "user", "content": "Hi"}]
     schema = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}
     tool = {"name": "paint", "parameters": schema}
     kinds: list[tuple[str, Any]] = [
-        *(("/v1/completions", {"prompt": f"The {word} went", "max_tokens": 3, "temperature": 0})
+        *(("/v1/completions", {"prompt": f"The {word} went", "max_tokens": 3, "temperature": 0, "stream": word > "p"})
           for word in ("dog", "cat", "old man", "river")),
         *(("/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": text}]})
           for text in ("Hello!", "What is rain?", "Count to three. " * 20)),
@@ -266,7 +271,15 @@ def soak(target: Target, requests: int) -> Iterator[tuple[Row, str]]:
         ("/tokenize", {"content": "a text"}),
         ("/v1/chat/completions", {**CHAT, "response_format": {"type": "regex", "regex": "((a{99}){99}){99}"}}),
     ]  # fmt: skip
-    streams = [index for index, (_, document) in enumerate(kinds) if document.get("stream")]
+    tale = [{"role": "user", "content": "Tell me a long story. " * 300}]
+    long: list[tuple[str, Any]] = [  # begun only
+        ("/v1/completions", {"prompt": tale[0]["content"], "max_tokens": 200}),
+        ("/v1/chat/completions", {"messages": tale, "max_tokens": 200}),
+        ("/v1/responses", {"input": tale, "max_output_tokens": 200}),
+        ("/v1/messages", {"model": "x", "messages": tale, "max_tokens": 200}),
+        ("/api/chat", {"messages": tale, "options": {"num_predict": 200}}),
+        ("/api/generate", {"prompt": tale[0]["content"], "options": {"num_predict": 200}}),
+    ]
 
     def sense(answer: Any) -> str:
         """What must be the same each time: all but names, times and what was there already."""
@@ -278,16 +291,28 @@ def soak(target: Target, requests: int) -> Iterator[tuple[Row, str]]:
             return json.dumps({name: each for name, each in kept.items() if not name.endswith("_duration")})
         return json.dumps(answer)
 
-    with target.serving() as (group, process, port, said):
+    with target.serving("--parallel", str(AT_ONCE)) as (group, process, port, said):
         expected = [(status, sense(answer)) for status, answer in (ask(port, *kind) for kind in kinds)]
         memory, wrong, held = list[int](), list[str](), psutil.Process(process.pid)
+        asked, left = Counter[str](), Counter[str]()
+        began, many = time.monotonic(), 2 * AT_ONCE if seconds else CLIENTS
 
-        def request(index: int) -> None:
+        def request(number: int) -> None:
+            # A load's come in groups, so that several are answered at once.
+            due = began + seconds * (number - number % many) / requests
+            time.sleep(max(0.0, due - time.monotonic()))
+            draw = random.Random(number)
+            index = draw.randrange(len(kinds))
+            asked[kinds[index][0]] += 1
+            if draw.random() < LEAVING:
+                path, document = draw.choice(long)
+                nbytes = draw.choice((0, 1, 2000))
+                with contextlib.suppress(OSError, HTTPException):
+                    leave(port, path, {**document, "stream": draw.random() < 0.7}, nbytes)
+                left[f"{path}, after {nbytes} bytes"] += 1
             for _ in range(50):  # a server that has no room for one says so
                 try:
-                    if index in streams and rng.random() < LEAVING:
-                        leave(port, *kinds[index])
-                    status, answer = ask(port, *kinds[index])
+                    status, answer = ask(port, *kinds[index], timeout=600)
                 except (OSError, HTTPException, ValueError) as error:
                     status, answer = 0, {"error": str(error)}
                 if status not in (429, 503):
@@ -299,30 +324,37 @@ def soak(target: Target, requests: int) -> Iterator[tuple[Row, str]]:
                 raise RuntimeError(f"the server ended with status {process.returncode}: {said.read_text()[-500:]}")
             memory.append(held.memory_info().rss)
 
-        with attacked([*ATTACKS.values()], port, target.body), ThreadPoolExecutor(CLIENTS) as clients:
-            list(clients.map(request, (rng.randrange(len(kinds)) for _ in range(requests))))
-        grown = growth(memory)
+        attacks = [] if seconds else [*ATTACKS.values()]
+        with attacked(attacks, port, target.body), ThreadPoolExecutor(many) as clients:
+            list(clients.map(request, range(requests)))
+        took, grown, part = time.monotonic() - began, growth(memory), len(memory) // 4
+        quarters = [statistics.median(memory[at * part : (at + 1) * part]) for at in range(4)]
+        where = f"in {took / 60:.0f} minutes" if seconds else "in the middle of the attacks"
+        if grown > MOST_GROWTH:
+            wrong.append(f"{grown:.0f} bytes more in 100 requests")
         yield (
-            {"fault": f"{target.name}: {requests} mixed requests in the middle of the attacks, "
-                      f"{format_size(max(0, grown))} more in 100", "tried": requests,
-             "survived": requests - len(wrong) if group.kills == 0 else 0, "limit": target.limit,
-             "peak": group.peak_nbytes, "kills": group.kills, "first": memory[0], "last": memory[-1],
-             "largest": max(memory), "growth_100": round(grown), "said_bytes": said.stat().st_size},
+            {"fault": f"{target.name}: {requests} mixed requests {where}, {format_size(max(0, grown))} more in 100",
+             "tried": requests, "survived": max(0, requests - len(wrong)) if group.kills == 0 else 0,
+             "limit": target.limit, "peak": group.peak_nbytes, "kills": group.kills, "first": memory[0],
+             "last": memory[-1], "largest": max(memory), "quarters": quarters, "growth_100": round(grown),
+             "said_bytes": said.stat().st_size, "asked": dict(asked), "left": dict(sorted(left.items()))},
             "; ".join(wrong[:5]),
         )  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
-    parser.add_argument("what", choices=("hold", "soak"))
+    parser.add_argument("what", choices=("hold", "soak", "load"))
     parser.add_argument("targets", nargs="+", metavar="MODEL=MEMORY[@CONTEXT]")
     parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--minutes", type=float, default=60, help="of a load")
     parser.add_argument("--out", type=Path, help="the document, in this file too")
     args = parser.parse_args(argv)
     table, problems = [], []
     for text in args.targets:
         target = Target(text)
-        for row, problem in hold(target) if args.what == "hold" else soak(target, args.requests):
+        seconds = 60 * args.minutes if args.what == "load" else 0
+        for row, problem in hold(target) if args.what == "hold" else soak(target, args.requests, seconds):
             table.append(row)
             problems += [problem] if problem else []
             print(json.dumps(row), problem, file=sys.stderr, flush=True)
