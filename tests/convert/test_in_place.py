@@ -132,9 +132,7 @@ def test_a_file_that_changed_or_is_gone_is_named(tmp_path):
         wrong = bytes([file.read(1)[0] ^ 1])
         file.seek(-1, 1)
         file.write(wrong)
-    with pytest.raises(
-        FormatError, match=r"model.gguf: holds the experts of .*lying, but was written to"
-    ):
+    with pytest.raises(FormatError, match=r"model.gguf: holds the experts of .*lying, but was written to"):
         Manifest.load(lying)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     (problem,) = verify(lying).problems
@@ -236,9 +234,7 @@ def test_a_shard_that_changed_or_is_gone_is_named(tmp_path):
         wrong = bytes([opened.read(1)[0] ^ 1])
         opened.seek(-1, 1)
         opened.write(wrong)
-    with pytest.raises(
-        FormatError, match=rf"{path.name}: holds the experts of .*lying, but was written to"
-    ):
+    with pytest.raises(FormatError, match=rf"{path.name}: holds the experts of .*lying, but was written to"):
         Manifest.load(tmp_path / "lying")
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     (problem,) = verify(tmp_path / "lying").problems
