@@ -370,6 +370,8 @@ def write_router(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_count(count)
     keys = ("moe_k", "moe_topk", "top_k_experts", "num_experts_per_tok", "num_experts_per_token")
     writer.add_expert_used_count(next(config[key] for key in keys if key in config))
+    if writer.arch == "gpt-oss":  # llama.cpp asks for it
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
     for key, add in (
         ("moe_intermediate_size", writer.add_expert_feed_forward_length),
         ("n_shared_experts", writer.add_expert_shared_count),
