@@ -123,6 +123,9 @@ def tensors(config: Mapping[str, Any]) -> dict[str, Any]:
         re.sub(r"experts\.(up|gate)_bias", r"experts.\1_proj.bias", name): size
         for name, size in source_shapes(config).items()
     }
+    for name, shape in named.items():
+        if ".experts." in name and name.endswith("bias"):  # a file has a row an expert
+            named[name] = (config["num_local_experts"], math.prod(shape) // config["num_local_experts"])
     state = {name: torch.empty(shape, device="meta") for name, shape in named.items()}
     return file_tensors(state, dict(config))
 
