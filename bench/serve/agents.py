@@ -123,10 +123,14 @@ def answer(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, A
     return f"note.txt\n```\n{LINE}\n```\n"
 
 
+Says = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], Path], str]
+
+
 class Script(ChatTemplate):
     """A template that ends each prompt with a token of its own, so that the model knows what to say."""
 
     work = Path()
+    says: "Says"
     tokenizer: Tokenizer
     answers: "dict[int, list[int]]"  # by that token
     asked: "list[dict[str, Any]]"
@@ -134,7 +138,7 @@ class Script(ChatTemplate):
     def render(self, messages: Any, *, tools: Any = (), values: Any = None) -> str:
         text = super().render(messages, tools=tools, values=values)
         mark = f"<answer {len(self.asked) % ANSWERS}>"
-        said = answer(messages, tools, self.work)
+        said = self.says(messages, tools, self.work)
         ids = self.tokenizer.encode(said, add_special=False)
         (token,) = self.tokenizer.encode(mark, add_special=False)
         self.answers[token] = [*ids, next(iter(self.tokenizer.end_ids))]
@@ -210,13 +214,16 @@ def make_model(root: Path) -> Path:
 
 
 @contextmanager
-def serving(path: Path, work: Path, *, scripted: bool) -> Iterator[tuple[str, list[dict[str, Any]], list[str]]]:
-    """The server's address, what was asked of the model, and the requests with their statuses."""
+def serving(
+    path: Path, work: Path, *, scripted: bool, says: Says = answer, bodies: list[bytes] | None = None
+) -> Iterator[tuple[str, list[dict[str, Any]], list[str]]]:
+    """The server's address, what was asked of the model, and the requests with their statuses; `bodies` gets theirs."""
     tokenizer = Tokenizer.load(path)
     script = (Script if scripted else ChatTemplate).of(tokenizer)
     assert script is not None
     if isinstance(script, Script):
         script.work, script.tokenizer, script.answers, script.asked = work, tokenizer, {}, []
+        script.says = says
     requests: list[str] = []
     defaults = SamplingOptions(repetition_penalty=1.0 if scripted else PENALTY)
     options = ServerOptions(name="scripted", tool_format="generic", defaults=defaults)
@@ -230,7 +237,17 @@ def serving(path: Path, work: Path, *, scripted: bool) -> Iterator[tuple[str, li
                         requests.append(f"{scope['method']} {scope['path']} {message['status']}")
                     await send(message)
 
-                await app(scope, receive, sent)
+                parts: list[bytes] = []
+
+                async def received() -> Any:
+                    message = await receive()
+                    if bodies is not None and message["type"] == "http.request":
+                        parts.append(message["body"])
+                        if not message.get("more_body"):
+                            bodies.append(b"".join(parts))
+                    return message
+
+                await app(scope, received, sent)
 
             sock = listen("127.0.0.1", 0)
             server = Server(noted, stopping=worker.cancel_all)

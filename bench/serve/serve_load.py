@@ -10,9 +10,10 @@ answer of the same prompt take turns; a token's mean time over the second half o
 both. The server's is measured inside it (`include_timings`) and at the client (from the first chunk of that half to the
 last: several chunks may arrive at once). The last line is one JSON document.
 
---agents: 16 turns of an agent, with two sub-agents and requests for titles between them, by a trace of message lengths.
-Each request goes to a server that keeps what requests leave behind and to one that keeps nothing, in turn: the time to
-the first token. The lengths are made up after those of coding agents, and SHARE of them are sent.
+--agents: 16 turns of an agent, with two sub-agents and a request for a title between them, by a recorded trace of
+message lengths (`agents_trace.py`). Each request goes to a server that keeps what requests leave behind and to one that
+keeps nothing, in turn: the time to the first token. Words stand for tokens, and SHARE of them are sent; what requests
+have in common is as recorded, answers too, which are not those of this model.
 """
 
 import argparse
@@ -28,34 +29,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 
 PROMPT = "Once upon a time there was a little dog who lived in a house by the sea."
-
-# Words of what each one's requests begin with, its tools among them.
-SYSTEMS = {"main": 4000, "searching": 2400, "reviewing": 1600, "title": 200}
-
-
-class Turn(NamedTuple):
-    """Who asks, and how many words it is told: a task, or what a tool found."""
-
-    who: str
-    words: int
-    anew: bool = False  # a conversation of its own
-
-
-TRACE = (
-    *(Turn("main", 60, anew=True), Turn("title", 60, anew=True), Turn("main", 340), Turn("main", 40)),
-    *(Turn("searching", 70, anew=True), Turn("searching", 260), Turn("searching", 150), Turn("main", 120)),
-    *(Turn("main", 300), Turn("main", 30), Turn("title", 90, anew=True), Turn("main", 80), Turn("main", 210)),
-    *(Turn("searching", 50, anew=True), Turn("reviewing", 90, anew=True), Turn("searching", 220)),
-    *(Turn("reviewing", 310), Turn("reviewing", 60), Turn("main", 160), Turn("main", 50), Turn("main", 280)),
-    *(Turn("title", 70, anew=True), Turn("main", 40), Turn("main", 120), Turn("reviewing", 80, anew=True)),
-    *(Turn("reviewing", 180), Turn("main", 110), Turn("main", 30), Turn("main", 190)),
-)
 
 
 @contextmanager
@@ -170,11 +150,11 @@ def together(address: str, tokens: int, at_once: int) -> dict[str, float]:
     }
 
 
-def first_token(address: str, messages: list[dict[str, str]]) -> tuple[float, dict[str, Any], str]:
-    """Ms to the first token of an answer, its usage, and its text."""
+def first_token(address: str, messages: list[dict[str, str]]) -> tuple[float, dict[str, Any]]:
+    """Ms to the first token of an answer, and its usage."""
     body = {"messages": messages, "max_tokens": 16, "temperature": 0, "ignore_eos": True, "stream": True}
     body["stream_options"] = {"include_usage": True}
-    first, text, usage = 0.0, "", {}
+    first, usage = 0.0, {}
     began = time.perf_counter()
     with httpx.stream("POST", f"{address}/v1/chat/completions", json=body, timeout=600) as response:
         for line in response.iter_lines():
@@ -182,29 +162,29 @@ def first_token(address: str, messages: list[dict[str, str]]) -> tuple[float, di
                 document = json.loads(line[6:])
                 usage = document.get("usage") or usage
                 said = "".join(choice["delta"].get("content") or "" for choice in document["choices"])
-                first, text = first or (1e3 * (time.perf_counter() - began) if said else 0.0), text + said
-    return first, usage, text
+                first = first or (1e3 * (time.perf_counter() - began) if said else 0.0)
+    return first, usage
 
 
 def agents(keeping: str, forgetting: str, share: float) -> list[dict[str, Any]]:
-    """Each turn of the trace, asked of both servers; what follows has the answer of the one that keeps."""
+    """Each request of the trace, asked of both servers."""
+    trace = json.loads((Path(__file__).parent / "agents_trace.json").read_text())
     draw = random.Random(1)
     words = PROMPT.lower().strip(".").split()
-
-    def message(role: str, count: int) -> dict[str, str]:
-        return {"role": role, "content": " ".join(draw.choices(words, k=max(1, round(share * count))))}
-
-    systems = {who: message("system", count) for who, count in SYSTEMS.items()}
-    conversations: dict[str, list[dict[str, str]]] = {}
+    texts = [" ".join(draw.choices(words, k=max(1, round(share * tokens)))) for _, tokens in trace["pieces"]]
     rows = []
-    for turn in TRACE:
-        asked = [systems[turn.who]] if turn.anew else conversations[turn.who]
-        asked = [*asked, message("user", turn.words)]
-        kept_ms, usage, answer = first_token(keeping, asked)
-        alone_ms, _, _ = first_token(forgetting, asked)
-        conversations[turn.who] = [*asked, {"role": "assistant", "content": answer}]
+    for request in trace["requests"]:
+        asked: list[dict[str, str]] = [{"role": "system", "content": ""}]
+        for piece in request["pieces"]:
+            match trace["pieces"][piece][0]:
+                case "tools" | "system":  # tools come first in a prompt
+                    asked[0]["content"] += texts[piece] + "\n"
+                case role:
+                    asked.append({"role": "user" if role == "tool" else role, "content": texts[piece]})
+        kept_ms, usage = first_token(keeping, asked)
+        alone_ms, _ = first_token(forgetting, asked)
         cached = usage["prompt_tokens_details"]["cached_tokens"]
-        row = {"who": turn.who, "anew": turn.anew, "prompt_tokens": usage["prompt_tokens"], "cached_tokens": cached}
+        row = {"who": request["who"], "prompt_tokens": usage["prompt_tokens"], "cached_tokens": cached}
         rows.append({**row, "first_token_ms": kept_ms, "first_token_ms_keeping_nothing": alone_ms})
         print(rows[-1], file=sys.stderr)
     return rows
