@@ -154,7 +154,7 @@ def first_token(address: str, messages: list[dict[str, str]]) -> tuple[float, di
     """Ms to the first token of an answer, and its usage."""
     body = {"messages": messages, "max_tokens": 16, "temperature": 0, "ignore_eos": True, "stream": True}
     body["stream_options"] = {"include_usage": True}
-    first, usage = 0.0, {}
+    first, usage = 0.0, dict[str, Any]()
     began = time.perf_counter()
     with httpx.stream("POST", f"{address}/v1/chat/completions", json=body, timeout=600) as response:
         for line in response.iter_lines():
