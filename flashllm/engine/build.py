@@ -32,7 +32,7 @@ from flashllm.format.model_files import (
 from flashllm.format.predictors import PREFETCH, relu_encodings
 from flashllm.format.rows import PAGE_NBYTES, TableLayout
 from flashllm.format.safetensors import read_header
-from flashllm.plan.memory import MAX_REQUEST, STREAM_THREADS
+from flashllm.plan.memory import STREAM_THREADS, max_request
 from flashllm.plan.resolve import Plan
 from flashllm.profile.choice import open_reader
 from flashllm.profile.costs import ReaderChoice
@@ -142,7 +142,7 @@ class _Builder:
             self._notices.append(f"{self._reader.backend_reason}: flash is read with {choice.depth} threads")
         # Large reads in file order keep a drive busy with few threads, which leaves the processor to the products.
         self._stream_reader = _core.Reader(
-            min(choice.depth, STREAM_THREADS), max_request=MAX_REQUEST, verify=config.verify_checksums
+            min(choice.depth, STREAM_THREADS), max_request=max_request(self._manifest), verify=config.verify_checksums
         )
         self._file = _core.DirectFile(str(self._path / FFN), direct=config.direct)
         self._note_buffered([self._file])
@@ -190,7 +190,7 @@ class _Builder:
         rows, ablation = self._manifest.rows, self._config.ablation
         if not ablation.bundled:
             return max(rows.byte_offset("down") // (len(rows.matrices) - 1), PAGE_NBYTES)
-        return MAX_REQUEST if ablation.merged else max(rows.stride, PAGE_NBYTES)
+        return max_request(self._manifest) if ablation.merged else max(rows.stride, PAGE_NBYTES)
 
     def _neuron_source(self) -> _core.NeuronSource:
         """The source that layers with a neuron cache read."""

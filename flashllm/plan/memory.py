@@ -296,12 +296,18 @@ def state_shape(manifest: Manifest, block: BlockSpec, context: int, bits: int | 
     return _core.StateShape(block, context, manifest.prefill_block_tokens, manifest.dtype, bits or 0)
 
 
+def max_request(manifest: Manifest) -> int:
+    """Bytes of one read request, at most: more than usual where pieces of experts that lie elsewhere are longer."""
+    if manifest.in_place is None:
+        return MAX_REQUEST
+    return max(MAX_REQUEST, manifest.in_place.longest_piece(slice_rows(manifest.architecture, manifest.rows)))
+
+
 def _bounce_nbytes(manifest: Manifest, io_threads: int) -> int:
     """Memory for aligned copies: a request's worth a thread where what is read is no whole pages (drives with 4 KiB
     sectors), or comes out of another file, else for the last bytes of a file."""
     if manifest.in_place is not None:
-        longest = manifest.in_place.longest_piece(slice_rows(manifest.architecture, manifest.rows))
-        return io_threads * (max(MAX_REQUEST, longest) + 2 * PAGE_NBYTES)
+        return io_threads * (max_request(manifest) + 2 * PAGE_NBYTES)
     in_pages = manifest.rows.packed or manifest.rows.stride % PAGE_NBYTES == 0
     return MAX_REQUEST if in_pages else io_threads * (MAX_REQUEST // 4)
 

@@ -100,14 +100,15 @@ void test_neighbours(const Rows& rows) {
   CHECK(std::memcmp(prefetch.rows(40), rows.row(40), kStride) == 0);
 }
 
-// Experts are read one at a time, in the order of the list and only while nothing else is; what is wanted
-// goes on beside what is under way.
-void test_experts(const Rows& rows) {
+// Experts are read `together`, in the order of the list and only while nothing else is; what is wanted goes
+// on beside what is under way.
+void test_experts(const Rows& rows, std::uint64_t together) {
   constexpr std::int32_t kRows = 4;
   constexpr std::size_t kExpert = std::size_t{kRows} * kStride;
   const auto in_vain = [] { std::this_thread::sleep_for(std::chrono::milliseconds(30)); };
   ReaderOptions options;
   options.threads = 4;
+  options.idle_nbytes = together * kExpert;
   for (const bool busy : {false, true}) {
     Reader reader(options);
     HugeBuffer memory(3 * kExpert), other(kStride);
@@ -115,7 +116,7 @@ void test_experts(const Rows& rows) {
     source.units.size = kRows;
     Prefetch prefetch(memory.data(), 3, kExpert, kNeurons / kRows, reader, *rows.file);
     PrefetchDepth depth(3, 1);
-    auto plan = std::make_shared<FaultPlan>(Fault{Fault::Kind::hold, 0, 1, 0});
+    auto plan = std::make_shared<FaultPlan>(Fault{Fault::Kind::hold, 0, together, 0});
     inject(*rows.file, plan);
     ReadBatch demand;
     source.units.size = 1;
@@ -129,8 +130,9 @@ void test_experts(const Rows& rows) {
     prefetch.start(5, {40, 7, 21}, source, depth);
     reader.start();
     plan->wait_until_held();
+    while (!busy && plan->calls() < together) std::this_thread::yield();
     in_vain();
-    CHECK(plan->calls() == 1);
+    CHECK(plan->calls() == (busy ? 1 : together));
     prefetch.keep({7});
     reader.start();
     while (plan->calls() < 2) std::this_thread::yield();
@@ -204,7 +206,7 @@ void test_prefetch(const std::string& directory, int scale) {
   Rows rows(directory + "/prefetch");
   for (const int threads : {1, 4, 32}) test_reads(rows, threads, scale);
   test_neighbours(rows);
-  test_experts(rows);
+  for (const std::uint64_t together : {std::uint64_t{1}, std::uint64_t{2}}) test_experts(rows, together);
   test_errors(rows);
   test_depth();
 }

@@ -1,11 +1,12 @@
 // Rows of one layer's units (io/row_source.h), read before the layer's turn on a predictor's word.
 //
 // The list comes the likeliest first and is read in waves of that order, behind every demand read. Of neurons
-// what is a neighbour of a likely one on flash comes with it, as one request reads both; experts are read one
-// at a time, and only while nothing else is. When the layer's active set is known, what has not been started
-// and is not wanted is dropped, and what is wanted goes on as demand. Wrong predictions so cost what the
-// device would have idled, and the reads under way at that moment. The rows lie in a buffer of their own: the
-// neuron cache sees only those that turn out to be active, and gives nothing up for a guess.
+// what is a neighbour of a likely one on flash comes with it, as one request reads both; experts are read
+// only while nothing else is, a few requests at a time (ReaderOptions::idle_nbytes). When the layer's active
+// set is known, what has not been started and is not wanted is dropped, and what is wanted goes on as demand.
+// Wrong predictions so cost what the device would have idled, and the reads under way at that moment. The
+// rows lie in a buffer of their own: the neuron cache sees only those that turn out to be active, and gives
+// nothing up for a guess.
 #pragma once
 
 #include <algorithm>

@@ -120,7 +120,10 @@ void ReadQueue::finish(const Work& work, const RequestOutcome& outcome, std::exc
     batch.error_ = std::move(error);
     drop_rest(batch, [](const ReadJob&) { return false; });
   }
-  --under_way_;
+  if (work.idle)
+    idle_nbytes_ -= work.request->nbytes;
+  else
+    --under_way_;
   retire(batch, 1);
 }
 
@@ -155,7 +158,10 @@ std::deque<ReadBatch*>& ReadQueue::queue_of(const ReadBatch& batch) {
 std::deque<ReadBatch*>* ReadQueue::next_queue() {
   if (!demand_.empty()) return &demand_;
   if (!prefetch_.empty()) return &prefetch_;
-  return idle_.empty() || under_way_ != 0 ? nullptr : &idle_;
+  if (idle_.empty() || under_way_ != 0) return nullptr;
+  const ReadBatch& batch = *idle_.front();
+  const std::uint64_t together = idle_nbytes_ + batch.requests_[batch.next_request_].nbytes;
+  return idle_nbytes_ == 0 || together <= most_idle_nbytes_ ? &idle_ : nullptr;
 }
 
 bool ReadQueue::pop(Work& work) {
@@ -165,10 +171,15 @@ bool ReadQueue::pop(Work& work) {
   ReadBatch& batch = *queue->front();
   const ReadRequest& request = batch.requests_[batch.next_request_++];
   const ReadJob* jobs = batch.jobs.data() + request.first_job;
-  work = {&batch, &request, jobs, jobs->file != nullptr ? jobs->file : batch.file_, true};
+  work = {&batch, &request, jobs, jobs->file != nullptr ? jobs->file : batch.file_, true, queue == &idle_};
   ++held_;
-  ++under_way_;
+  if (work.idle)
+    idle_nbytes_ += request.nbytes;
+  else
+    ++under_way_;
   if (batch.next_request_ == batch.requests_.size()) queue->pop_front();
+  if (next_queue() == &idle_)
+    work_.notify_one();  // who was woken at the submit may have found others under way
   return true;
 }
 

@@ -18,7 +18,7 @@ namespace flashllm {
 
 class ReadBatch;
 
-// Idle ones are read while nothing else is, one request at a time.
+// Idle ones are read while nothing else is: one request at a time, or several short ones.
 enum class ReadPriority { demand, prefetch, idle };
 
 class ReadQueue {
@@ -29,7 +29,11 @@ class ReadQueue {
     const ReadJob* jobs = nullptr;  // of the request
     const DirectFile* file = nullptr;
     bool held = false;
+    bool idle = false;
   };
+
+  // Idle requests that are under way together have at most `idle_nbytes`, or there is one.
+  explicit ReadQueue(std::uint64_t idle_nbytes) : most_idle_nbytes_(idle_nbytes) {}
 
   // For callers.
   void push(ReadBatch& batch, ReadPriority priority);
@@ -41,7 +45,7 @@ class ReadQueue {
   std::uint64_t take_busy_ns();  // time since the last call in which any batch was unfinished
 
   // For backends. Work is handed out in the order of submission, demand before prefetch, and idle work to
-  // whoever asks when nothing is under way; all of it must be finished.
+  // whoever asks when nothing else is under way; all of it must be finished.
   bool take(Work& work);      // waits for work; false when the queue was closed
   bool try_take(Work& work);  // false when there is none
   void finish(const Work& work, const RequestOutcome& outcome, std::exception_ptr error);
@@ -70,11 +74,13 @@ class ReadQueue {
   void drop_rest(ReadBatch& batch, const std::function<bool(const ReadJob&)>& wanted);
   static void mark_landed(ReadBatch& batch);
 
+  const std::uint64_t most_idle_nbytes_;
   std::mutex mutex_;
   std::condition_variable work_;
   std::condition_variable done_;
   std::deque<ReadBatch*> demand_, prefetch_, idle_;  // batches with requests not yet taken
-  std::size_t under_way_ = 0;                        // requests taken and not finished
+  std::size_t under_way_ = 0;                        // requests taken and not finished, without idle ones
+  std::uint64_t idle_nbytes_ = 0;                    // of idle requests under way
   std::size_t unfinished_batches_ = 0;
   std::uint64_t busy_since_ns_ = 0, busy_ns_ = 0;  // since: while a batch is unfinished
   std::uint64_t moved_at_ns_ = 0;                  // when a request last came, began or ended

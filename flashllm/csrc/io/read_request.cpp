@@ -11,6 +11,8 @@ namespace flashllm {
 
 namespace {
 
+constexpr std::size_t kSector = 4096;
+
 void verify_job(const ReadJob& job, const std::byte* bytes, const DirectFile& file) {
   const std::uint64_t rows = job.nbytes / job.row_nbytes;
   for (std::uint64_t r = 0; r < rows; ++r) {
@@ -25,11 +27,22 @@ void verify_job(const ReadJob& job, const std::byte* bytes, const DirectFile& fi
 
 }  // namespace
 
-RequestSlot::RequestSlot(std::uint64_t max_request) : max_request_(max_request) { iov_.reserve(kMaxPieces); }
+UnpackedFrom::UnpackedFrom(std::size_t requests, std::uint64_t max_request)
+    : requests_(requests), nbytes_(max_request + 2 * kSector) {}
+
+std::byte* UnpackedFrom::piece(std::size_t request) {
+  std::call_once(once_, [this] { memory_ = std::make_unique<HugeBuffer>(requests_ * nbytes_); });
+  return memory_->data() + request * nbytes_;
+}
+
+RequestSlot::RequestSlot(std::uint64_t max_request, UnpackedFrom& unpacked, std::size_t number)
+    : max_request_(max_request), unpacked_(unpacked), number_(number) {
+  iov_.reserve(kMaxPieces);
+}
 
 // Requests with gaps are short, unaligned ones of any length up to max_request, or a single row's.
 std::byte* RequestSlot::bounce(std::size_t nbytes) {
-  constexpr std::size_t kSector = 4096;
+  if (jobs_->unpacking != nullptr && nbytes <= unpacked_.nbytes()) return unpacked_.piece(number_);
   if (!bounce_ || bounce_->size() < nbytes) {
     const std::size_t most = request_->aligned ? kMaxThrough : max_request_ + 2 * kSector;
     bounce_.reset();
@@ -48,7 +61,8 @@ void RequestSlot::begin(const ReadRequest& request, const ReadJob* jobs, const D
     const std::uint64_t alignment = file.offset_alignment();
     start_ = request.offset / alignment * alignment;
     const std::uint64_t end = (request.offset + request.nbytes + alignment - 1) / alignment * alignment;
-    iov_.push_back({bounce(end - start_), end - start_});
+    bounced_to_ = bounce(end - start_);
+    iov_.push_back({bounced_to_, end - start_});
   } else {
     for (std::uint32_t i = 0; i < request.num_jobs; ++i)
       iov_.push_back({jobs[i].destination, jobs[i].nbytes});
@@ -75,8 +89,7 @@ RequestOutcome RequestSlot::finish(bool verify) {
   std::uint64_t wanted = 0;
   for (std::uint32_t i = 0; i < request_->num_jobs; ++i) {
     const ReadJob& job = jobs_[i];
-    const std::byte* read_to =
-        request_->bounces() ? bounce_->data() + (job.offset - start_) : job.destination;
+    const std::byte* read_to = request_->bounces() ? bounced_to_ + (job.offset - start_) : job.destination;
     const std::byte* checked = job.unpacking != nullptr ? read_to : job.destination;
     if (checked != read_to) std::memcpy(job.destination, read_to, job.nbytes);
     if (verify && job.checksums != nullptr) verify_job(job, checked, *file_);

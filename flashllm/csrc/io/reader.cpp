@@ -22,7 +22,8 @@ void require_in_flight(const ReadBatch& batch, const char* what) {
 
 }  // namespace
 
-Reader::Reader(const ReaderOptions& options) : options_(options), queue_(std::make_unique<ReadQueue>()) {
+Reader::Reader(const ReaderOptions& options)
+    : options_(options), queue_(std::make_unique<ReadQueue>(options.idle_nbytes)) {
   require(options.threads >= 1 && options.threads <= 1024,
           "reader threads must be 1 to 1024, got " + std::to_string(options.threads));
   require(options.max_request >= 4096 && options.max_request <= kLargestRequest,

@@ -19,12 +19,14 @@ bool read_by_calls(ReadQueue& queue, RequestSlot& slot, ReadQueue::Work& work) {
 }
 
 ThreadBackend::ThreadBackend(ReadQueue& queue, const ReaderOptions& options)
-    : queue_(queue), verify_(options.verify) {
+    : queue_(queue),
+      verify_(options.verify),
+      unpacked_(static_cast<std::size_t>(options.threads), options.max_request) {
   // All memory is taken here, where a failure can be reported; on a reader's thread it would end the process.
   const auto threads = static_cast<std::size_t>(options.threads);
   threads_.reserve(threads);
   for (std::size_t i = 0; i < threads; ++i)
-    slots_.push_back(std::make_unique<RequestSlot>(options.max_request));
+    slots_.push_back(std::make_unique<RequestSlot>(options.max_request, unpacked_, i));
   try {
     for (const auto& slot : slots_) threads_.emplace_back([this, &slot] { serve(*slot); });
   } catch (const std::system_error& error) {

@@ -32,7 +32,8 @@ class ThreadBackend final : public ReadBackend {
 
   ReadQueue& queue_;
   const bool verify_;
-  std::atomic<std::size_t> unannounced_{0};          // requests that no thread was woken for
+  std::atomic<std::size_t> unannounced_{0};  // requests that no thread was woken for
+  UnpackedFrom unpacked_;
   std::vector<std::unique_ptr<RequestSlot>> slots_;  // one a thread
   std::vector<std::thread> threads_;
 };

@@ -10,10 +10,13 @@
 namespace flashllm {
 
 UringBackend::UringBackend(ReadQueue& queue, const ReaderOptions& options)
-    : queue_(queue), verify_(options.verify), ring_(static_cast<unsigned>(options.queue_depth)) {
+    : queue_(queue),
+      verify_(options.verify),
+      ring_(static_cast<unsigned>(options.queue_depth)),
+      unpacked_(static_cast<std::size_t>(options.queue_depth), options.max_request) {
   const auto depth = static_cast<std::size_t>(options.queue_depth);
   for (std::size_t i = 0; i < depth; ++i) {
-    active_.push_back(std::make_unique<Active>(options));
+    active_.push_back(std::make_unique<Active>(options.max_request, unpacked_, i));
     free_.push_back(i);
   }
 }

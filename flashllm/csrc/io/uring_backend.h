@@ -40,7 +40,8 @@ class UringBackend final : public ReadBackend {
   // A read's id: which one it is of all reads, and in the lowest bits the index of its request.
   static constexpr std::uint64_t kIndices = 1024;  // the largest queue depth
   struct Active {                                  // a request under way
-    explicit Active(const ReaderOptions& options) : slot(options.max_request) {}
+    Active(std::uint64_t max_request, UnpackedFrom& unpacked, std::size_t number)
+        : slot(max_request, unpacked, number) {}
     RequestSlot slot;
     ReadQueue::Work work;
     std::uint64_t id = 0;   // of the read that the ring has; 0: none
@@ -60,6 +61,7 @@ class UringBackend final : public ReadBackend {
   const bool verify_;
   std::mutex turn_;  // guards everything below
   IoUring ring_;
+  UnpackedFrom unpacked_;
   std::vector<std::unique_ptr<Active>> active_;
   std::vector<std::size_t> free_;
   std::uint64_t num_asked_ = 0;
