@@ -300,7 +300,8 @@ def max_request(manifest: Manifest) -> int:
     """Bytes of one read request, at most: more than usual where pieces of experts that lie elsewhere are longer."""
     if manifest.in_place is None:
         return MAX_REQUEST
-    return max(MAX_REQUEST, manifest.in_place.longest_piece(slice_rows(manifest.architecture, manifest.rows)))
+    longest = manifest.in_place.longest_piece(slice_rows(manifest.architecture, manifest.rows))
+    return max(MAX_REQUEST, -(-longest // PAGE_NBYTES) * PAGE_NBYTES)
 
 
 def _bounce_nbytes(manifest: Manifest, io_threads: int) -> int:

@@ -297,6 +297,30 @@ int landed(const ReadBatch& batch) {
       std::count_if(batch.jobs.begin(), batch.jobs.end(), [](const ReadJob& job) { return job.landed; }));
 }
 
+// Whatever the longest request is: all pieces of the memory that it is unpacked from are aligned for direct
+// reads.
+void what_lies_elsewhere_is_unpacked(const std::string& path, const Bytes& bytes) {
+  struct Copied final : Unpacking {
+    void unpack(const std::byte* stored, std::uint64_t, std::uint64_t nbytes,
+                std::byte* rows) const override {
+      std::memcpy(rows, stored, nbytes);
+    }
+  } copied;
+  const DirectFile file(path, true);
+  ReaderOptions options = reading(4);
+  options.max_request = 10001;
+  Reader reader(options);
+  ReadBatch batch;
+  Jobs jobs(1 << 20);
+  for (std::size_t i = 0; i < 20; ++i) jobs.add(batch, 10007 * i, i == 7 ? 40000 : 10001 - i, 0);
+  for (ReadJob& job : batch.jobs) {
+    job.unpacking = &copied;
+    job.file = &file;
+  }
+  reader.read(batch, file);
+  jobs.check(bytes);
+}
+
 // The first reads of a file are flipped: whose bits are wrong tells who was read first.
 void demand_is_read_before_prefetch(const std::string& path, const Bytes& bytes) {
   DirectFile file(path, true);
@@ -550,6 +574,7 @@ void test_reader(const std::string& directory, int scale) {
     every_fault_is_met(path, bytes, true);
     every_fault_is_met(path, bytes, false);
     flipped_bits_are_found(path, bytes);
+    what_lies_elsewhere_is_unpacked(path, bytes);
     demand_is_read_before_prefetch(path, bytes);
     busy_time_is_counted_once(path);
     prefetches_are_dropped(path, bytes);

@@ -28,7 +28,7 @@ void verify_job(const ReadJob& job, const std::byte* bytes, const DirectFile& fi
 }  // namespace
 
 UnpackedFrom::UnpackedFrom(std::size_t requests, std::uint64_t max_request)
-    : requests_(requests), nbytes_(max_request + 2 * kSector) {}
+    : requests_(requests), nbytes_((max_request + kSector - 1) / kSector * kSector + 2 * kSector) {}
 
 std::byte* UnpackedFrom::piece(std::size_t request) {
   std::call_once(once_, [this] { memory_ = std::make_unique<HugeBuffer>(requests_ * nbytes_); });
