@@ -2,9 +2,9 @@
 // want them (row_codecs.h).
 #pragma once
 
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -14,15 +14,21 @@ namespace flashllm {
 
 struct Extent {
   float largest = 0.0F;  // magnitude
-  float finite = 0.0F;   // 0, or not a number
+  bool finite = true;
 };
 inline Extent extent_of(const float* x, std::size_t n) {
-  Extent all;
+  // Bits of floats without their signs are in the order of the floats, and integers' largest is found in any.
+  constexpr std::int32_t kInfinity = 0x7f800000;
+  std::int32_t most = 0;
   for (std::size_t i = 0; i < n; ++i) {
-    const float magnitude = std::fabs(x[i]);
-    all.largest = magnitude > all.largest ? magnitude : all.largest;
-    all.finite += x[i] * 0.0F;
+    std::int32_t bits;
+    std::memcpy(&bits, x + i, sizeof bits);
+    bits &= std::numeric_limits<std::int32_t>::max();
+    most = bits > most ? bits : most;
   }
+  Extent all;
+  std::memcpy(&all.largest, &most, sizeof most);
+  all.finite = most < kInfinity;
   return all;
 }
 
@@ -32,11 +38,11 @@ template <typename Code>
 float to_codes(const float* x, std::size_t n, const Extent& all, float most, Code* codes) {
   constexpr float kTiny = 1e-30F;           // below it a reciprocal may not be finite
   constexpr float kRounding = 12582912.0F;  // 1.5 * 2^23: adding it leaves no fraction
-  const bool none = !(all.finite == 0.0F) || all.largest < kTiny;
+  const bool none = !all.finite || all.largest < kTiny;
   const float by = none ? 0.0F : most / all.largest;
   for (std::size_t i = 0; i < n; ++i)
     codes[i] = none ? Code{0} : static_cast<Code>(static_cast<int>((x[i] * by + kRounding) - kRounding));
-  if (!(all.finite == 0.0F)) return std::numeric_limits<float>::quiet_NaN();
+  if (!all.finite) return std::numeric_limits<float>::quiet_NaN();
   return none ? 0.0F : all.largest / most;
 }
 template <typename Code>

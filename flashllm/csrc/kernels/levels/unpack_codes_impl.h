@@ -29,6 +29,9 @@ void unpack_codes(const void* vector, std::size_t k, std::size_t first, std::siz
   if constexpr (Units::kMinimums) Units::offsets(row, u, scale).store(offsets);
   const std::uint8_t* from = row.codes + u * kCodeUnit * Units::kBits / 8;
   auto* to = static_cast<__m256i*>(codes);
+  // Of the terms that come next, behind those of other rows.
+  for (std::size_t line = 0; line < kCodeTerms * Units::kBits / 8; line += kCacheLine)
+    __builtin_prefetch(from + kCodeTerms * Units::kBits / 8 + line, 0, 2);
   for (std::size_t i = 0; i < units; ++i, from += kCodeUnit * Units::kBits / 8) {
     if constexpr (kBytes) {
       _mm256_storeu_si256(to++, byte_codes<Units>(from));
