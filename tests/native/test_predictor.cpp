@@ -147,9 +147,7 @@ void check_gates(std::size_t rows, std::size_t columns, SimdLevel level) {
 }  // namespace
 
 void test_predictor(int scale) {
-  for (const SimdLevel level : {SimdLevel::scalar, SimdLevel::avx2, SimdLevel::avx512, SimdLevel::avx512_bf16,
-                                SimdLevel::avx512_amx}) {
-    if (level > best_simd_level()) continue;
+  for (const SimdLevel level : simd_levels()) {
     for (const std::size_t columns : {1, 4, 7, 8, 15, 16, 17, 31, 48, 104, 130})
       for (const std::size_t rows : {1, 3, 4, 5, 63, 64, 65, 70 * scale}) check_product(rows, columns, level);
     check_predictor(level);

@@ -27,7 +27,7 @@ const GroupKernels& group_kernels(SimdLevel level) {
   kernel_table(level, Dtype::f32);  // throws where the processor lacks it
 #if defined(__x86_64__)
   if (level >= SimdLevel::avx512) return avx512::kGroups;
-  if (level == SimdLevel::avx2) return avx2::kGroups;
+  if (level >= SimdLevel::avx2) return avx2::kGroups;
 #endif
   return scalar::kGroups;
 }

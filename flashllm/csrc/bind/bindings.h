@@ -106,6 +106,7 @@ inline constexpr Named<Dtype> kDtypes[] = {
 inline constexpr Named<SimdLevel> kSimdLevels[] = {{"scalar", SimdLevel::scalar},
                                                    {"neon", SimdLevel::neon},
                                                    {"avx2", SimdLevel::avx2},
+                                                   {"avx2_vnni", SimdLevel::avx2_vnni},
                                                    {"avx512", SimdLevel::avx512},
                                                    {"avx512_bf16", SimdLevel::avx512_bf16},
                                                    {"avx512_amx", SimdLevel::avx512_amx}};

@@ -19,6 +19,9 @@ extern const LevelKernels kLevel;
 namespace avx2 {
 extern const LevelKernels kLevel;
 }
+namespace avx2_vnni {
+extern const LevelKernels kLevel;  // products of codes alone; empty where the compiler has none
+}
 namespace avx512 {
 extern const LevelKernels kLevel;
 }
@@ -40,6 +43,22 @@ namespace {
 constexpr std::size_t kRowGrain = 16;                                      // rows a thread takes at a time
 constexpr std::size_t kSumGrain = (std::size_t{1} << 20) / sizeof(float);  // floats of a MiB
 
+#if defined(__x86_64__)
+bool has_avx_vnni() {
+  static const bool has = this_processor().avx_vnni && avx2_vnni::kLevel.multiply_bytes != nullptr;
+  return has;
+}
+#endif
+
+// Whether the processor has it, of levels up to its best.
+bool has_level(SimdLevel level) {
+#if defined(__x86_64__)
+  return level != SimdLevel::neon && (level != SimdLevel::avx2_vnni || has_avx_vnni());
+#else
+  return level <= best_simd_level();
+#endif
+}
+
 }  // namespace
 
 SimdLevel best_simd_level() {
@@ -50,6 +69,7 @@ SimdLevel best_simd_level() {
       return !processor.avx512_bf16 ? SimdLevel::avx512
              : avx512_amx::permit() ? SimdLevel::avx512_amx
                                     : SimdLevel::avx512_bf16;
+    if (has_avx_vnni()) return SimdLevel::avx2_vnni;
     if (processor.avx2) return SimdLevel::avx2;
     return SimdLevel::scalar;
   }();
@@ -64,9 +84,9 @@ SimdLevel best_simd_level() {
 std::vector<SimdLevel> simd_levels() {
   std::vector<SimdLevel> levels = {SimdLevel::scalar};
 #if defined(__x86_64__)
-  for (const SimdLevel level :
-       {SimdLevel::avx2, SimdLevel::avx512, SimdLevel::avx512_bf16, SimdLevel::avx512_amx})
-    if (level <= best_simd_level()) levels.push_back(level);
+  for (const SimdLevel level : {SimdLevel::avx2, SimdLevel::avx2_vnni, SimdLevel::avx512,
+                                SimdLevel::avx512_bf16, SimdLevel::avx512_amx})
+    if (level <= best_simd_level() && has_level(level)) levels.push_back(level);
 #elif defined(__aarch64__)
   levels.push_back(SimdLevel::neon);
 #endif
@@ -74,17 +94,23 @@ std::vector<SimdLevel> simd_levels() {
 }
 
 void require_simd_level(SimdLevel level) {
-#if defined(__x86_64__)
-  const bool is_there = level <= best_simd_level() && level != SimdLevel::neon;
-#else
-  const bool is_there = level <= best_simd_level();
-#endif
-  require(is_there, "this processor lacks the SIMD level asked for");
+  require(level <= best_simd_level() && has_level(level), "this processor lacks the SIMD level asked for");
 }
 
 const LevelKernels& level_kernels(SimdLevel level) {
   require_simd_level(level);
 #if defined(__x86_64__)
+  static const LevelKernels kWithVnni = [] {
+    LevelKernels kernels = avx2::kLevel;
+    const LevelKernels& own = avx2_vnni::kLevel;
+    kernels.multiply_codes = own.multiply_codes;
+    kernels.multiply_bytes = own.multiply_bytes;
+    kernels.add_codes = own.add_codes;
+    kernels.int8 = own.int8;
+    kernels.int16 = own.int16;
+    kernels.planes = own.planes;
+    return kernels;
+  }();
   static const LevelKernels kWithPairs = [] {
     LevelKernels kernels = avx512::kLevel;
     kernels.pairs = &avx512_bf16::kPairs;
@@ -98,6 +124,7 @@ const LevelKernels& level_kernels(SimdLevel level) {
   if (level == SimdLevel::avx512_amx) return kWithTiles;
   if (level == SimdLevel::avx512_bf16) return kWithPairs;
   if (level == SimdLevel::avx512) return avx512::kLevel;
+  if (level == SimdLevel::avx2_vnni) return kWithVnni;
   if (level == SimdLevel::avx2) return avx2::kLevel;
 #elif defined(__aarch64__)
   if (level == SimdLevel::neon) return neon::kLevel;

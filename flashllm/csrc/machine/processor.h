@@ -8,10 +8,11 @@
 namespace flashllm {
 
 struct Processor {
-  bool avx2 = false;    // with FMA and F16C
-  bool avx512 = false;  // F, BW, VL and DQ
+  bool avx2 = false;      // with FMA and F16C
+  bool avx_vnni = false;  // with avx2
+  bool avx512 = false;    // F, BW, VL and DQ
   bool avx512_vnni = false;
-  bool avx512_bf16 = false;  // each has those above it
+  bool avx512_bf16 = false;  // each of AVX-512 has those above it
 };
 
 inline Processor this_processor() {
@@ -26,8 +27,10 @@ inline Processor this_processor() {
   found.avx2 = (kept & 0x06U) == 0x06U && (b & bit_AVX2) != 0;
   found.avx512 = found.avx2 && (kept & 0xE6U) == 0xE6U && (b & kAvx512) == kAvx512;
   found.avx512_vnni = found.avx512 && (c & bit_AVX512VNNI) != 0;
-  found.avx512_bf16 =
-      found.avx512_vnni && __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a & bit_AVX512BF16) != 0;
+  if (__get_cpuid_count(7, 1, &a, &b, &c, &d) == 0) return found;
+  constexpr unsigned kAvxVnni = 1U << 4;
+  found.avx_vnni = found.avx2 && (a & kAvxVnni) != 0;
+  found.avx512_bf16 = found.avx512_vnni && (a & bit_AVX512BF16) != 0;
   return found;
 }
 

@@ -84,23 +84,31 @@ void PlaneRows::add_codes(std::size_t count, TileRows values, std::size_t tokens
     });
     return;
   }
+  // kCodeTerms slots of all tokens, then the next ones': use(which these are, their first neuron, how many)
+  const auto each_block = [&](const auto& use) {
+    for (std::size_t block = 0, done = 0, some = 0; done < count; ++block, done += some) {
+      some = std::min(count - done, kCodeTerms - (first_ + done) % kWindow);
+      use(block, done, some);
+    }
+  };
   const AddCodes add = add_codes_kernel(level_);
-  all.begin(tokens, kCodeTerms);
-  for (std::size_t done = 0, some = 0; done < count; done += some) {
-    const std::size_t id = first_ + done, lead = id % kWindow;
-    some = std::min(count - done, kCodeTerms - lead);
-    pool.parallel_for(tokens, kTokenGrain, [&](std::size_t begin, std::size_t end) {
+  all.begin((first_ % kWindow + count + kCodeTerms - 1) / kCodeTerms * tokens, kCodeTerms);
+  pool.parallel_for(tokens, kTokenGrain, [&](std::size_t begin, std::size_t end) {
+    each_block([&](std::size_t block, std::size_t done, std::size_t some) {
       for (std::size_t m = begin; m < end; ++m)
-        all.set(m, id, some, values.data + m * values.row + done * values.step, values.step);
+        all.set(block * tokens + m, first_ + done, some, values.data + m * values.row + done * values.step,
+                values.step);
     });
-    pool.parallel_for(k_, kColumnGrain, [&](std::size_t begin, std::size_t end) {
-      CodeWeights weights;
-      for (std::size_t j = begin; j < end; j += kCodeColumns) {
-        kernels_.pair(data_ + done * stride_, stride_, id, some, plane_, k_, j, weights);
-        add(all.of(0), tokens, weights, in_windows(lead + some), y + j, y_stride);
-      }
-    });
-  }
+  });
+  pool.parallel_for(k_, kColumnGrain, [&](std::size_t begin, std::size_t end) {
+    CodeWeights weights;
+    for (std::size_t j = begin; j < end; j += kCodeColumns)
+      each_block([&](std::size_t block, std::size_t done, std::size_t some) {
+        kernels_.pair(data_ + done * stride_, stride_, first_ + done, some, plane_, k_, j, weights);
+        add(all.of(block * tokens), tokens, weights, in_windows((first_ + done) % kWindow + some), y + j,
+            y_stride);
+      });
+  });
 }
 
 }  // namespace flashllm

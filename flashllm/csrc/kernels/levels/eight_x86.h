@@ -137,7 +137,11 @@ struct Eight {
     return {_mm256_cvtepi32_ps(sum_by_fours(_mm256_abs_epi8(weights), _mm256_sign_epi8(bytes, weights)))};
   }
   static __m256i sum_by_fours(__m256i magnitudes, __m256i bytes) {
+#if defined(__AVXVNNI__)
+    return _mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), magnitudes, bytes);
+#else
     return _mm256_madd_epi16(_mm256_maddubs_epi16(magnitudes, bytes), _mm256_set1_epi16(1));
+#endif
   }
 };
 

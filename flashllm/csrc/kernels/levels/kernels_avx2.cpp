@@ -1,4 +1,4 @@
-// AVX2 + FMA + F16C: eight floats a vector.
+// AVX2 + FMA + F16C: eight floats a vector; or avx2_vnni, of kernels_avx2_vnni.cpp.
 #if defined(__x86_64__)
 
 #include <immintrin.h>
@@ -8,7 +8,13 @@
 #include "kernels/half.h"
 #include "kernels/levels/levels.h"
 
-namespace flashllm::avx2 {
+#if defined(__AVXVNNI__)
+#define FLASHLLM_AVX2 avx2_vnni
+#else
+#define FLASHLLM_AVX2 avx2
+#endif
+
+namespace flashllm::FLASHLLM_AVX2 {
 
 namespace {
 
@@ -130,10 +136,21 @@ struct Words {
   static constexpr std::size_t kStep = 2;
   static Pairs begin(Pairs sum) { return sum; }
   static Pairs add(Pairs a, Pairs b, Pairs sum) {
+#if defined(__AVXVNNI__)
+    return {_mm256_dpwssd_avx_epi32(sum.v, a.v, b.v)};
+#else
     return {_mm256_add_epi32(sum.v, _mm256_madd_epi16(a.v, b.v))};
+#endif
   }
   static Pairs end(Pairs, Pairs sum) { return sum; }
 };
+#if defined(__AVXVNNI__)
+struct Bytes : Words {
+  using Code = std::uint8_t;
+  static constexpr std::size_t kStep = 4, kTogether = 8;
+  static Pairs add(Pairs a, Pairs b, Pairs sum) { return {_mm256_dpbusd_avx_epi32(sum.v, a.v, b.v)}; }
+};
+#else
 // Sums of 16 bits: of a word's first two products, and of the others.
 struct Bytes {
   using Code = std::uint8_t;
@@ -147,6 +164,7 @@ struct Bytes {
     return {_mm256_add_epi32(all.v, _mm256_madd_epi16(sum.v, _mm256_set1_epi16(1)))};
   }
 };
+#endif
 
 #include "kernels/levels/eight_x86.h"
 
@@ -154,6 +172,6 @@ struct Bytes {
 
 #include "kernels/levels/level_impl.h"
 
-}  // namespace flashllm::avx2
+}  // namespace flashllm::FLASHLLM_AVX2
 
 #endif

@@ -102,7 +102,7 @@ DotsOfLevel dots_of(SimdLevel level) {
   require_simd_level(level);
 #if defined(__x86_64__)
   if (level >= SimdLevel::avx512) return {dots_avx512<kRowsTogether>, dots_avx512<1>};
-  if (level == SimdLevel::avx2) return {dots_avx2<kRowsTogether>, dots_avx2<1>};
+  if (level >= SimdLevel::avx2) return {dots_avx2<kRowsTogether>, dots_avx2<1>};
 #endif
   return {dots_scalar<kRowsTogether>, dots_scalar<1>};
 }

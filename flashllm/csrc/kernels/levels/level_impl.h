@@ -17,6 +17,12 @@ constexpr const UnpackCodes* kUnpack = nullptr;
 #include "planes/scale_planes_impl.h"
 
 extern const LevelKernels kLevel;
+#if defined(__AVXVNNI__)  // the others are avx2's
+const LevelKernels kLevel = {nullptr, nullptr,        nullptr,        nullptr,   nullptr, nullptr,
+                             nullptr, multiply_codes, multiply_bytes, add_codes, nullptr, nullptr,
+                             kInt8,   kInt16,         nullptr,        kPlanes};
+#else
 const LevelKernels kLevel = {kTables,      nullptr,        nullptr,        &kAttention, sum_floats,  softmax,
                              multiply_add, multiply_codes, multiply_bytes, add_codes,   kStateSteps, kCodecs,
                              kInt8,        kInt16,         kUnpack,        kPlanes};
+#endif
