@@ -6,7 +6,6 @@
 
 #if defined(__AVX2__)
 #include "kernels/levels/code_products_impl.h"
-#include "kernels/levels/unpack_codes_impl.h"
 #else
 constexpr MultiplyCodes multiply_codes = nullptr;
 constexpr MultiplyBytes multiply_bytes = nullptr;
