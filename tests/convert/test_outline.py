@@ -1,6 +1,7 @@
 """Well-known models from configs alone: published sizes; an outline is what a conversion makes, but for weights."""
 
 import json
+import re
 
 import pytest
 from profiles import BATCHES, profile_of
@@ -85,7 +86,7 @@ def test_a_plan_of_a_model_that_is_not_here(home, tmp_path, capsys):
     assert out.startswith("Qwen/Qwen3-30B-A3B-Instruct-2507\n")
     assert "flashllm convert Qwen/Qwen3-30B-A3B-Instruct-2507 qwen3-30b-a3b --bits 4" in out
     assert "--context 8192" in out
-    assert "the first token of a prompt of 128: 3.2 s of reads; `flashllm calibrate`" in out
+    assert re.search(r"the first token of a prompt of 128: \d\.\d s of reads; `flashllm calibrate`", out)
     status, out, _ = run(capsys, "plan", "qwen3-30b-a3b", "--memory", "8GB", "--store", store, "--json")
     document = json.loads(out)
     assert document["token"]["total_s"] > 0
