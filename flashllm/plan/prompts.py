@@ -10,7 +10,7 @@ _READ_AHEAD = 6  # streaming blocks in flight while one is used: they last throu
 # Where memory is short for neurons: fewer blocks in flight, then prompts in shorter parts, which take longer for each
 # token: their weights are decoded more often (bench/log, "Forty megabytes more for neurons").
 _LEAST_AHEAD, _SHORT_PART = 3, 128
-_COLUMN_PADS = 32  # floats: two kColumnPad (csrc/kernels/matmul.h)
+_COLUMN_PADS = 32  # floats: two kColumnPad (csrc/kernels/packed_tokens.h)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,8 @@ def _part_nbytes(manifest: Manifest, block: BlockSpec) -> int:
     floats += max(2 * layer.beside for layer in block.layers)
     floats += 2 * block.embed_dim if block.embed_dim != block.d_model else 0
     floats += (len(manifest.architecture.matrices) - 1) * manifest.stream_block_rows
+    if manifest.planes:  # the values again as codes of 16 bits, 32 of which have a scale and a sum (TokenCodes)
+        floats += -(-9 * manifest.stream_block_rows // 16)
     if manifest.architecture.experts:  # an expert's tokens, as they are gathered and packed, and their sums
         floats += 3 * block.d_model + _COLUMN_PADS
     floats += block.waiting  # in a pass of few tokens a sequence
