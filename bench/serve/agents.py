@@ -130,7 +130,7 @@ class Script(ChatTemplate):
     """A template that ends each prompt with a token of its own, so that the model knows what to say."""
 
     work = Path()
-    says: "Says"
+    says: Says
     tokenizer: Tokenizer
     answers: "dict[int, list[int]]"  # by that token
     asked: "list[dict[str, Any]]"
@@ -297,6 +297,13 @@ def run(name: str, program: str, model: Path, log: Path | None, *, scripted: boo
         }
 
 
+def run_alone(script: str, argv: list[str] | None) -> int:
+    """Run a script again with `--inside`, in a network namespace that has loopback alone; its status."""
+    given = sys.argv[1:] if argv is None else argv
+    again = ["sh", "-c", 'ip link set lo up && exec "$@"', "sh", sys.executable, script, *given, "--inside"]
+    return subprocess.run(["unshare", "-rn", *again], check=False).returncode
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("bins", metavar="BIN", nargs="+", type=Path)
@@ -306,9 +313,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if not args.inside:
-        given = sys.argv[1:] if argv is None else argv
-        again = ["sh", "-c", 'ip link set lo up && exec "$@"', "sh", sys.executable, __file__, *given, "--inside"]
-        return subprocess.run(["unshare", "-rn", *again], check=False).returncode
+        return run_alone(__file__, argv)
     rows = []
     with tempfile.TemporaryDirectory(prefix="agents-") as root:
         model = args.model or make_model(Path(root))

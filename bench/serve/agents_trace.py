@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agents import AGENTS, make_model, serving
+from agents import AGENTS, make_model, run_alone, serving
 
 import flashllm
 from flashllm.generate.tokenizer import Tokenizer
@@ -136,9 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if not args.inside:
-        given = sys.argv[1:] if argv is None else argv
-        again = ["sh", "-c", 'ip link set lo up && exec "$@"', "sh", sys.executable, __file__, *given, "--inside"]
-        return subprocess.run(["unshare", "-rn", *again], check=False).returncode
+        return run_alone(__file__, argv)
     program = shutil.which("opencode", path=str(args.bin.resolve()))
     if program is None:
         parser.error(f"{args.bin} has no opencode")
