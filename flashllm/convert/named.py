@@ -62,7 +62,7 @@ def find_directory(model: str | None, *, cache: Path | None = None, in_place: bo
 
 
 def kept_as(source: "Named", cache: Path, *, in_place: bool = False) -> Path:
-    """Where the conversion of a checkpoint on first use is kept; `in_place`: without its experts."""
+    """The directory that keeps a checkpoint's conversion on first use; `in_place`: the one without its experts."""
     return cache / "models" / f"{source.directory_name}{'-in-place' if in_place else ''}"
 
 

@@ -23,7 +23,7 @@ from flashllm.format.rows import RowLayout
 def choose_in_place(
     lies: Callable[[str], Lying | None], kept: KeptWeights | None, architecture: Architecture, layout: RowLayout
 ) -> InPlace | str:
-    """Where the experts of each layer lie that can be read there; where no layer's can, the reason.
+    """The places of the experts that can be read in their files, layer by layer; or the reason why none can.
 
     `lies`: where a matrix lies, by its canonical name; None where it cannot be read there.
     """
@@ -63,7 +63,7 @@ def choose_in_place(
 def _of_layer(
     lies: Callable[[str], Lying | None], bundles: Sequence[str], matrices: Sequence[str]
 ) -> list[list[Lying]]:
-    """Where each matrix of every expert lies; an empty list where one cannot be read there, or kinds differ."""
+    """The places of a layer's experts, by matrix; an empty list if one cannot be read there, or kinds differ."""
     layer = []
     for matrix in matrices:
         found = [each for bundle in bundles if (each := lies(f"{bundle}{matrix}.weight")) is not None]
@@ -74,7 +74,7 @@ def _of_layer(
 
 
 def lies_plain(checkpoint: Checkpoint, source: str, claim: Claim, dtype: WeightDtype) -> Lying | None:
-    """Where an unquantised matrix lies; None unless it is one run of whole rows in `dtype`."""
+    """The place of an unquantised matrix; None unless it is one run of whole rows in `dtype`."""
     if claim.part.transposed or claim.part.turned or checkpoint.tensors[source].dtype != dtype.code:
         return None
     place, found = checkpoint.extent(source), runs(claim, 0, claim.rows)

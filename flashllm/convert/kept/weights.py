@@ -44,7 +44,7 @@ _ANEW = "Q8_0"  # the kind of what is coded anew
 
 
 class Lying(NamedTuple):
-    """Where the stored rows of a matrix lie, one after the other."""
+    """The place of a matrix in a file: its stored rows, one after the other."""
 
     path: Path
     offset: int
@@ -106,7 +106,7 @@ class KeptWeights:
         return {f"layers.{layer}.down.{part}": np.concatenate(values) for part, values in parts.items()}
 
     def lies(self, name: str) -> Lying | None:
-        """Where a matrix lies whose codes are kept; None where it does not lie in one piece."""
+        """The place of a matrix whose codes are kept; None if it is not in one piece."""
         tensor, claim = self._tensors[name], self._claims[name]
         place, kind = tensor.place(), KINDS.get(tensor.kind)
         if place is None or kind is None or tensor.transposed or runs(claim, 0, claim.rows) != [(0, claim.rows)]:

@@ -161,6 +161,7 @@ void init_ffn(nb::module_& m) {
           nb::arg("tensors"), nb::kw_only(), nb::arg("dtype"), nb::arg("encoding"),
           nb::arg("other_encodings"), nb::arg("inputs"), nb::arg("simd") = "auto");
 
+  // Made by hand: nb::init leaves out the braces of the base, and Clang warns of that.
   nb::class_<NeuronSource>(m, "NeuronSource")
       .def(
           "__init__",
