@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from recipes import RECIPES
 from tasks import TASKS
+from training.recipes import RECIPES
 
 from flashllm.base.text import inert
 from flashllm.config import DEFAULT_WINDOW

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from activity import aggregated_usage, collect_inputs, every_layer, friends, new_rows_per_token
 from arguments import check_json, evaluate_arguments, hand_over
-from fit import LayerPredictor
 from masked import (
     MaskedModel,
     Namer,
@@ -31,6 +30,7 @@ from masked import (
 from report import markdown, save_plots
 from scoring import TaskScore, TextScore, score_items, score_text, windows
 from tasks import TASKS, load_items
+from training.fit import LayerPredictor
 
 from flashllm.base.progress import ProgressBar
 from flashllm.base.units import parse_size

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from fit import LayerPredictor
 from numpy.typing import NDArray
 from safetensors.torch import load_file
+from training.fit import LayerPredictor
 from weights import Floats, LayerWeights
 
 from flashllm.convert.untrained.predictor import untrained_predictor

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 from arguments import check_json, hand_over, train_arguments
-from fit import FitOptions
 from masked import predictor_nbytes
 from numpy.typing import NDArray
-from recipes import Recipe, parse_ranks
 from samples import LEAST_SAMPLES, DataError, SampleReport, read_hub, read_shards, token_rows
-from trainer import SCRATCH_FILES, LayerResult, Trainer, TrainOptions
-from training_plan import plan_training
+from training.fit import FitOptions
+from training.plan import plan_training
+from training.recipes import Recipe, parse_ranks
+from training.trainer import SCRATCH_FILES, LayerResult, Trainer, TrainOptions
 
 from flashllm.base.files import is_there, locked_directory, read_bounded, write_atomically
 from flashllm.base.progress import ProgressBar

@@ -14,8 +14,8 @@ from statistics import NormalDist
 
 import numpy as np
 import torch
-from opt_shapes import CONTEXT, SHAPES, VOCAB, opt_config
 from safetensors.torch import save_file
+from synthetic.opt_shapes import CONTEXT, SHAPES, VOCAB, opt_config
 
 PLANTED_RANK = 64
 NOISE = 0.3  # share of a pre-activation's standard deviation that no low-rank predictor can see

@@ -6,7 +6,7 @@
 For measurements of reads and arithmetic, as tools/make_synthetic_model.py, whose dummy weights and trace these are: the
 text means nothing, and every record says *synthetic weights, synthetic trace*. With ReLU a tenth of the neurons is
 active. Resident gates name exactly those that fire; gates in 4 bits, and predictors, name three times as many, of which
-a third fires (tools/synthetic_trace.py), so that their figures are pessimistic for the former. With SiLU every neuron
+a third fires (tools/synthetic/trace.py), so that their figures are pessimistic for the former. With SiLU every neuron
 is used, there is no trace, and the model runs dense. Fewer layers than the shape has are for times that are then
 multiplied; whoever shows such a product says so.
 """
@@ -25,7 +25,7 @@ from make_synthetic_model import (
     install_traces,
     write_predictors,
 )
-from synthetic_trace import FIRING_SHARE
+from synthetic.trace import FIRING_SHARE
 
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.format.install import install_predictors

@@ -24,8 +24,8 @@ import numpy as np
 from activity_trace import TRACE, Trace
 from install_popularity import install_popularity
 from numpy.typing import NDArray
-from opt_shapes import CONTEXT, SHAPES, VOCAB, opt_config
-from synthetic_trace import FIRING_SHARE, add_prefetch_arguments, write_synthetic_trace
+from synthetic.opt_shapes import CONTEXT, SHAPES, VOCAB, opt_config
+from synthetic.trace import FIRING_SHARE, add_prefetch_arguments, write_synthetic_trace
 
 from flashllm.arch.registry import source_shapes
 from flashllm.base.dtypes import WEIGHT_DTYPES, WeightDtype, cast

@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "predictors"))
 
 from activity import collect_inputs
 from evaluate import text_windows
-from fit import CODE_EDGES, Chunk, FitOptions, LayerPredictor, LogitCounts, fit, pack_codes
 from masked import MaskedModel, Variant, load_predictors
-from prefetch_start import linear_start
 from samples import DataError, SampleReport, read_shards, token_rows
+from training.fit import CODE_EDGES, Chunk, FitOptions, LayerPredictor, LogitCounts, fit, pack_codes
+from training.prefetch_start import linear_start
 from weights import LayerWeights
 
 from flashllm.config import DEFAULT_WINDOW, RunConfig

@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import numpy as np
 from make_dummy_checkpoint import write
 from offload_run import run_settings
-from opt_shapes import SHAPES
-from run_worker import run
+from synthetic.opt_shapes import SHAPES
+from workers.run import run
 
 from flashllm.errors import BudgetError, FlashError
 from flashllm.offload.policy import Policy
@@ -276,7 +276,7 @@ def peers(check: Check) -> Found:
         rows.append({"engine": "flashllm", "weights": where, "throughput": found["throughput"]})
         if importlib.util.find_spec("accelerate") is None:
             continue
-        from peer_worker import accelerate
+        from workers.peer import accelerate
 
         settings = {"model": str(model), "dtype": "float16" if check.on_gpu else "float32", "scratch": str(check.out)}
         times = accelerate(

@@ -9,7 +9,7 @@ shape has are fine: `projected_throughput` scales a run's time by the layers, th
 low; the rest is measured. Roofs are taken in the same minutes: `prefill` and `decode` of the
 products alone, over the weights of one layer in memory, and the bytes a step reads over the drive's sequential rate.
 `of_roof` is the roof over the whole run, `decode_of_roof` the larger of disk and products over decoding. `--peers` runs
-others (peer_worker.py) in the same limit, each at the batches given: name:batch. The last line is one JSON document.
+others (workers/peer.py) in the same limit, each at the batches given: name:batch. The last line is one JSON document.
 """
 
 import argparse
@@ -26,8 +26,8 @@ from flashllm.base.units import parse_size
 from flashllm.commands.machine.memory_group import MemoryGroup, drop_page_cache
 from flashllm.offload.policy import Policy
 
-WORKER = Path(__file__).with_name("run_worker.py")
-PEER = Path(__file__).with_name("peer_worker.py")
+WORKER = Path(__file__).parent / "workers" / "run.py"
+PEER = Path(__file__).parent / "workers" / "peer.py"
 RUNS: dict[str, dict[str, Any]] = {
     "16 bit": {},
     "16 bit, no overlap": {"overlap": False},
@@ -65,7 +65,7 @@ def finish(script: str, args: argparse.Namespace, argv: Sequence[str] | None, **
 
 
 def run_settings(model: Path, policy: Policy | dict[str, Any], **more: Any) -> dict[str, Any]:
-    """What run_worker.py needs to know of a run; a block of sequences where `more` does not say how many."""
+    """What workers/run.py needs to know of a run; a block of sequences where `more` does not say how many."""
     policy = policy if isinstance(policy, Policy) else Policy.from_json(policy)
     settings = {"task": "run", "model": str(model), "policy": policy.to_json(), "sequences": policy.block_size}
     return settings | {"weight_bits": None, "cache_bits": None} | more

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from early_prediction import RECALLS, Counts, at_precision, main, recent, renormed
-from fit import LayerPredictor
 from tiny_models import SENTENCES
+from training.fit import LayerPredictor
 
 
 def test_recent_is_what_the_tokens_before_had():

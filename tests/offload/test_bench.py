@@ -96,7 +96,7 @@ def test_tables_are_measured(bench_path, tmp_path, capsys, monkeypatch):
     import offload_pipeline
     import offload_run  # which makes the group's module known
     import offload_tables
-    import run_worker
+    from workers import run as run_worker
 
     model = offload_pipeline.make_tiny(tmp_path / "tiny")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

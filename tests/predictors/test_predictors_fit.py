@@ -2,7 +2,7 @@ import numpy as np
 import predictors_path  # noqa: F401
 import pytest
 import torch
-from fit import (
+from training.fit import (
     FitOptions,
     LayerPredictor,
     LogitCounts,
@@ -15,8 +15,8 @@ from fit import (
     pack_codes,
     weighted_loss,
 )
-from prefetch_start import linear_start
-from recipes import RECIPES, AutoRanks, Recipe, auto_rank, parse_ranks
+from training.prefetch_start import linear_start
+from training.recipes import RECIPES, AutoRanks, Recipe, auto_rank, parse_ranks
 
 from flashllm.convert.untrained.svd import low_rank_predictor
 

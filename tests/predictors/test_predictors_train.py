@@ -15,16 +15,16 @@ import psutil
 import pytest
 import torch
 import train_predictor
-import trainer
 from arch_models import VARIANTS, make_checkpoint, make_model
-from fit import fires
 from masked import load_predictors
-from passes import BATCH_TOKENS, LayerPass, PassShape, kept_positions
-from recipes import Recipe
 from safetensors.torch import load_file
 from tiny_models import SENTENCES
-from trainer import needed_rows
-from training_plan import pass_nbytes
+from training import trainer
+from training.fit import fires
+from training.passes import BATCH_TOKENS, LayerPass, PassShape, kept_positions
+from training.plan import pass_nbytes
+from training.recipes import Recipe
+from training.trainer import needed_rows
 
 from flashllm.config import RunConfig
 from flashllm.convert.run import convert

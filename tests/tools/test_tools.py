@@ -14,7 +14,7 @@ from activity_trace import Stream, Trace
 from install_popularity import measure_popularity
 from predictor_files import MARGIN
 from scripts import REPOSITORY, run_script
-from synthetic_trace import write_synthetic_trace
+from synthetic.trace import write_synthetic_trace
 from traced import TracedModel
 from traces import masks_of
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -9,11 +9,6 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from fit import JUDGE_TOKENS
-from passes import CHUNK_NBYTES, PassShape
-from recipes import AutoRanks
-from trainer import TrainOptions
-
 from flashllm.arch.spec import BlockSpec
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.machine import available_nbytes, process_nbytes
@@ -23,6 +18,10 @@ from flashllm.errors import BudgetError
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_dir import ModelDir
 from flashllm.plan.memory import plan_memory
+from training.fit import JUDGE_TOKENS
+from training.passes import CHUNK_NBYTES, PassShape
+from training.recipes import AutoRanks
+from training.trainer import TrainOptions
 
 _SLACK = 64_000_000  # between the plan and the loading of the model the process grows by its imports
 _WASTE = 0.1  # of the rule for ranks, for the estimates

@@ -16,11 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from fit import Chunk, Chunks, FitOptions, LayerPredictor, LayerQuality, count_logits, fit, input_statistics, judge
 from numpy.typing import NDArray
-from passes import ActivityRecord, HiddenStates, LayerPass, PassShape, code_edges, kept_positions
-from prefetch_start import linear_start
-from recipes import AutoRanks, Recipe, probe_rank
 from weights import LayerWeights
 
 from flashllm.base.files import naming, write_atomically
@@ -28,6 +24,20 @@ from flashllm.base.progress import ProgressBar
 from flashllm.convert.untrained.svd import low_rank_predictor
 from flashllm.engine.model import Model
 from flashllm.errors import FlashIOError, FormatError
+from training.fit import (
+    Chunk,
+    Chunks,
+    FitOptions,
+    LayerPredictor,
+    LayerQuality,
+    count_logits,
+    fit,
+    input_statistics,
+    judge,
+)
+from training.passes import ActivityRecord, HiddenStates, LayerPass, PassShape, code_edges, kept_positions
+from training.prefetch_start import linear_start
+from training.recipes import AutoRanks, Recipe, probe_rank
 
 VALIDATION_SHARE = 0.1
 CALIBRATION_SHARE = 0.1  # of the rest

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
-from fit import LayerPredictor
 from numpy.typing import NDArray
 
 from flashllm.convert.untrained.svd import Blocks, InputStatistics, low_rank_predictor, root_of_covariance
+from training.fit import LayerPredictor
 
 _RIDGE = 1e-4  # of the inputs' mean variance
 

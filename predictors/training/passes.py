@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from fit import CODE_EDGES, CODES_PER_BYTE, Chunk, pack_codes
 from numpy.typing import NDArray
 from weights import Floats, LayerWeights
 
@@ -21,6 +20,7 @@ from flashllm.base.files import drop_page_cache, naming
 from flashllm.engine.model import Model
 from flashllm.engine.passes import Observer
 from flashllm.plan.memory_plan import KV_BLOCK_TOKENS
+from training.fit import CODE_EDGES, CODES_PER_BYTE, Chunk, pack_codes
 
 BATCH_TOKENS = 2048  # of the passes through a layer, at most; one sample where it is longer
 CHUNK_NBYTES = 64 * 2**20  # of the positions that are trained on at a time

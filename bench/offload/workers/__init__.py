@@ -1,0 +1,1 @@
+"""One run each in a process of its own: this engine's and its peers'."""
