@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import bench_path  # noqa: F401
 import pytest
 import tables
 

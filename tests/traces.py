@@ -1,7 +1,6 @@
 """Traces for tests."""
 
 import numpy as np
-import tools_path  # noqa: F401
 from activity_trace import Stream, TraceInfo, TraceWriter, pack_bits, unpack_bits
 
 

@@ -1,20 +1,18 @@
 """A dummy model as a GGUF file: the right tensors in the right kinds, and tokens that stay with their experts."""
 
-import sys
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
+from dummy_gguf import blocks, coded, config_of, embedding_walk, kinds, make, stored_nbytes, tensors
+from make_synthetic_experts import locality
+
+from flashllm.config import RunConfig
+from flashllm.convert.run import convert
+from flashllm.engine.model import Model
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "bench/peer"))
-from dummy_gguf import blocks, coded, config_of, embedding_walk, kinds, make, stored_nbytes, tensors  # noqa: E402
-from make_synthetic_experts import locality  # noqa: E402
-
-from flashllm.config import RunConfig  # noqa: E402
-from flashllm.convert.run import convert  # noqa: E402
-from flashllm.engine.model import Model  # noqa: E402
 
 KINDS = gguf.GGMLQuantizationType
 SMALL = {"hidden_size": 256, "vocab_size": 100, "num_attention_heads": 4}

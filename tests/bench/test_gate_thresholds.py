@@ -2,7 +2,6 @@
 
 import json
 
-import bench_path  # noqa: F401 - first: it makes the scripts importable
 import gate_thresholds
 import pytest
 from arch_models import VARIANTS, make_checkpoint

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 
-import bench_path  # noqa: F401
 import gpu_check
 import pytest
 

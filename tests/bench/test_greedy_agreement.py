@@ -2,7 +2,6 @@
 
 import json
 
-import bench_path  # noqa: F401 - first: it makes the scripts importable
 import greedy_agreement
 from arch_models import Variant, make_checkpoint
 

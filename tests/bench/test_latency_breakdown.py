@@ -3,7 +3,6 @@
 import json
 import subprocess
 
-import bench_path  # noqa: F401
 import engine_runs
 import pytest
 from engine_runs import Workers

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import bench_path  # noqa: F401 - first: it makes the scripts importable
 import harness_scores
 import pytest
 from arch_models import VARIANTS, make_checkpoint

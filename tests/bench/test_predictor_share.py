@@ -2,7 +2,6 @@
 
 import json
 
-import bench_path  # noqa: F401 - first: it makes the scripts importable
 import numpy as np
 import predictor_share
 import pytest

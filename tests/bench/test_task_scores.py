@@ -3,7 +3,6 @@
 import gzip
 import json
 
-import bench_path  # noqa: F401 - first: it makes the scripts importable
 import pytest
 import task_scores
 from arch_models import VARIANTS, make_checkpoint

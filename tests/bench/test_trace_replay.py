@@ -1,10 +1,8 @@
 """A token's activity by a trace: what the caches of a plan would miss, and what is worth prefetching."""
 
-import bench_path  # noqa: F401
 import core_testing  # noqa: F401
 import numpy as np
 import pytest
-import tools_path  # noqa: F401
 from activity_trace import Trace, TraceInfo, TraceWriter, pack_bits
 from planned import with_rows
 from trace_replay import count_requests, from_trace

@@ -3,7 +3,6 @@
 import itertools
 import json
 
-import bench_path  # noqa: F401
 import numpy as np
 import pytest
 import torch

@@ -4,18 +4,12 @@ Each layer has a cache of its own, so that no layer's experts push out another's
 cycle there.
 """
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
+from make_synthetic_experts import locality, made_up_routes
+from replay import Activity, misses_of
 
 from flashllm import _core
-
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "bench" / "cache")]
-from make_synthetic_experts import locality, made_up_routes  # noqa: E402
-from replay import Activity, misses_of  # noqa: E402
 
 EXPERTS, CHOSEN, SIZE, TOKENS = 64, 8, 4, 400  # neurons of an expert: as few as show that whole experts go in and out
 NEURONS, CYCLE = EXPERTS * SIZE, CHOSEN * SIZE

@@ -2,7 +2,6 @@
 
 import json
 
-import bench_path  # noqa: F401
 import gate_policies
 import numpy as np
 import pytest

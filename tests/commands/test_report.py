@@ -4,7 +4,6 @@ import importlib.util
 import json
 import sys
 
-import bench_path  # noqa: F401
 import numpy as np
 import pytest
 from dummy_gguf import config_of, make

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 
-import bench_path  # noqa: F401
 import predictor_files
 import pytest
 from tiny_models import make_tiny_opt

@@ -4,7 +4,6 @@ import shutil
 
 import numpy as np
 import pytest
-import tools_path  # noqa: F401
 from activity_trace import Trace
 from arch_models import make_model
 from install_popularity import install_popularity, measure_popularity

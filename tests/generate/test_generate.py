@@ -9,7 +9,7 @@ import torch
 
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
-from flashllm.errors import ChecksumError, FlashIOError, UsageError
+from flashllm.errors import ChecksumError, FlashIOError, FormatError, UsageError
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.session import PrefillRecord, Session, TokenRecord
 from flashllm.generate.templates.chat_template import ChatTemplate
@@ -197,11 +197,16 @@ def test_nothing_to_continue(session):
 # What ends a stream early
 
 
-@pytest.mark.parametrize("read", [0, 1, 2, 4, 7, 11, 14, 20, 30])
+@pytest.mark.parametrize(
+    ("mode", "read"), [*(("sparse", read) for read in (0, 1, 2, 4, 7, 11, 14, 20, 30)), ("oracle", 4), ("dense", 2)]
+)
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_an_interruption_in_a_pass_leaves_the_session_as_after_the_last_record(session, load, tiny, read, prompt):
+def test_an_interruption_in_a_pass_leaves_the_session_as_after_the_last_record(  # noqa: PLR0917 - fixtures
+    session, load, tiny, mode, read, prompt
+):
     """Ctrl-C while a read is under way: in any layer of the prompt's pass, and in later tokens' passes."""
-    one = session(load(tiny("bfloat16").path("random"), cache_policy="window", window=1), max_new_tokens=6)
+    options = {"mode": mode, "cache_policy": "window", "window": 1}
+    one = session(load(tiny("bfloat16").path("random"), **options), max_new_tokens=6)
     plain = [run(one.stream(text, add_special=first))[0] for text, first in ((PROMPTS[1], True), (prompt, False))]
     one.reset()
     assert run(one.stream(PROMPTS[1]))[0] == plain[0]
@@ -226,6 +231,7 @@ def test_an_interruption_in_a_pass_leaves_the_session_as_after_the_last_record(s
     [
         ("error", FlashIOError, r"layer \d, neuron \d+: .*ffn\.safetensors"),
         ("flip", ChecksumError, r"layer \d, neuron"),
+        ("end_of_file", FormatError, r"layer \d, neuron \d+: .*ffn\.safetensors ends at byte"),
     ],
 )
 def test_a_fault_ends_the_turn_and_nothing_else(session, template, kind, error, where):

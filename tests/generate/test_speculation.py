@@ -85,13 +85,9 @@ def ids_and_text(records):
 
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 5, "repetition_penalty": 1.1}
 RUNS = [  # variant, mode, cache policy, bits of keys and values
-    ("opt", "sparse", "frequency", None),
     ("opt", "sparse", "window", 4),
     ("llama relu", "sparse", "frequency", None),
-    ("prosparse", "sparse", "window", None),
     ("opt", "oracle", "frequency", None),
-    ("llama relu", "dense", "frequency", None),
-    ("qwen2", "dense", "frequency", None),
     ("mistral window", "dense", "frequency", 8),
 ]
 

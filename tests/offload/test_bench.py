@@ -10,7 +10,7 @@ from flashllm.base.machine import process_nbytes
 from flashllm.offload.machine.machines import T4
 
 
-def test_t4_is_what_the_fit_gives(bench_path):
+def test_t4_is_what_the_fit_gives():
     import offload_fit
 
     _, fitted = offload_fit.fit()
@@ -20,7 +20,7 @@ def test_t4_is_what_the_fit_gives(bench_path):
             assert shipped.at(size) == pytest.approx(derived.at(size), rel=0.01), name
 
 
-def test_the_fit_meets_every_figure_it_uses(bench_path, capsys):
+def test_the_fit_meets_every_figure_it_uses(capsys):
     import offload_fit
 
     assert offload_fit.main([]) == 0
@@ -31,7 +31,7 @@ def test_the_fit_meets_every_figure_it_uses(bench_path, capsys):
             assert row["model"] == pytest.approx(row["paper"], rel=0.05), row["figure"]
 
 
-def test_the_fit_uses_no_held_out_cell(bench_path):
+def test_the_fit_uses_no_held_out_cell():
     import offload_fit
     import offload_plan
 
@@ -41,7 +41,7 @@ def test_the_fit_uses_no_held_out_cell(bench_path):
     assert not used & held_out
 
 
-def test_held_out_cells_are_within_a_quarter(bench_path):
+def test_held_out_cells_are_within_a_quarter():
     import offload_plan
 
     rows = [row for row in offload_plan.TABLE_2 if row[5] == offload_plan.HELD_OUT]
@@ -50,7 +50,7 @@ def test_held_out_cells_are_within_a_quarter(bench_path):
             assert record[key] == pytest.approx(record["paper"], rel=0.25), (record["model"], record["prompt_len"], key)
 
 
-def test_plan_writes_its_results(bench_path, tmp_path, capsys):
+def test_plan_writes_its_results(tmp_path, capsys):
     import offload_plan
 
     assert offload_plan.main(["--quick", "--out", str(tmp_path)]) == 0
@@ -63,7 +63,7 @@ def test_plan_writes_its_results(bench_path, tmp_path, capsys):
     assert ours > 20 * max(throughput for _, throughput in frontier["row by row"])  # figure 1: some 40 to 69 times
 
 
-def test_profile_check_runs(bench_path, tmp_path, capsys):
+def test_profile_check_runs(tmp_path, capsys):
     import offload_profile
 
     out = tmp_path / "p.json"
@@ -75,7 +75,7 @@ def test_profile_check_runs(bench_path, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["p.json"]
 
 
-def test_a_copy_in_the_papers_groups_has_rounded_layers_and_nothing_else(bench_path, tmp_path):
+def test_a_copy_in_the_papers_groups_has_rounded_layers_and_nothing_else(tmp_path):
     import group_codec
     import rounded_copies
     from safetensors.numpy import load_file
@@ -92,7 +92,7 @@ def test_a_copy_in_the_papers_groups_has_rounded_layers_and_nothing_else(bench_p
         np.testing.assert_array_equal(after[name], np.concatenate(expected))
 
 
-def test_tables_are_measured(bench_path, tmp_path, capsys, monkeypatch):
+def test_tables_are_measured(tmp_path, capsys, monkeypatch):
     import offload_pipeline
     import offload_run  # which makes the group's module known
     import offload_tables
@@ -129,7 +129,7 @@ def test_tables_are_measured(bench_path, tmp_path, capsys, monkeypatch):
     assert any(row["on_frontier"] for row in rows)
 
 
-def test_pipeline_scaling_runs(bench_path, tmp_path, capsys):
+def test_pipeline_scaling_runs(tmp_path, capsys):
     import offload_pipeline
 
     out = tmp_path / "p.json"

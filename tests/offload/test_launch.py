@@ -7,7 +7,6 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import bench_path  # noqa: F401
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -136,7 +136,7 @@ def test_what_the_refusal_asks_for_suffices():
         search(shape, short.limited(cpu_memory=int(asked * 0.99)), WORK, COARSE)
 
 
-def test_random_cases(bench_path, capsys):
+def test_random_cases(capsys):
     import offload_random
 
     assert offload_random.main(["--cases", "25", "--policies", "60", "--seed", "5000"]) == 0
@@ -147,7 +147,7 @@ def test_random_cases(bench_path, capsys):
     assert summary["random_policies"] > 600
 
 
-def test_random_cases_notice_a_bad_search(bench_path, monkeypatch, capsys):
+def test_random_cases_notice_a_bad_search(monkeypatch, capsys):
     """The judge must be able to fail: a search that answers with its worst pair is beaten."""
     import offload_random
 

@@ -6,7 +6,6 @@ import shutil
 
 import numpy as np
 import pytest
-import tools_path  # noqa: F401
 from activity_trace import Trace
 from install_popularity import install_popularity
 from traces import write_trace

@@ -2,7 +2,6 @@
 
 import json
 
-import bench_path  # noqa: F401
 import pytest
 from predictor_sizes import main
 

@@ -1,7 +1,6 @@
 """Predictors in 4 bits: the engine names what their stored weights name."""
 
 import numpy as np
-import predictors_path  # noqa: F401
 import pytest
 import torch
 from arch_models import VARIANTS, make_checkpoint

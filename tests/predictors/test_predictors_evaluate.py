@@ -3,7 +3,6 @@ import gzip
 import json
 
 import numpy as np
-import predictors_path  # noqa: F401
 import pytest
 import torch
 from activity import aggregated_usage, friends, layer_activity, new_rows_per_token

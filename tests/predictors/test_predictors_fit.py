@@ -1,5 +1,4 @@
 import numpy as np
-import predictors_path  # noqa: F401
 import pytest
 import torch
 from training.fit import (

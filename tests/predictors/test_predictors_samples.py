@@ -2,7 +2,6 @@ import gzip
 import json
 
 import numpy as np
-import predictors_path  # noqa: F401
 import pytest
 from samples import DataError, SampleReport, read_hub, read_shards, token_rows
 

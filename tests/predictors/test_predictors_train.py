@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-import predictors_path  # noqa: F401
 import psutil
 import pytest
 import torch

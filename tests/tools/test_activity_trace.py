@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import tools_path  # noqa: F401
 from activity_trace import Stream, Trace, TraceInfo, TraceWriter, bits_nbytes, pack_bits, unpack_bits
 from traces import masks_of
 

@@ -2,10 +2,8 @@
 
 import json
 
-import bench_path  # noqa: F401
 import numpy as np
 import pytest
-import tools_path  # noqa: F401
 import torch
 from arch_models import VARIANTS, Variant, make_checkpoint
 from folders import written_back

@@ -5,10 +5,8 @@ import json
 import subprocess
 import sys
 
-import bench_path  # noqa: F401
 import numpy as np
 import pytest
-import tools_path  # noqa: F401
 import torch
 from activity_trace import Stream, Trace
 from install_popularity import measure_popularity
