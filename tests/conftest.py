@@ -22,7 +22,9 @@ from tiny_models import make_tiny_opt
 from transformers import AutoTokenizer, OPTForCausalLM
 
 from flashllm import FlashModel
+from flashllm.config import RunConfig
 from flashllm.convert.run import convert
+from flashllm.engine.model import Model
 from flashllm.format.manifest import Manifest
 
 CONTEXT = 96  # tokens the tiny model allows
@@ -107,6 +109,20 @@ def variant_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tupl
         return made[name]
 
     return get
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., Model]]:
+    """`Model.open` with one compute thread and few reader threads; closed after the test."""
+    models: list[Model] = []
+
+    def get(path: Path, **options: Any) -> Model:
+        models.append(Model.open(path, RunConfig(**{"threads": 1, "io_threads": 4, **options})))
+        return models[-1]
+
+    yield get
+    for model in models:
+        model.close()
 
 
 @pytest.fixture

@@ -258,14 +258,10 @@ def test_gemma_4_whose_layers_differ_in_other_ways_is_refused(tmp_path, key, val
 @pytest.mark.parametrize("variant", ["qwen3_next", "qwen3_5", "qwen3_5 tied", "qwen3_5_moe"])
 def test_value_heads_are_computed_as_they_lie(tmp_path, variant):
     """Tiled, but for Qwen3-Next's; and what is stored in another form has the same meaning."""
-    source = make_checkpoint(tmp_path / "hf", VARIANTS_OF_FOLDERS[variant])
-    convert(source, tmp_path / "expected")
-    convert(write_gguf(source, tmp_path / "model.gguf"), tmp_path / "found")
-    blocks = _blocks(tmp_path)
+    blocks = _converted_both_ways(tmp_path, VARIANTS_OF_FOLDERS[variant])
     assert [layer.mixer.kind == "delta_rule" and layer.mixer.tiled for layer in blocks[0].layers] == [
         variant != "qwen3_next" and layer.mixer.kind == "delta_rule" for layer in blocks[1].layers
     ]
-    _same_logits(tmp_path, source)
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -273,12 +269,8 @@ def test_value_heads_are_computed_as_they_lie(tmp_path, variant):
 def test_decays_of_each_channel(tmp_path, variant, whole):
     """With as many heads that keep a state as attend: a file has one number for both."""
     config = VARIANTS_OF_FOLDERS[variant].config | {"linear_num_heads": 4}
-    source = make_checkpoint(tmp_path / "hf", Variant("kimi_linear", config))
-    convert(source, tmp_path / "expected")
-    convert(write_gguf(source, tmp_path / "model.gguf", whole_latent=whole), tmp_path / "found")
-    blocks = _blocks(tmp_path)
+    blocks = _converted_both_ways(tmp_path, Variant("kimi_linear", config), whole_latent=whole)
     assert blocks[0] == blocks[1]
-    _same_logits(tmp_path, source)
 
 
 MAMBA = {
@@ -302,13 +294,9 @@ MAMBA = {
 @pytest.mark.parametrize("name", MAMBA)
 def test_mixers_of_mamba_are_computed_as_they_lie(tmp_path, name):
     """Falcon-H1's multipliers are in its file's weights."""
-    source = make_checkpoint(tmp_path / "hf", MAMBA[name])
-    convert(source, tmp_path / "expected")
-    convert(write_gguf(source, tmp_path / "model.gguf"), tmp_path / "found")
-    blocks = _blocks(tmp_path)
+    blocks = _converted_both_ways(tmp_path, MAMBA[name])
     if name != "falcon-h1":
         assert blocks[0] == blocks[1]
-    _same_logits(tmp_path, source)
 
 
 def test_squared_neurons_of_codes_are_in_bfloat16(tmp_path):
@@ -334,11 +322,6 @@ def test_a_mixer_whose_heads_do_not_fit_is_refused(tmp_path):
             _open(path)
 
 
-def _blocks(root):
-    """Of the file, and of its folder."""
-    return [block_spec(json.loads((root / name / "config.json").read_text())) for name in ("found", "expected")]
-
-
 def _same_logits(root, source):
     """The file's, the folder's and transformers'."""
     _check_config(root / "found")
@@ -353,6 +336,20 @@ def _same_logits(root, source):
     transformers = AutoModelForCausalLM.from_pretrained(source)
     with torch.no_grad():
         np.testing.assert_allclose(logits[0][:40], transformers(torch.tensor([ids])).logits[0], atol=5e-4, rtol=0)
+
+
+def _blocks(root):
+    """Of the file, and of its folder."""
+    return [block_spec(json.loads((root / name / "config.json").read_text())) for name in ("found", "expected")]
+
+
+def _converted_both_ways(root, variant, **layout):
+    """The block of a GGUF file's conversion and of its folder's, whose logits are the same."""
+    source = make_checkpoint(root / "hf", variant)
+    convert(source, root / "expected")
+    convert(write_gguf(source, root / "model.gguf", **layout), root / "found")
+    _same_logits(root, source)
+    return _blocks(root)
 
 
 @pytest.mark.parametrize("variant", ["glm4_moe", "qwen3_5_moe"])

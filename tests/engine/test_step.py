@@ -25,18 +25,9 @@ def directory_of(variant_of):
 
 
 @pytest.fixture
-def load(directory_of):
+def load(directory_of, opened):
     """Loads a variant, closed after the test."""
-    models = []
-
-    def get(name="opt", **options):
-        options.setdefault("io_threads", 4)
-        models.append(Model.open(directory_of(name), RunConfig(**options)))
-        return models[-1]
-
-    yield get
-    for model in models:
-        model.close()
+    return lambda name="opt", **options: opened(directory_of(name), **options)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

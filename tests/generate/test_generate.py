@@ -7,8 +7,6 @@ import psutil
 import pytest
 import torch
 
-from flashllm.config import RunConfig
-from flashllm.engine.model import Model
 from flashllm.errors import ChecksumError, FlashIOError, FormatError, UsageError
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.session import PrefillRecord, Session, TokenRecord
@@ -23,27 +21,13 @@ PROMPTS = ("One day a girl found", "It was")  # more and fewer new tokens than K
 
 
 @pytest.fixture
-def load():
-    """Loads a model directory with one compute thread and few reader threads; closed after the test."""
-    models = []
-
-    def get(path, **options):
-        models.append(Model.open(path, RunConfig(**{"threads": 1, "io_threads": 4, **options})))
-        return models[-1]
-
-    yield get
-    for model in models:
-        model.close()
-
-
-@pytest.fixture
-def session(tiny, load):
+def session(tiny, opened):
     """Makes sessions over a loaded bfloat16 model whose predictor is often wrong, or over the model given."""
     made = []
 
     def make(model=None, *, template=None, predictors="random", **options):
         tiny_model = tiny("bfloat16")
-        model = load(tiny_model.path(predictors)) if model is None else model
+        model = opened(tiny_model.path(predictors)) if model is None else model
         tokenizer = Tokenizer.load(tiny_model.path(predictors))
         rendered = None if template is None else ChatTemplate(template, "here")
         made.append(Session(model, tokenizer, SamplingOptions(**{"max_new_tokens": 10, **options}), template=rendered))
@@ -90,8 +74,8 @@ def test_sampling_repeats_with_a_seed_and_differs_without(session):
 
 @pytest.mark.parametrize("mode", ["sparse", "oracle", "dense"])
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_records_add_up(session, load, tiny, mode, prompt):
-    one = session(load(tiny("bfloat16").path("random"), mode=mode))
+def test_records_add_up(session, opened, tiny, mode, prompt):
+    one = session(opened(tiny("bfloat16").path("random"), mode=mode))
     prefill, *tokens = run(one.stream(prompt))[2]
     assert isinstance(prefill, PrefillRecord)
     num_tokens = len(one.tokenizer.encode(prompt))
@@ -119,8 +103,8 @@ def test_records_add_up(session, load, tiny, mode, prompt):
     assert all((times.active > 0) == (mode != "dense") for times in later)
 
 
-def test_retries_are_counted_in_the_record_they_belong_to(session, load, tiny):
-    one = session(load(tiny("bfloat16").path("random"), io_threads=1, cache_policy="window"))
+def test_retries_are_counted_in_the_record_they_belong_to(session, opened, tiny):
+    one = session(opened(tiny("bfloat16").path("random"), io_threads=1, cache_policy="window"))
     expected = run(one.stream(PROMPTS[0]))[0]
     one.reset()
     stream = one.stream(PROMPTS[0])
@@ -202,11 +186,11 @@ def test_nothing_to_continue(session):
 )
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_an_interruption_in_a_pass_leaves_the_session_as_after_the_last_record(  # noqa: PLR0917 - fixtures
-    session, load, tiny, mode, read, prompt
+    session, opened, tiny, mode, read, prompt
 ):
     """Ctrl-C while a read is under way: in any layer of the prompt's pass, and in later tokens' passes."""
     options = {"mode": mode, "cache_policy": "window", "window": 1}
-    one = session(load(tiny("bfloat16").path("random"), **options), max_new_tokens=6)
+    one = session(opened(tiny("bfloat16").path("random"), **options), max_new_tokens=6)
     plain = [run(one.stream(text, add_special=first))[0] for text, first in ((PROMPTS[1], True), (prompt, False))]
     one.reset()
     assert run(one.stream(PROMPTS[1]))[0] == plain[0]
@@ -253,8 +237,8 @@ def test_a_fault_ends_the_turn_and_nothing_else(session, template, kind, error, 
 # Closing
 
 
-def test_a_forgotten_session_gives_its_memory_back(session, load, tiny):
-    model = load(tiny("bfloat16").path("random"))
+def test_a_forgotten_session_gives_its_memory_back(session, opened, tiny):
+    model = opened(tiny("bfloat16").path("random"))
     forgotten = Session(model, Tokenizer.load(tiny("bfloat16").path()))
     stream = forgotten.stream(PROMPTS[0])
     next(stream)
@@ -275,8 +259,8 @@ def test_a_session_of_a_closed_model(session):
     one.close()
 
 
-def test_memory_does_not_grow_with_the_tokens(session, load, tiny):
-    one = session(load(tiny("bfloat16").path("random"), io_threads=32), max_new_tokens=80)
+def test_memory_does_not_grow_with_the_tokens(session, opened, tiny):
+    one = session(opened(tiny("bfloat16").path("random"), io_threads=32), max_new_tokens=80)
     process = psutil.Process()
     for _ in range(2):
         run(one.stream(PROMPTS[1]))

@@ -90,20 +90,17 @@ def test_memory_files_say_why_they_are_not_direct():
         os.remove(path)
 
 
-@pytest.mark.parametrize("argument", [0, 1, 4095, 4096, 5000, 8192])
-def test_short_writes_are_continued(make, argument):
-    data = memory(PIECE + 5 * PAGE)
+@pytest.mark.parametrize(
+    ("fault", "count", "argument"),
+    [
+        *(("short_read", 6, nbytes) for nbytes in (0, 1, 4095, 4096, 5000, 8192)),
+        *(("error", 20, error) for error in (errno.EINTR, errno.EAGAIN)),
+    ],
+)
+def test_short_and_interrupted_writes_go_on(make, fault, count, argument):
+    data = memory(3 * PIECE + 5 * PAGE)
     writer = make(data.size)
-    writer.inject("short_read", 0, 6, argument)
-    writer.write([(0, data)])
-    assert np.array_equal(contents(writer), data)
-
-
-@pytest.mark.parametrize("error", [errno.EINTR, errno.EAGAIN])
-def test_interrupted_writes_are_repeated(make, error):
-    data = memory(3 * PIECE)
-    writer = make(data.size)
-    writer.inject("error", 0, 20, error)
+    writer.inject(fault, 0, count, argument)
     writer.write([(0, data)])
     assert np.array_equal(contents(writer), data)
 
