@@ -26,6 +26,7 @@ from samples import LEAST_SAMPLES, DataError, SampleReport, read_hub, read_shard
 from training.fit import FitOptions
 from training.plan import plan_training
 from training.recipes import Recipe, parse_ranks
+from training.stored import StoredPredictor, encode_predictors
 from training.trainer import SCRATCH_FILES, LayerResult, Trainer, TrainOptions
 
 from flashllm.base.files import is_there, locked_directory, read_bounded, write_atomically
@@ -41,7 +42,6 @@ from flashllm.format.manifest_values import Calibration
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import FFN, PREDICTORS
 from flashllm.format.popularity import encode_popularity
-from flashllm.format.predictors import StoredPredictor, encode_predictors
 from flashllm.generate.tokenizer import Tokenizer
 
 LONG_CONTEXT = 512  # tokens: shorter samples than this and the model's context get a note

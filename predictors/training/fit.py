@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from flashllm.convert.untrained.svd import InputStatistics, LowRankPredictor, root_of_covariance
-from flashllm.format.predictors import stored_values
+from flashllm.convert.untrained.svd import InputStatistics, LowRankPredictor
+from training.stored import stored_values
 
 CODES_PER_BYTE = 4
 # Codes: 0 does not fire; 1, 2, 3 fire with a contribution below, around and above the mean of those that fire.
@@ -121,6 +122,13 @@ class LayerQuality:
     predicted_share: float
     false_negative: float
     false_positive: float
+
+
+def root_of_covariance(covariance: NDArray[np.float64]) -> NDArray[np.float64]:
+    """R with R R^T = `covariance`, directions of no variance given a little so that R can be inverted."""
+    values, vectors = np.linalg.eigh(covariance)
+    floor = 1e-8 * max(float(values[-1]), 1e-30)
+    return np.asarray(vectors * np.sqrt(np.maximum(values, floor)))
 
 
 def input_statistics(chunks: Chunks) -> InputStatistics:

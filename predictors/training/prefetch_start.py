@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flashllm.convert.untrained.svd import Blocks, InputStatistics, low_rank_predictor, root_of_covariance
-from training.fit import LayerPredictor
+from flashllm.convert.untrained.svd import Blocks, InputStatistics, low_rank_predictor
+from training.fit import LayerPredictor, root_of_covariance
 
 _RIDGE = 1e-4  # of the inputs' mean variance
 

@@ -1,18 +1,13 @@
 """The predictors' file: 8-bit codes, its order, and what its reader refuses."""
 
 import numpy as np
+import predictors_path  # noqa: F401
 import pytest
 from safetensors.numpy import load_file
+from training.stored import StoredPredictor, code_rows, encode_predictors, stored_values
 
 from flashllm.errors import FormatError
-from flashllm.format.predictors import (
-    FACTOR_CODE,
-    StoredPredictor,
-    check_predictors_header,
-    code_rows,
-    encode_predictors,
-    stored_values,
-)
+from flashllm.format.predictors import FACTOR_CODE, check_predictors_header
 from flashllm.format.rows import RowLayout
 from flashllm.format.safetensors import encode_header, read_header
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from arch_models import VARIANTS, make_checkpoint
 from masked import load_predictors
+from training.stored import StoredPredictor, encode_predictors
 
 from flashllm.config import RunConfig
 from flashllm.convert.run import convert
@@ -12,7 +13,6 @@ from flashllm.engine.model import Model
 from flashllm.format.install import install_predictors
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_files import FFN, PREDICTORS
-from flashllm.format.predictors import StoredPredictor, encode_predictors
 
 
 @pytest.mark.parametrize("rank", [4, 40])

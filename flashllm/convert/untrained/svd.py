@@ -106,13 +106,6 @@ def normed_inputs(
     return InputStatistics(mean=mean, root=np.maximum(scale, 1e-6 * float(scale.max())))
 
 
-def root_of_covariance(covariance: NDArray[np.float64]) -> NDArray[np.float64]:
-    """R with R R^T = `covariance`, directions of no variance given a little so that R can be inverted."""
-    values, vectors = np.linalg.eigh(covariance)
-    floor = 1e-8 * max(float(values[-1]), 1e-30)
-    return np.asarray(vectors * np.sqrt(np.maximum(values, floor)))
-
-
 def missed_share(
     mean: NDArray[np.float64], deviation: NDArray[np.float64], error: NDArray[np.float64], margin: float
 ) -> float:
