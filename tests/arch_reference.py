@@ -13,7 +13,7 @@ from flashllm.arch.registry import resident_shapes
 from flashllm.arch.spec import BlockSpec
 from flashllm.arch.tensors import TOKEN_TABLE
 from flashllm.format.model_dir import ModelDir, read_plane
-from flashllm.format.model_files import FFN, RESIDENT, TABLE, ffn_tensor, gate_tensor, resident_encoding
+from flashllm.format.model_files import FFN, RESIDENT, TABLE, ffn_tensor, gate_tensor
 from flashllm.format.rows import widened_rows
 from flashllm.format.safetensors import open_safetensors
 
@@ -62,13 +62,7 @@ class ReferenceDecoder:
         with open_safetensors(path) as file:
             for name, info in file.header.tensors.items():
                 if not name.startswith("flashllm.") and name not in manifest.planes:
-                    encoding = resident_encoding(
-                        name,
-                        manifest.dtype,
-                        manifest.resident_encoding,
-                        manifest.rows.encoding,
-                        manifest.other_encodings,
-                    )
+                    encoding = manifest.encoding_of(name)
                     values = np.empty(info.shape, encoding.storage)
                     file.read_into(info, 0, values.reshape(-1).view(np.uint8).data)
                     tensors[name] = torch.from_numpy(np.array(encoding.widened(values, width[name])))

@@ -73,7 +73,14 @@ from flashllm.format.model_files import (
     resident_encoding,
 )
 from flashllm.format.predictors import PREFETCH, check_predictors_header
-from flashllm.format.rows import CARRIED_ENCODINGS, CODED_ENCODINGS, PLANE_ENCODINGS, RowLayout, TableLayout
+from flashllm.format.rows import (
+    CARRIED_ENCODINGS,
+    CODED_ENCODINGS,
+    PLANE_ENCODINGS,
+    RowEncoding,
+    RowLayout,
+    TableLayout,
+)
 from flashllm.format.safetensors import read_header
 
 FORMAT_VERSION = 2
@@ -220,21 +227,22 @@ class Manifest:
             for layer, stored in enumerate(self.stored_layouts)
         ]
 
+    def encoding_of(self, name: str) -> RowEncoding:
+        """How the resident tensor of this name is stored."""
+        return resident_encoding(name, self.dtype, self.resident_encoding, self.rows.encoding, self.other_encodings)
+
     def table_layout(self, block: BlockSpec) -> TableLayout | None:
         """Of per-layer embeddings, where the model that computes so has them."""
         if block.per_layer is None:
             return None
-        others = self.other_encodings
-        encoding = resident_encoding(TOKEN_TABLE, self.dtype, self.resident_encoding, None, others)
-        return TableLayout(block.per_layer.rows, block.token_row, encoding)
+        return TableLayout(block.per_layer.rows, block.token_row, self.encoding_of(TOKEN_TABLE))
 
     def embedding_layout(self, block: BlockSpec) -> TableLayout | None:
         """Of the embedding in `resident.safetensors`, where all that a model needs of it are its tokens' rows; None
         where the head is the embedding too, beside per-layer embeddings, and of rows that have no checksum."""
         if block.tied_head or block.per_layer is not None or block.embed_dim != block.d_model or block.streams:
             return None
-        encoding = resident_encoding(EMBEDDING, self.dtype, self.resident_encoding, None, self.other_encodings)
-        layout = TableLayout(block.vocab_size, block.embed_dim, encoding, apart=False)
+        layout = TableLayout(block.vocab_size, block.embed_dim, self.encoding_of(EMBEDDING), apart=False)
         return layout if layout.is_hashed else None
 
     def layout(self, layer: int) -> RowLayout:
@@ -412,15 +420,7 @@ def check_directory(directory: Path, manifest: Manifest) -> None:
     shapes = resident_shapes(config)
     if manifest.resident_gate:
         shapes |= {gate_tensor(layer): (each.d_ff, each.d_model) for layer, each in enumerate(layouts)}
-    check_resident_tensors(
-        resident,
-        shapes,
-        manifest.dtype,
-        manifest.resident_encoding,
-        rows=manifest.rows.encoding,
-        others=manifest.other_encodings,
-        planes=manifest.planes,
-    )
+    check_resident_tensors(resident, shapes, manifest.encoding_of, manifest.planes)
     if (table := manifest.table_layout(block_spec(config))) is not None:
         if TABLE not in manifest.files:
             raise FormatError(f"{directory / MANIFEST}: files does not list {TABLE}")

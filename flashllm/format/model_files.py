@@ -3,8 +3,7 @@
 Reads no data. Whether the bytes are right is for `verify` and for the row checksums.
 """
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Mapping, Sequence
 
 from flashllm.arch.tensors import TOKEN_TABLE, is_wide
 from flashllm.base.codes.carried import SCALE_FORMS, plane_shapes
@@ -22,7 +21,6 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 MODEL_CARD = "README.md"  # for people: may be edited, so it is not hashed
 _OWN_PREFIX = "flashllm."  # of tensors that are no weights
-_NONE: Mapping[str, str] = MappingProxyType({})
 _CODED = frozenset(
     (
         "embedding",
@@ -84,7 +82,7 @@ def is_coded_matrix(name: str) -> bool:
 
 
 def resident_encoding(
-    name: str, dtype: str, matrices: str | None, rows: str | None = None, others: Mapping[str, str] = _NONE
+    name: str, dtype: str, matrices: str | None, rows: str | None, others: Mapping[str, str]
 ) -> RowEncoding:
     """How a resident tensor is stored: matrices that tokens are multiplied by, and the embedding, as `matrices` says.
 
@@ -135,17 +133,13 @@ def check_resident_header(header: SafetensorsHeader, checksums: Sequence[int]) -
 def check_resident_tensors(
     header: SafetensorsHeader,
     shapes: Mapping[str, tuple[int, ...]],
-    dtype: str,
-    matrices: str | None,
-    *,
-    rows: str | None = None,
-    others: Mapping[str, str] = _NONE,
-    planes: Mapping[str, tuple[str, tuple[int, ...]]] = MappingProxyType({}),
+    encoding_of: Callable[[str], RowEncoding],
+    planes: Mapping[str, tuple[str, tuple[int, ...]]],
 ) -> None:
-    """Check that `resident.safetensors` holds exactly these weights, stored by `resident_encoding`, and the `planes` of
-    scales as they are described. FormatError otherwise."""
+    """Check that `resident.safetensors` holds exactly these weights, stored as `encoding_of` says of their names, and
+    the `planes` of scales as they are described. FormatError otherwise."""
     for name, shape in shapes.items():
-        encoding = resident_encoding(name, dtype, matrices, rows, others)
+        encoding = encoding_of(name)
         header.expect(name, encoding.safetensors_dtype, (*shape[:-1], encoding.vector_items(shape[-1])))
     for name, (stored, described) in planes.items():
         header.expect(name, stored, described)

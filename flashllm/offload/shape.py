@@ -19,7 +19,7 @@ from flashllm.base.files import is_there, read_json_object
 from flashllm.convert.checkpoint.gguf.file import SUFFIX
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.outline import find_well_known
-from flashllm.convert.plan import ConversionPlan, plan_conversion
+from flashllm.convert.plan import plan_conversion
 from flashllm.errors import FormatError, UnsupportedModelError, UsageError
 from flashllm.format.manifest import MANIFEST, Manifest
 from flashllm.format.model_files import CONFIG, resident_encoding
@@ -302,7 +302,8 @@ def load_shape(model: str) -> ModelShape:
             plan = plan_conversion(checkpoint, keep=True)  # what `run` makes of it first
         shape = shape_from_config(dict(checkpoint.config), name=path.stem, assembled=True)
         scales = plan.kept.down_scales if plan.kept is not None else ()
-        return _in_codes(shape, plan.layout, _resident(plan.dtype.name, plan), scales)
+        stored = plan.dtype.name, plan.resident_encoding, plan.layout.encoding, plan.other_encodings
+        return _in_codes(shape, plan.layout, lambda name: resident_encoding(name, *stored), scales)
     name = path.parent.name if path.name == CONFIG else path.stem
     return shape_in(path.parent, read_json_object(path), name=name)
 
@@ -314,12 +315,7 @@ def shape_in(folder: Path, config: dict[str, Any], *, name: str) -> ModelShape:
     if not assembled:
         return shape
     of = Manifest.load(folder, check_files=False)
-    return _in_codes(shape, of.rows, _resident(of.dtype, of), of.down_scales)
-
-
-def _resident(dtype: str, of: Manifest | ConversionPlan) -> Callable[[str], RowEncoding]:
-    """How a resident tensor is stored."""
-    return lambda name: resident_encoding(name, dtype, of.resident_encoding, None, of.other_encodings)
+    return _in_codes(shape, of.rows, of.encoding_of, of.down_scales)
 
 
 def _in_codes(

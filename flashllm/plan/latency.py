@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from flashllm.arch.registry import resident_shapes
 from flashllm.format.model_dir import ModelDir
-from flashllm.format.model_files import PREDICTORS, RESIDENT, resident_encoding
+from flashllm.format.model_files import PREDICTORS, RESIDENT
 from flashllm.format.rows import RowLayout, measured_as
 from flashllm.format.safetensors import read_header
 from flashllm.plan.activity import ExpectedActivity, LayerActivity
@@ -140,10 +140,7 @@ def _resident_s(model: ModelDir, costs: Profile) -> float:
     """Seconds of a token's products with the resident weights."""
     manifest, seconds = model.manifest, 0.0
     for name, nbytes in _product_parts(model).items():
-        encoding = resident_encoding(
-            name, manifest.dtype, manifest.resident_encoding, manifest.rows.encoding, manifest.other_encodings
-        )
-        seconds += nbytes / costs.resident_bps(measured_as(encoding.name), manifest.dtype)
+        seconds += nbytes / costs.resident_bps(measured_as(manifest.encoding_of(name).name), manifest.dtype)
     return seconds
 
 

@@ -30,8 +30,8 @@ from flashllm.convert.plan import checked_tensors
 from flashllm.errors import ChecksumError, UnsupportedModelError
 from flashllm.format.manifest import MANIFEST
 from flashllm.format.model_dir import ModelDir, read_plane
-from flashllm.format.model_files import FFN, RESIDENT, checksums_tensor, ffn_tensor, plane_tensors, resident_encoding
-from flashllm.format.rows import RowEncoding, row_checksums, unpack_rows, widened
+from flashllm.format.model_files import FFN, RESIDENT, checksums_tensor, ffn_tensor, plane_tensors
+from flashllm.format.rows import row_checksums, unpack_rows, widened
 from flashllm.format.safetensors import SafetensorsFile, TensorInfo, open_safetensors
 from flashllm.offload.planner.packing import CODES
 from flashllm.offload.shape import ModelShape, check_mixers, is_assembled, shape_of
@@ -266,8 +266,8 @@ class _ModelDirWeights(WeightSource):
         return Extent(self.path / RESIDENT, info.offset, info.nbytes)
 
     def encoding(self, name: str) -> str | None:
-        info = self._resident.header.tensors.get(name)
-        stored = self._manifest.rows.encoding_of(name.split(".")[2]) if info is None else self._of_resident(info)
+        of, resident = self._manifest, name in self._resident.header.tensors
+        stored = of.encoding_of(name) if resident else of.rows.encoding_of(name.split(".")[2])
         return stored.name if stored.name in self._codes else None
 
     def plane_nbytes(self, layer: int) -> int:
@@ -278,16 +278,6 @@ class _ModelDirWeights(WeightSource):
     def plane(self, layer: int) -> Mapping[str, Array]:
         plane = read_plane(self.path, self._manifest, layer)
         return {} if plane is None else plane.arrays
-
-    def _of_resident(self, info: TensorInfo) -> RowEncoding:
-        manifest = self._manifest
-        return resident_encoding(
-            info.name,
-            self.dtype.name,
-            manifest.resident_encoding,
-            manifest.rows.encoding,
-            manifest.other_encodings,
-        )
 
     def read(self, targets: Mapping[str, Array]) -> None:
         bundled: dict[int, dict[str, Array]] = {}
@@ -305,7 +295,7 @@ class _ModelDirWeights(WeightSource):
         if info.dtype == self.read_dtype(info.name).code or target.dtype == np.uint8:
             _read(self._resident, info, 0, target)
             return
-        encoding = self._of_resident(info)
+        encoding = self._manifest.encoding_of(info.name)
         together = max(1, _CODED_NBYTES // info.shape[1])
         for first in range(0, info.shape[0], together):
             part = target[first : first + together]
