@@ -23,7 +23,7 @@ VERBS = {
     "generate": ("flashllm.commands.generate", "continue one prompt, with a record of every token"),
     "serve": ("flashllm.commands.serve", "answer OpenAI clients over HTTP"),
     "convert": ("flashllm.commands.convert", "make a model directory from a checkpoint"),
-    "inspect": ("flashllm.commands.inspect", "what a model directory holds and needs"),
+    "inspect": ("flashllm.commands.inspect", "what a model directory holds"),
     "verify": ("flashllm.commands.verify", "check every byte of a model directory"),
     "models": ("flashllm.commands.models.known", "well-known models: what each takes here, before it is downloaded"),
     "list": ("flashllm.commands.models.list", "the models that were converted on first use"),

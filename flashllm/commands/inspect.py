@@ -1,4 +1,4 @@
-"""`flashllm inspect [MODEL]`: what a model directory holds, where it is, and what it needs to run."""
+"""`flashllm inspect [MODEL]`: what a model directory holds, and where it is."""
 
 import argparse
 

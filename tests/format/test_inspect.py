@@ -41,8 +41,6 @@ def test_the_facts_of_a_tiny_model(model):
     assert facts["rows"]["row_nbytes"] == 256
     assert facts["kv_nbytes_per_token"] == 2 * 2 * 64 * 2
     assert facts["total_nbytes"] == sum(facts["files"].values())
-    assert facts["minimum_nbytes"] == sum(facts["minimum_parts"].values())
-    assert facts["minimum_parts"]["kv_cache"] == 128 * facts["kv_nbytes_per_token"]  # the context is shorter than 256
     assert facts["predictors"] is None
     assert facts["calibration"] is None
 
@@ -69,7 +67,6 @@ def test_the_text_of_a_bare_and_of_a_complete_model(model, tmp_path):
 
     facts = inspect(model)
     assert facts["predictors"] == {"ranks": [3, 5], "nbytes": 2 * 8 * (64 + 256) + 2 * 4 * 257}
-    assert facts["minimum_parts"]["predictors"] == facts["predictors"]["nbytes"]
     text = format_inspection(facts)
     assert "ranks 3 to 5" in text
     assert facts["popularity"] is None

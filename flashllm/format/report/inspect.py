@@ -15,16 +15,12 @@ from flashllm.format.popularity import describe_popularity, popularity_line
 from flashllm.format.report.verify import unused_line
 from flashllm.format.safetensors import read_header
 
-PROCESS_NBYTES = 60_000_000  # interpreter and libraries before any weight; the plan measures it
-MINIMUM_CONTEXT_TOKENS = 256
-_STREAM_BLOCKS = 2  # one being read, one being multiplied
-
 
 def inspect(path: Path) -> dict[str, Any]:
     """JSON values that describe the model directory `path`. Sizes are bytes; errors as in `ModelDir.open`."""
     path = Path(path)
     model = ModelDir.open(path)
-    manifest, kv_nbytes = model.manifest, model.kv_nbytes_per_token
+    manifest = model.manifest
     layout, architecture = manifest.rows, manifest.architecture
     tensors = read_header(path / RESIDENT).tensors
     checksums = sum(tensors[checksums_tensor(layer)].nbytes for layer in range(architecture.num_layers))
@@ -34,16 +30,6 @@ def inspect(path: Path) -> dict[str, Any]:
     resident_values = sum(math.prod(shape) for shape in resident_shapes(model.config).values())
     table = model.table
     table_values = 0 if table is None else table.rows * table.columns
-    predictors = _predictors(path, manifest)
-    predictors_nbytes = 0 if predictors is None else predictors["nbytes"]
-    needs = {
-        "process": PROCESS_NBYTES,
-        "resident": resident,
-        "predictors": predictors_nbytes,
-        "stream_blocks": _STREAM_BLOCKS * layout.stream_block_rows * layout.stride,
-        "kv_cache": min(MINIMUM_CONTEXT_TOKENS, model.block.context) * kv_nbytes,
-    }
-    calibration = manifest.to_json()["calibration"]
     return {
         "path": str(path.absolute()),
         "architecture": manifest.to_json()["architecture"],
@@ -62,20 +48,18 @@ def inspect(path: Path) -> dict[str, Any]:
         "resident_nbytes": resident,
         "rows": {**manifest.to_json()["rows"], "layer_nbytes": layout.layer_nbytes},
         "stream_block_rows": manifest.stream_block_rows,
-        "predictors": predictors,
+        "predictors": _predictors(path, manifest),
         "quality": manifest.to_json().get("quality"),
         "sparsity": manifest.to_json().get("sparsity"),
         "resident_gate_nbytes": manifest.resident_gate_nbytes,
         "down_scales_nbytes": manifest.planes_nbytes,
-        "calibration": calibration,
+        "calibration": manifest.to_json()["calibration"],
         "popularity": describe_popularity(path, manifest),
         "unused": unused_line(path),
         "modes": [mode for mode in MODES if mode == "dense" or _runs_in(manifest, mode)],
         "context": model.block.context,
-        "kv_nbytes_per_token": kv_nbytes,
+        "kv_nbytes_per_token": model.kv_nbytes_per_token,
         "state_nbytes": model.block.state_nbytes,
-        "minimum_nbytes": sum(needs.values()),
-        "minimum_parts": needs,
     }
 
 
@@ -166,7 +150,7 @@ def format_inspection(facts: dict[str, Any]) -> str:
         ),
         ("calibration", "none"),
         ("KV cache", f"{format_size(facts['kv_nbytes_per_token'])} a token, context {facts['context']} tokens"),
-        ("needs at least", f"about {format_size(facts['minimum_nbytes'])}; `flashllm plan` says what a limit gives"),
+        ("memory", "`flashllm plan` says what it needs"),
     ]
     text = dict(lines)
     if facts["state_nbytes"]:
