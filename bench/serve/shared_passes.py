@@ -12,8 +12,7 @@ together  one token each of so many sequences, in passes that they share, in tur
 forced    an answer by the schema of an address book, with and without passes over the tokens that the schema forces;
           the tokens are the same. A model without a tokenizer is refused.
 
-Put `python -m flashllm.commands.machine.memory_group SIZE` before the command to have the limit enforced. The last line
-is one JSON document.
+Put `python bench/capped.py SIZE` before the command to have the limit enforced. The last line is one JSON document.
 """
 
 import argparse

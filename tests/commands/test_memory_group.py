@@ -1,17 +1,14 @@
 """The runner of capped benchmarks: the limit holds, the group goes, and what cannot be capped is refused."""
 
-import json
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from flashllm.commands.machine import memory_group
 
-SCRIPT = Path(memory_group.__file__)
 LIMIT = 64 << 20
 HOLD = "held = b'x' * ({} << 20)"
 
@@ -28,14 +25,9 @@ def needs_groups():
 @pytest.mark.cgroup
 @pytest.mark.usefixtures("needs_groups")
 def test_a_command_within_the_limit_runs_and_its_peak_is_told():
-    code = f"import os; os.write(1, b'x' * 10); {HOLD.format(20)}"
-    command = [sys.executable, SCRIPT, "64MiB", sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("xxxxxxxxxx")
-    report = json.loads(done.stdout.removeprefix("xxxxxxxxxx"))
-    assert 20 << 20 <= report["peak_bytes"] <= LIMIT
-    assert (report["returncode"], report["kills"], report["limit_bytes"]) == (0, 0, LIMIT)
+    run = memory_group.run_capped([sys.executable, "-c", HOLD.format(20)], LIMIT)
+    assert 20 << 20 <= run.peak_bytes <= LIMIT
+    assert (run.returncode, run.kills, run.limit_bytes) == (0, 0, LIMIT)
 
 
 @pytest.mark.cgroup
@@ -70,17 +62,9 @@ def test_what_a_command_leaves_running_goes_with_its_group():
     assert not group.path.exists()
 
 
-def test_without_groups_nothing_runs(monkeypatch, tmp_path, capsys):
+def test_without_groups_nothing_runs(monkeypatch, tmp_path):
     monkeypatch.setattr(memory_group, "_ROOTS", ((tmp_path / "none", memory_group._V1),))
     witness = tmp_path / "ran"
-    status = memory_group.main(["64MiB", sys.executable, "-c", f"open({str(witness)!r}, 'w')"])
-    assert status == 1
-    assert "no memory control group can be made here" in capsys.readouterr().err
+    with pytest.raises(memory_group.GroupError, match="no memory control group can be made here"):
+        memory_group.run_capped([sys.executable, "-c", f"open({str(witness)!r}, 'w')"], LIMIT)
     assert not witness.exists()
-
-
-def test_a_command_is_needed(capsys):
-    with pytest.raises(SystemExit) as stop:
-        memory_group.main(["64MiB"])
-    assert stop.value.code == 2
-    assert "no command" in capsys.readouterr().err

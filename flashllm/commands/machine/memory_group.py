@@ -1,30 +1,24 @@
 """Runs a command under a memory limit that the kernel enforces, from a cold page cache.
 
-    python -m flashllm.commands.machine.memory_group 7.0GB flashllm generate MODEL --memory 7.0GB --prompt "Once upon"
-
 Everything the command holds counts, the page cache it causes included; going over the limit is a SIGKILL. Needs root
 and a memory control group of version 1 or 2, and refuses without: a run that nothing caps must not look like one that
 was. Swap is part of the limit where the kernel counts it. Pages that another running process has mapped stay cached
 and are charged to nobody here: for shared libraries that is a few hundred megabytes at most, and it is why the peak is
-reported and not assumed. The last line is one JSON document.
+reported and not assumed.
 """
 
-import argparse
 import contextlib
-import json
 import os
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from flashllm.base.files import Closing
-from flashllm.base.units import format_size, parse_size
 from flashllm.errors import FlashError
 
 _V1 = {
@@ -68,7 +62,7 @@ class MemoryGroup(Closing):
                 path.rmdir()
                 reasons.append(f"{root}: {error.strerror}")
                 continue
-            self.path, self._names = path, names
+            self.path, self.names = path, names
             return
         who = "" if os.geteuid() == 0 else "; run it as root"
         raise GroupError(f"no memory control group can be made here ({'; '.join(reasons)}){who}")
@@ -76,28 +70,16 @@ class MemoryGroup(Closing):
     @property
     def peak_nbytes(self) -> int:
         """The most the group ever held, page cache included."""
-        return int((self.path / self._names["peak"]).read_text())
+        return int((self.path / self.names["peak"]).read_text())
 
     @property
     def kills(self) -> int:
         """Processes of the group that the kernel killed for the limit."""
-        for line in (self.path / self._names["events"]).read_text().splitlines():
+        for line in (self.path / self.names["events"]).read_text().splitlines():
             name, value = line.split()
             if name == "oom_kill":
                 return int(value)
         return 0
-
-    def lower(self, limit_nbytes: int) -> str:
-        """Give the group another limit; why the kernel refuses, or nothing."""
-        names = ("limit", "limit_with_swap")  # version 1 wants the smaller one first
-        for name in names if "swap" not in self._names else ("limit",):
-            try:
-                (self.path / self._names[name]).write_text(str(limit_nbytes))
-            except FileNotFoundError:  # kernels that do not count swap have no such file
-                continue
-            except OSError as error:
-                return str(error.strerror)
-        return ""
 
     def entering(self, command: Sequence[str]) -> list[str]:
         """`command`, put into the group before its first instruction."""
@@ -163,25 +145,3 @@ def run_capped(command: Sequence[str], limit_nbytes: int, *, stdout: IO[Any] | N
             kills=group.kills,
             seconds=time.monotonic() - start,
         )
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
-    parser.add_argument("memory", metavar="SIZE", type=parse_size, help="limit of everything the command holds")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="what to run, with its arguments")
-    args = parser.parse_args(argv)
-    if not args.command:
-        parser.error("there is no command to run")
-    try:
-        run = run_capped(args.command, args.memory)
-    except GroupError as error:
-        print(f"memory_group: {error}", file=sys.stderr)
-        return 1
-    if run.kills:
-        print(f"memory_group: killed: it needs more than {format_size(run.limit_bytes)}", file=sys.stderr)
-    print(json.dumps(asdict(run)))
-    return 0 if run.returncode == 0 else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
