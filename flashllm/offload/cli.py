@@ -7,6 +7,7 @@ Setting the parser up imports neither numpy, scipy nor torch: the planner is imp
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +81,7 @@ def _plan(args: argparse.Namespace) -> int:
             "relaxed_throughput": plan.relaxed_throughput,
         }
     document["policy"] = policy.to_json()
-    document["predicted"] = _predicted(prediction)
+    document["predicted"] = asdict(prediction)
     for resource, excess in prediction.over.items():
         print(f"this policy does not fit: {resource} memory is short by {format_size(excess)}", file=sys.stderr)
     if args.json:
@@ -113,21 +114,6 @@ def _hardware(args: argparse.Namespace, dtype: str | None) -> "Hardware":
         raise UsageError(f"--hardware {args.hardware}: neither a file nor one of: {', '.join(MACHINES)}")
     # The memory of a machine without a GPU is its device tier.
     return hardware.limited(**{"device_memory" if hardware.device == "cpu" else "cpu_memory": args.memory})
-
-
-def _predicted(prediction: "Prediction") -> dict[str, Any]:
-    return {
-        "prefill_s": prediction.prefill_s,
-        "decode_s": prediction.decode_s,
-        "throughput": prediction.throughput,
-        "decode_throughput": prediction.decode_throughput,
-        "peak_device": prediction.peak_device,
-        "peak_cpu": prediction.peak_cpu,
-        "peak_disk": prediction.peak_disk,
-        "binding": prediction.binding,
-        "stages": {"prefill": prediction.prefill_stages, "decode": prediction.decode_stages},
-        "over": prediction.over,
-    }
 
 
 def _text(document: dict[str, Any], policy: "Policy", prediction: "Prediction", hardware: "Hardware") -> str:
