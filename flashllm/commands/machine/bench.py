@@ -2,8 +2,8 @@
 
 import argparse
 import contextlib
-import statistics
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,16 +108,14 @@ def _report(args: argparse.Namespace, path: Path) -> int:
 
 
 def summary(times: "Sequence[StepTimes]") -> dict[str, Any]:
-    """Medians of tokens' times, in ms; bytes and hits a token."""
-    totals = sorted(each.total_ms for each in times)
-    hits, active = sum(each.hits for each in times), sum(each.hits + each.misses for each in times)
+    """The figures of `report.summary` that `bench` prints, by name; times in ms."""
+    from flashllm.commands.machine import report
+
+    found = report.summary({"prompt": None, "tokens": [asdict(each) for each in times]})
     return {
         "tokens": len(times),
-        "token_ms": statistics.median(totals),
-        "token_ms_p95": totals[min(len(totals) - 1, int(0.95 * len(totals)))],
-        **{f"{kind}_ms": statistics.fmean(getattr(each, f"{kind}_ms") for each in times) for kind in KINDS},
-        "bytes_read": sum(each.bytes_read for each in times) / len(times),
-        "hit_rate": hits / active if active else None,
+        **{name: found[name] for name in ("token_ms", "token_ms_p95", "bytes_read", "hit_rate")},
+        **{f"{kind}_ms": found["mean_ms"][kind] for kind in KINDS},
     }
 
 
