@@ -6,18 +6,16 @@ know, so the span is a part of the answer.
 """
 
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
-from flashllm.base.files import drop_page_cache
 from flashllm.profile.choice import open_reader
 from flashllm.profile.costs import ReaderChoice
+from flashllm.profile.reads import batch_s
 
 _PAGE = 4096  # bytes of a single read
 _SINGLE = ReaderChoice(backend="threads", depth=1, max_gap=0, source="argument")
@@ -82,13 +80,13 @@ def answers(file: Path, choice: ReaderChoice, *, request_nbytes: int, singles: i
     places = random.choice(opened.size // _PAGE, min(singles, opened.size // _PAGE), replace=False) * _PAGE
     one = open_reader(_SINGLE, max_request=_PAGE)
     first, second = (
-        np.array([_timed(one, opened, place, _PAGE, memory) for place in places[:, None]]) for _ in range(2)
+        np.array([batch_s(one, opened, place, _PAGE, memory) for place in places[:, None]]) for _ in range(2)
     )
     many, rates = open_reader(choice, max_request=max(size, _PAGE)), []
     count = max(1, min(_BATCH_NBYTES, opened.size) // size)
     for _ in range(12):
         batch = random.choice(opened.size // size, count, replace=False) * size
-        rates.append(count * size / _timed(many, opened, batch, size, memory))
+        rates.append(count * size / batch_s(many, opened, batch, size, memory))
     return DriveAnswers(
         span_nbytes=opened.size,
         direct=opened.direct,
@@ -99,21 +97,6 @@ def answers(file: Path, choice: ReaderChoice, *, request_nbytes: int, singles: i
         request_nbytes=size,
         bps=float(np.median(rates)),
     )
-
-
-def _timed(reader: _core.Reader, opened: _core.DirectFile, places: NDArray[np.int64], size: int, memory: Any) -> float:
-    """Seconds of a batch of reads into `memory`."""
-    if not opened.direct:
-        fd = os.open(opened.path, os.O_RDONLY)
-        drop_page_cache(fd)
-        os.close(fd)
-    batch = _core.ReadBatch(reader, opened)
-    for slot, place in enumerate(places.tolist()):
-        batch.add(place, memory[slot * size : (slot + 1) * size])
-    start = time.perf_counter()
-    batch.submit()
-    batch.wait()
-    return time.perf_counter() - start
 
 
 def modes_of(seconds: NDArray[np.float64]) -> tuple[tuple[float, float], ...]:

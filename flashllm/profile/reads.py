@@ -132,6 +132,31 @@ def _write_scratch(path: Path, nbytes: int) -> None:
             drop_page_cache(file.fileno(), start, len(block))
 
 
+def batch_of(
+    reader: _core.Reader, file: _core.DirectFile, offsets: NDArray[np.int64], size: int, memory: NDArray[np.uint8]
+) -> _core.ReadBatch:
+    """Reads of `size` bytes into `memory`, to be submitted. The page cache forgets a file that is not read directly."""
+    if not file.direct:
+        fd = os.open(file.path, os.O_RDONLY)
+        drop_page_cache(fd)
+        os.close(fd)
+    batch = _core.ReadBatch(reader, file)
+    for slot, offset in enumerate(offsets.tolist()):
+        batch.add(offset, memory[slot * size : (slot + 1) * size])
+    return batch
+
+
+def batch_s(
+    reader: _core.Reader, file: _core.DirectFile, offsets: NDArray[np.int64], size: int, memory: NDArray[np.uint8]
+) -> float:
+    """Seconds that the reads of `batch_of` take."""
+    batch = batch_of(reader, file, offsets, size, memory)
+    start = time.perf_counter()
+    batch.submit()
+    batch.wait()
+    return time.perf_counter() - start
+
+
 @dataclass(frozen=True, slots=True)
 class _Measured:
     """A backend and its samples."""
@@ -150,7 +175,7 @@ class ReadTimer:
 
     def __init__(self, path: Path, options: ReadOptions, products: ResidentProducts) -> None:
         self._file = _core.DirectFile(str(path))
-        self._path, self._options, self._products = path, options, products
+        self._options, self._products = options, products
         self._memory = _core.allocate(max(options.batch_nbytes, options.sizes[-1]))
         self._random = np.random.default_rng(0)
         self.direct = self._file.direct
@@ -187,7 +212,7 @@ class ReadTimer:
         """One batch at `size` through each backend while products run, and as many products without."""
         requests, products = min(self._options.beside, self._most(size)), self._products
         for one in self._measured:
-            batch = self._batch(one.reader, self._scattered(requests, size), size)
+            batch = batch_of(one.reader, self._file, self._scattered(requests, size), size, self._memory)
             products.pool.set_side_work(one.reader)
             start, slices = time.perf_counter(), 0
             batch.submit()
@@ -245,22 +270,9 @@ class ReadTimer:
     def _scattered(self, requests: int, size: int) -> NDArray[np.int64]:
         return self._random.choice(self._file.size // size, requests, replace=False) * size
 
-    def _batch(self, reader: _core.Reader, offsets: NDArray[np.int64], size: int) -> _core.ReadBatch:
-        if not self.direct:
-            fd = os.open(self._path, os.O_RDONLY)
-            drop_page_cache(fd)
-            os.close(fd)
-        batch = _core.ReadBatch(reader, self._file)
-        for slot, offset in enumerate(offsets.tolist()):
-            batch.add(offset, self._memory[slot * size : (slot + 1) * size])
-        return batch
-
     def _timed(self, reader: _core.Reader, offsets: NDArray[np.int64], size: int) -> BatchSample:
-        batch = self._batch(reader, offsets, size)
-        start = time.perf_counter()
-        batch.submit()
-        batch.wait()
-        return BatchSample(requests=len(offsets), nbytes=size, wall_s=time.perf_counter() - start)
+        wall_s = batch_s(reader, self._file, offsets, size, self._memory)
+        return BatchSample(requests=len(offsets), nbytes=size, wall_s=wall_s)
 
     def costs(self) -> tuple[ReaderCosts, ...]:
         return tuple(
