@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from flashllm.base.checks import check_int
+
 MAX_DIMENSION = 2**20
 
 
@@ -16,9 +18,7 @@ def check_cap(name: str, cap: float | None) -> None:
 
 def check_size(name: str, value: Any, limit: int = MAX_DIMENSION) -> int:
     """`value`, an integer from 1 to `limit`. ValueError otherwise."""
-    if type(value) is not int or not 0 < value <= limit:
-        raise ValueError(f"{name} must be an integer from 1 to {limit}, not {str(value)[:80]!r}")
-    return value
+    return check_int(name, value, 1, limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,9 +4,10 @@ A layer's neurons are those of its experts, one expert after the other, and behi
 token uses. Plain values; knows no model_type.
 """
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
+
+from flashllm.base.checks import check_from_zero, check_int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +45,8 @@ class RouterSpec:
             raise ValueError(f"router: {self.chosen_groups} of {self.groups} groups cannot be chosen")
         for name in ("epsilon", "least_sum", "factor", "jitter", "norm_epsilon"):
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"router: {name} must be a number from 0, not {value}")
+            if value is not None:
+                check_from_zero(f"router: {name}", value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +62,7 @@ class ExpertsSpec:
 
     def __post_init__(self) -> None:
         for name, least in (("count", 1), ("chosen", 1), ("size", 1), ("shared", 0)):
-            value = getattr(self, name)
-            if type(value) is not int or not least <= value <= 2**20:
-                raise ValueError(f"experts: {name} must be an integer from {least}, not {str(value)[:80]!r}")
+            check_int(f"experts: {name}", getattr(self, name), least, 2**20)
         if self.chosen > self.count:
             raise ValueError(f"a token cannot go to {self.chosen} of {self.count} experts")
         groups, chosen_groups = self.router.groups, self.router.chosen_groups

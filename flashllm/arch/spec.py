@@ -2,14 +2,13 @@
 manifest records of one (`Architecture`). Plain values: no tensors and no files.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from flashllm.arch.mixers import MAX_DIMENSION, Attention, Keeping, Mixer, StateSpace, check_cap, check_size
 from flashllm.arch.mixture import ExpertsSpec
-from flashllm.base.checks import is_number
+from flashllm.base.checks import check_from_zero, check_int, is_number
 from flashllm.errors import UnsupportedModelError
 
 # Those of the ReLU family are exactly zero for most inputs, so that a predictor can leave neurons out. "drelu" is
@@ -75,8 +74,7 @@ class LayerSpec:
             if self.experts is not None or self.activation_cut or not self.neurons:
                 raise ValueError("gates are cut by their deviations in a dense feed-forward part without another cut")
         for name in ("activation_threshold", "activation_cut"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ValueError(f"{name} must be a number from 0, not {getattr(self, name)}")
+            check_from_zero(name, getattr(self, name))
 
     @property
     def twice(self) -> bool:
@@ -182,8 +180,7 @@ class BlockSpec:
         for name in ("d_model", "embed_dim", "vocab_size"):
             check_size(name, getattr(self, name), 2**30 if name == "vocab_size" else MAX_DIMENSION)
         check_size("context", self.context, MAX_CONTEXT)
-        if not (math.isfinite(self.norm_epsilon) and self.norm_epsilon >= 0):
-            raise ValueError(f"norm_epsilon must be a number from 0, not {self.norm_epsilon}")
+        check_from_zero("norm_epsilon", self.norm_epsilon)
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, not {str(self.activation)[:80]!r}")
         if self.activation in ("drelu", "clamped_swiglu") and not self.gated:
@@ -303,8 +300,7 @@ class Architecture:
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
         for name in ("experts", "chosen_experts", "shared_neurons"):
-            if type(getattr(self, name)) is not int or not 0 <= getattr(self, name) <= self.d_ff:
-                raise ValueError(f"{name} must be an integer from 0 to {self.d_ff}, not {getattr(self, name)!r}")
+            check_int(name, getattr(self, name), 0, self.d_ff)
         if not self.experts and (self.chosen_experts or self.shared_neurons or self.dense_layers):
             raise ValueError("an FFN without experts chooses and shares none, and all its layers are dense")
         if self.widths and len(self.widths) != self.num_layers:

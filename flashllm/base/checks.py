@@ -76,15 +76,22 @@ def _has_default(field: dataclasses.Field[Any]) -> bool:
     return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
 
 
-def check_int(name: str, value: Any, low: int, high: int) -> None:
-    """An integer from `low` to `high`; true and 1.0 are refused."""
+def check_int(name: str, value: Any, low: int, high: int) -> int:
+    """`value` as an integer from `low` to `high`; true and 1.0 are refused."""
     if type(value) is not int or not low <= value <= high:
         raise ValueError(f"{name} must be an integer from {low} to {high}, not {short(value)}")
+    return value
 
 
 def is_number(value: Any) -> bool:
     """True for an integer or a float that is finite and not beyond what a float can be; true is none."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
+def check_from_zero(name: str, value: Any) -> None:
+    """A number from 0."""
+    if not is_number(value) or value < 0:
+        raise ValueError(f"{name} must be a number from 0, not {short(value)}")
 
 
 def check_str(name: str, value: Any, max_length: int) -> str:

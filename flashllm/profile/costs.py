@@ -8,11 +8,10 @@ the size between the measured ones. Knows no model and measures nothing.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from flashllm.base.checks import check_int, is_number
+from flashllm.base.checks import check_from_zero, check_int
 from flashllm.config import Backend
 
 _CURVES = ("request_s", "beside_s", "lost_s")  # of a reader, by size
@@ -66,8 +65,8 @@ class ReaderCosts:
         if self.backend not in ("threads", "io_uring"):
             raise ValueError(f"backend must be threads or io_uring, not {str(self.backend)[:80]!r}")
         check_int("depth", self.depth, 1, 2**16)
-        check_cost("latency_s", self.latency_s)
-        check_cost("gap_nbytes", self.gap_nbytes)
+        check_from_zero("latency_s", self.latency_s)
+        check_from_zero("gap_nbytes", self.gap_nbytes)
         for size in self.sizes:
             check_int("sizes", size, 1, 2**40)
         if not self.sizes or list(self.sizes) != sorted(set(self.sizes)):
@@ -77,7 +76,7 @@ class ReaderCosts:
             if len(values) != len(self.sizes):
                 raise ValueError(f"{name} must have as many values as sizes, not {len(values)}")
             for value in values:
-                check_cost(name, value)
+                check_from_zero(name, value)
         if min(self.beside_s) == 0:
             raise ValueError("beside_s must be above 0: no read is free")
 
@@ -199,9 +198,3 @@ def fit_reader(
 
 def _median(values: Sequence[float]) -> float:
     return float(np.median(values))
-
-
-def check_cost(name: str, value: Any) -> None:
-    """A number from 0. ValueError names it otherwise."""
-    if not is_number(value) or value < 0:
-        raise ValueError(f"{name} must be a number from 0, not {str(value)[:80]!r}")

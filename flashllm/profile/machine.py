@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from flashllm.base.checks import check_int, check_str
+from flashllm.base.checks import check_from_zero, check_int, check_str
 from flashllm.config import Backend
-from flashllm.profile.costs import ReaderCosts, check_cost
+from flashllm.profile.costs import ReaderCosts
 from flashllm.profile.rates import RateCurve
 
 # A typical layer, for choosing a backend (OPT-6.7B's shape at half its size): rows read, the share of them that may be
@@ -38,9 +38,9 @@ class BatchRates:
     square_s: float  # of a batch in a layer: what neither products nor bytes explain
 
     def __post_init__(self) -> None:
-        check_cost("square_s", self.square_s)
+        check_from_zero("square_s", self.square_s)
         for name in ("read_takes", "read_loses"):
-            check_cost(name, getattr(self, name))
+            check_from_zero(name, getattr(self, name))
             if getattr(self, name) >= 1:
                 raise ValueError(f"{name} must be below 1, not {getattr(self, name)!r}")
 
@@ -81,11 +81,11 @@ class Profile:
         if not self.readers:
             raise ValueError("readers must not be empty")
         for name in ("sequential_bps", "dram_bps", "layer_overhead_s", "scatter", "again"):
-            check_cost(name, getattr(self, name))
+            check_from_zero(name, getattr(self, name))
         for name in ("gemv_bps", "sparse_bps"):
             for dtype, rate in getattr(self, name).items():
                 check_str(name, dtype, 80)
-                check_cost(name, rate)
+                check_from_zero(name, rate)
         if type(self.direct) is not bool:
             raise ValueError(f"direct must be true or false, not {str(self.direct)[:80]!r}")
         check_int("threads", self.threads, 1, 2**16)
