@@ -23,28 +23,9 @@ MODEL_CARD = "README.md"  # for people: may be edited, so it is not hashed
 _OWN_PREFIX = "flashllm."  # of tensors that are no weights
 _CODED = frozenset(
     (
-        "embedding",
-        "head",
-        "project_in",
-        "project_out",
-        "query_down",
-        "query",
-        "key",
-        "key_up",
-        "value",
-        "out",
-        "out_gate",
-        "beside_up",
-        "beside_gate",
-        "beside_down",
-        "enter",
-        "leave",
-        "laurel_in",
-        "laurel_out",
-        "per_layer_embedding",
-        "per_layer_projection",
-        "per_layer_gate",
-        "per_layer_out",
+        *("embedding", "head", "project_in", "project_out", "query_down", "query", "key", "key_up", "value", "out"),
+        *("out_gate", "beside_up", "beside_gate", "beside_down", "enter", "leave", "laurel_in", "laurel_out"),
+        *("per_layer_embedding", "per_layer_projection", "per_layer_gate", "per_layer_out"),
     )
 )
 TABLE_CHECKSUMS = f"{_OWN_PREFIX}token_rows.checksums"  # of each row, in `resident.safetensors`
