@@ -21,12 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
-from flashllm.base.codes.carried import CARRIED_CODES
+from flashllm.base.codes.carried import CARRIED_CODES, pack_codes, unpack_codes
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
-
-_UNIT = 32  # codes of 4 bits that share 16 bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,15 +84,10 @@ class GroupCode:
             raise ValueError(f"rows must be uint8 [n, {self.vector_nbytes(length)}], not {rows.dtype} {rows.shape}")
         n, groups = len(rows), self.groups(length)
         halves = np.ascontiguousarray(rows[:, : groups * (4 if self.has_minimum else 2)]).view("<f2")
-        packed = np.ascontiguousarray(rows[:, halves.shape[1] * 2 :])
-        if self.bits == 8:
-            codes = packed.view(np.int8).astype(np.float32)
-        else:
-            units = packed.reshape(n, -1, _UNIT // 2)
-            codes = np.concatenate([units & 15, units >> 4], axis=2).astype(np.float32)
-        codes = codes.reshape(n, groups, self.group)
+        codes = unpack_codes(rows[:, halves.shape[1] * 2 :], self.bits, groups * self.group, unsigned=True)
         minimums = halves[:, groups:, None] if self.has_minimum else None
-        weights = self._grid(halves[:, :groups, None], minimums).weights(codes)
+        grid = self._grid(halves[:, :groups, None], minimums)
+        weights = grid.weights(codes.astype(np.float32).reshape(n, groups, self.group))
         return np.ascontiguousarray(weights.reshape(n, -1)[:, :length])
 
     def grouped(self, values: Floats) -> Floats:
@@ -119,15 +112,9 @@ class GroupCode:
 
     def pack(self, codes: Floats, grid: Grid) -> Bytes:
         """uint8 [n, vector_nbytes] of codes [n, groups, group] on a grid of [n, groups, 1]."""
-        n = len(codes)
         halves = [grid.scales] if grid.minimums is None else [grid.scales, grid.minimums]
         parts: list[Bytes] = [np.ascontiguousarray(half[..., 0]).view(np.uint8) for half in halves]
-        if self.bits == 8:
-            parts.append(codes.reshape(n, -1).astype(np.int8).view(np.uint8))
-        else:
-            units = codes.reshape(n, -1, _UNIT).astype(np.uint8)
-            packed = units[..., : _UNIT // 2] | units[..., _UNIT // 2 :] << 4
-            parts.append(np.asarray(packed, np.uint8).reshape(n, -1))
+        parts.append(pack_codes(codes.reshape(len(codes), -1).astype(np.int8), self.bits, unsigned=True))
         return np.concatenate(parts, axis=1)
 
     @property

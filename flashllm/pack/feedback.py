@@ -64,11 +64,10 @@ def code_columns(vectors: Floats, hessians: Hessians, code: GroupCode) -> Bytes:
         part, neurons = coded[span], order
 
         def round_input(i: int, ahead: Floats, part: Bytes = part, neurons: NDArray[np.intp] = neurons) -> Floats:
-            grouped = code.grouped(ahead[:1])
-            grid = code.fit(grouped)
-            codes = grid.codes(grouped)
-            part[neurons[i]] = code.pack(codes, grid)[0]
-            return grid.weights(codes).reshape(-1)[: vectors.shape[1]]
+            chosen = code.encode(ahead[:1])
+            part[neurons[i]] = chosen[0]
+            rounded: Floats = code.decode(chosen, vectors.shape[1])[0]
+            return rounded
 
         compensate(np.ascontiguousarray(vectors[span][order], np.float32), factor, round_input)
     return coded
