@@ -42,7 +42,6 @@ def mapping(name: str, value: Any) -> Mapping[str, Any]:
 
 
 def objects(name: str, value: Any) -> list[Mapping[str, Any]]:
-    """The objects of a list."""
     if not isinstance(value, list):
         raise BadRequest(f"{name} must be a list, not {short(value)}", param=name)
     return [mapping(f"{name}[{place}]", each) for place, each in enumerate(value)]

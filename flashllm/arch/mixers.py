@@ -235,7 +235,6 @@ class ShortConvolution(Recurrent):
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution."""
         return self.width
 
     @property

@@ -73,7 +73,6 @@ class ExpertsSpec:
 
     @property
     def neurons(self) -> int:
-        """Neurons of a layer."""
         return self.count * self.size + self.shared
 
     @property

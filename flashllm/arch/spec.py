@@ -329,12 +329,10 @@ class Architecture:
 
     @property
     def every_width(self) -> tuple[int, ...]:
-        """`width` of every layer."""
         return self.widths or (self.d_ff,) * self.num_layers
 
     @property
     def neurons(self) -> int:
-        """Neurons of all layers."""
         return sum(self.every_width)
 
     @property

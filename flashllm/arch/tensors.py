@@ -27,7 +27,6 @@ def _always(config: Config) -> bool:
 
 
 def every_layer(layer: LayerSpec) -> bool:
-    """Every layer has it."""
     return True
 
 

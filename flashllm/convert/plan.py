@@ -146,7 +146,6 @@ class ConversionPlan(Storage):
         }
 
     def manifest(self, files: Mapping[str, FileEntry], source_name: str) -> Manifest:
-        """The manifest of these files."""
         return Manifest(
             flashllm_version=flashllm.__version__,
             architecture=self.architecture,

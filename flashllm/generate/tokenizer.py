@@ -112,7 +112,6 @@ class _Showing:
         self._backend, self._hidden = backend, hidden
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`."""
         shown = [index for index in ids if index not in self._hidden]
         text: str = self._backend.decode(shown, skip_special_tokens=False)
         return text

@@ -105,7 +105,6 @@ class Calibration:
         self._states = self._embedded(sequences)
 
     def read(self, layer: int) -> Layer:
-        """A layer of the source."""
         prefix, shapes = f"layers.{layer}.", self._source.shapes
         names = [name for name in shapes if name.startswith(prefix) and not is_vector(name)]
         found = {name: np.empty(shapes[name], self._ops.storage) for name in names}

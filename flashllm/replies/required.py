@@ -69,7 +69,6 @@ class _Rules:
         return name
 
     def json(self, schema: Schema) -> str:
-        """JSON by `schema`."""
         return self.add(f"%json {dump({**bounded(schema), 'x-guidance': dict(self._written)})}")
 
     def text(self, text: str, **places: str) -> str:

@@ -62,7 +62,6 @@ class Api:
         self._long = asyncio.Lock()
 
     def routes(self) -> list[Route]:
-        """The routes and their endpoints."""
         return [
             Route("/health", self.health),
             Route("/metrics", self.metrics),
@@ -90,16 +89,13 @@ class Api:
         return JSONResponse({"object": "list", "data": [self._card()], **pages, "models": []})
 
     async def model(self, request: Request) -> Response:
-        """The one model."""
         self.check_name(request.path_params["name"])
         return JSONResponse(self._card())
 
     async def chat(self, request: Request) -> Response:
-        """A chat completion."""
         return await self._answer(request, "chat")
 
     async def completions(self, request: Request) -> Response:
-        """A completion."""
         return await self._answer(request, "completion")
 
     def _card(self) -> dict[str, Any]:

@@ -243,7 +243,6 @@ class DocumentStream(Response):
         self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
 
     def written(self, document: Mapping[str, Any]) -> str:
-        """A document as it is sent."""
         return self.form.format(json.dumps(document, ensure_ascii=False))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -39,7 +39,6 @@ def _optional(config: Config, key: str) -> float | None:
 
 
 def gemma2_block(config: Config, **traits: Any) -> BlockSpec:
-    """The block of Gemma 2 and later."""
     config = with_types(config, config.get("sliding_window_pattern", 2))
     scalar = check_number("query_pre_attn_scalar", config["query_pre_attn_scalar"])
     if scalar <= 0:

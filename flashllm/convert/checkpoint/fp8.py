@@ -43,8 +43,6 @@ _VALUES = _values()
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """A matrix in codes."""
-
     checkpoint: Checkpoint
     info: TensorInfo
     scales: TensorInfo

@@ -78,7 +78,6 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        """The nodes inside."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=line)

@@ -40,7 +40,6 @@ class Packing:
 
     @property
     def bits(self) -> int:
-        """Of a code."""
         return CODES[self.encoding].bits
 
     @property
@@ -69,7 +68,6 @@ class WeightPacking:
         return packing if kept is None or kept.bits > packing.bits else kept
 
     def made(self, matrix: str, layer: int, bits: int) -> Packing:
-        """The packing of what is packed in `bits` bits."""
         wide = matrix == "value" or (matrix == "key" and self.shares_keys)
         wide |= matrix == "down" and layer >= self.layers - late_layers(self.layers)
         return Packing(_ENCODINGS[max(bits, WIDE_BITS) if wide else bits], matrix == "down")

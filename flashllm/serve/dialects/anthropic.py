@@ -55,14 +55,12 @@ class Anthropic:
         self._api = api
 
     def routes(self) -> list[Route]:
-        """The routes and their endpoints."""
         return [
             Route("/v1/messages", telling(self.messages, _error), methods=["POST"]),
             Route("/v1/messages/count_tokens", telling(self.count_tokens, _error), methods=["POST"]),
         ]
 
     async def messages(self, request: Request) -> Response:
-        """An answer."""
         answering = await self._api.begin(request, "chat", self._understand)
         form = _Form(self._api.served.name, answering.asked)
         if answering.asked.stream:
@@ -72,7 +70,6 @@ class Anthropic:
         return JSONResponse(form.whole())
 
     async def count_tokens(self, request: Request) -> Response:
-        """Tokens of a prompt."""
         _, prompts, _ = await self._api.understood(request, "chat", self._understand)
         return JSONResponse({"input_tokens": len(prompts[0][1])})
 
@@ -212,7 +209,6 @@ class _Form:
                 return documents
 
     def last(self) -> list[Document]:
-        """The last documents of a stream."""
         message = self._message()
         delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
         return [{"type": "message_delta", "delta": delta, "usage": message["usage"]}, {"type": "message_stop"}]

@@ -46,7 +46,6 @@ class Ollama:
         self._api = api
 
     def routes(self) -> list[Route]:
-        """The routes and their endpoints."""
         return [
             Route("/api/version", self.version),
             Route("/api/tags", self.tags),
@@ -57,7 +56,6 @@ class Ollama:
         ]
 
     async def version(self, request: Request) -> Response:
-        """Ours."""
         return JSONResponse({"version": flashllm.__version__})
 
     async def tags(self, request: Request) -> Response:
@@ -74,7 +72,6 @@ class Ollama:
         return JSONResponse({"models": [model]})
 
     async def show(self, request: Request) -> Response:
-        """The one model."""
         try:
             async with self._api.bodies.read(request) as sent:
                 body = parse_object(sent.raw)

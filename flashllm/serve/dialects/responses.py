@@ -45,11 +45,9 @@ class Responses:
         self._api = api
 
     def routes(self) -> list[Route]:
-        """The route and its endpoint."""
         return [Route("/v1/responses", self.create, methods=["POST"])]
 
     async def create(self, request: Request) -> Response:
-        """An answer."""
         answering = await self._api.begin(request, "chat", self._understand)
         form = _Form(self._api.served.name, answering.asked)
         if answering.asked.stream:
@@ -198,11 +196,9 @@ class _Form:
         return self._event(f"response.{'in_progress' if self._number else 'created'}", response=self._whole())
 
     def last(self) -> list[Document]:
-        """The last document of a stream."""
         return [self._event(f"response.{self._status}", response=self._whole())]
 
     def failed(self, error: ApiError) -> Document:
-        """The document of a failure."""
         self._status, self._error = "failed", {"code": error.code or "server_error", "message": str(error)}
         return self._event("response.failed", response=self._whole())
 

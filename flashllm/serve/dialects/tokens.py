@@ -26,7 +26,6 @@ class Tokens:
         self._api = api
 
     def routes(self) -> list[Route]:
-        """The routes and their endpoints."""
         return [
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
@@ -39,7 +38,6 @@ class Tokens:
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self._api.served.encoder.context})
 
     async def detokenize(self, request: HttpRequest) -> Response:
-        """The text of `tokens`."""
         ids, _ = await self._prompt(request, {"tokens"}, lambda asked: "")
         text = self._api.served.tokenizer.decode(ids)
         return JSONResponse({"content": text, "prompt": text})

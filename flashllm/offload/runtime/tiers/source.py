@@ -105,7 +105,6 @@ class WeightSource(ABC, Closing):
         return None
 
     def plane_nbytes(self, _layer: int) -> int:
-        """Bytes of `plane`."""
         return 0
 
     def plane(self, _layer: int) -> Mapping[str, Array]:
