@@ -19,11 +19,9 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "pro
 
 
 def rotary(config: Config, head_dim: int, *, theta: float = DEFAULT_THETA, share: float = 1.0) -> Rotary:
-    """The rotary embedding of a complete config whose layers are all alike in it.
-
-    `theta` and `share` (of the head's dimensions that are turned) are the model_type's defaults. UnsupportedModelError
-    for another rope type; ValueError for values that cannot be.
-    """
+    """The rotary embedding of a complete config whose layers are all alike in it. `theta` and `share` (of the head's
+    dimensions that are turned) are the model_type's defaults. UnsupportedModelError for another rope type; ValueError
+    for values that cannot be."""
     return rotary_of(rope_parameters(config), config, head_dim, theta=theta, share=share)
 
 

@@ -69,10 +69,8 @@ class GroupCode:
         return self.groups(length) * ((4 if self.has_minimum else 2) + self.group * self.bits // 8)
 
     def encode(self, values: Floats) -> Bytes:
-        """uint8 [n, vector_nbytes(k)] of the weights [n, k], row by row.
-
-        OverflowError where a weight is not finite, or too large for an fp16 scale.
-        """
+        """uint8 [n, vector_nbytes(k)] of the weights [n, k], row by row. OverflowError where a weight is not finite, or
+        too large for an fp16 scale."""
         n, length = values.shape
         rows = np.empty((n, self.vector_nbytes(length)), np.uint8)
         _core.encode_rows(np.ascontiguousarray(values, np.float32), "float32", self.name, rows, _core.ThreadPool(1))

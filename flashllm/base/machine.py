@@ -49,11 +49,8 @@ def peak_process_nbytes() -> int:
 
 
 def available_nbytes() -> int:
-    """Bytes the process can still take: the system's available memory, or less where a control group says so.
-
-    `psutil.virtual_memory()` shows the host even inside a control group, so the group is asked too; what it holds of
-    files is not counted as used, because the kernel gives it up first.
-    """
+    """Bytes the process can still take: the system's available memory, or less where a control group says so, which
+    psutil does not ask. What the group holds of files is not counted as used: the kernel gives it up first."""
     available = int(psutil.virtual_memory().available)
     for limit, used in _cgroup_limits():
         available = min(available, max(0, limit - used))

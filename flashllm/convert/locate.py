@@ -121,9 +121,7 @@ def find_checkpoint(
 
 def find_folder(model: str, *, say: Say = lambda line: None) -> Path:
     """A folder that the throughput engine reads as it is: `model`'s own, or the hub's; a GGUF file is converted first.
-
-    Errors as in `resolve_model` and `find_checkpoint`.
-    """
+    Errors as in `resolve_model` and `find_checkpoint`."""
     if Path(model).is_dir():
         return Path(model)
     path, _ = find_checkpoint(model, say=say)

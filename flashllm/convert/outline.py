@@ -62,11 +62,8 @@ def find_well_known(text: str | None) -> WellKnown | None:
 
 @contextlib.contextmanager
 def outlined(known: WellKnown, bits: int) -> Iterator[Path]:
-    """An outline as `flashllm convert --bits` would make the model, beside the converted models; gone at the end.
-
-    Args:
-        bits: 16 (its dtype), 8 or 4, of neurons and resident matrices.
-    """
+    """An outline as `flashllm convert --bits` (16, its dtype, or 8 or 4) would make the model, beside the converted
+    models; gone at the end."""
     folder = user_cache_dir()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".outline-") as directory:

@@ -88,12 +88,9 @@ class Model(OneProcess, Closing):
         return self._memory_limit
 
     def keep_to(self, limit_nbytes: int) -> None:
-        """Lower the memory limit, or raise it again up to the plan's: the neuron caches give memory back, or get it.
-
-        A pass under way is finished first. Raises BudgetError where so little cannot hold the model and its sequences;
-        nothing has changed then. Where the limit of the process's control group is lowered while the model is loaded,
-        the next pass does the same, and raises the same.
-        """
+        """Lower the memory limit, or raise it again up to the plan's: the neuron caches give memory back, or get it. A
+        pass under way is finished first. BudgetError where so little cannot hold the model and its sequences; nothing
+        has changed then. A control group's limit that falls does the same at the next pass, and raises the same."""
         self.check_process()
         with self._memory.lock:
             asked = min(limit_nbytes, self.plan.memory.limit_nbytes)
@@ -154,15 +151,14 @@ class Model(OneProcess, Closing):
         return SequenceState(self._memory)
 
     def step(self, entries: Sequence[Entry], **options: Unpack[StepOptions]) -> Logits:
-        """Run new tokens: each entry is a sequence and the ids that follow what it holds.
+        """Run new tokens: each entry is a sequence and the ids that follow what it holds. Returns logits, fp32 [tokens
+        wanted, vocab], of the entries one after the other: after each one's last token, or after every token with
+        `all_logits`. Where it raises (Cancelled, ContextFull, FlashIOError, ChecksumError, FormatError, UsageError,
+        KeyboardInterrupt), every sequence holds what it held before.
 
-        Returns logits, fp32 [tokens wanted, vocab], of the entries one after the other: after each one's last token, or
-        after every token with `all_logits`. Where it raises (Cancelled, ContextFull, FlashIOError, ChecksumError,
-        FormatError, UsageError, KeyboardInterrupt), every sequence holds what it held before. With `as_prompt`, or an
-        `observer`, every sequence's pass is a prompt's, however few its tokens: so a prompt that comes in pieces gets
-        the bits it would get in one. (With sparse prompts it does so anyway, and `as_prompt` changes nothing.) The last
-        `drafted` ids of a pass of one sequence are guesses, at most `most_drafted`: the neuron caches learn nothing
-        from them until `accept` says which were right.
+        With `as_prompt`, or an `observer`, every pass is a prompt's, however few its tokens: a prompt in pieces gets
+        the bits of one (with sparse prompts it does anyway). The last `drafted` ids of a pass of one sequence are
+        guesses, at most `most_drafted`: the neuron caches learn from them when `accept` says which were right.
         """
         self.check_process()  # before the lock, which another thread may hold for ever in a forked child
         with self._memory.lock, self.begin(entries, **options) as one:
@@ -226,10 +222,8 @@ class Model(OneProcess, Closing):
             return Pass(entries, groups, make, memory=self._memory, claimed=claimed, all_logits=all_logits)
 
     def accept(self, sequence: SequenceState, count: int) -> None:
-        """Accept the first `count` of the tokens drafted in the last step, which was of `sequence`.
-
-        After another step it is too late, and nothing happens. The caller cuts the sequence.
-        """
+        """Accept the first `count` of the tokens drafted in the last step, which was of `sequence`. After another step
+        it is too late, and nothing happens. The caller cuts the sequence."""
         with self._memory.lock:
             if self._drafting is sequence and self._parts is not None:
                 self._drafting = None
@@ -281,9 +275,7 @@ class Model(OneProcess, Closing):
 
     def cancel(self, on: bool = True) -> None:
         """From any thread: a long pass under way raises Cancelled between two layers, and later ones do.
-
-        `cancel(False)` takes it back. Passes of few tokens are not looked at: they are short.
-        """
+        `cancel(False)` takes it back. Passes of few tokens are not looked at: they are short."""
         if self._parts is not None and not self.in_child:
             self._parts.native.cancel(on)
 

@@ -204,9 +204,7 @@ class SequenceState(Closing):
 
     def can_keep(self, length: int) -> int:
         """How many of the first `length` tokens `keep` would keep: all, or fewer where a sliding window's are gone.
-
-        UsageError where there are fewer, or it is closed.
-        """
+        UsageError where there are fewer, or it is closed."""
         self._check_open()
         if not 0 <= length <= self.length:
             raise UsageError(f"a sequence of {self.length} tokens cannot be cut to {length}")

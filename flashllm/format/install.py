@@ -19,10 +19,8 @@ def install_predictors(
     directory: Path, path: Path, calibration: Calibration | None = None, popularity: Iterable[bytes] | None = None
 ) -> Manifest:
     """Put a copy of the predictor file `path` into the model directory and its manifest; the new manifest.
-
     `calibration`, `popularity` (the file's bytes): activity statistics under these predictors; those under older ones
-    are dropped with them. FormatError where the predictors belong to another model.
-    """
+    are dropped with them. FormatError where the predictors belong to another model."""
     path = Path(path)
     predictor_ranks(path, Manifest.load(Path(directory)))
     files = {PREDICTORS: iterate_chunks(path), POPULARITY: popularity}

@@ -252,10 +252,8 @@ class RowLayout:
 
 def packed(layout: RowLayout, architecture: Architecture) -> RowLayout:
     """`layout` with rows packed where they are of units that are read whole, and these and all layers are whole pages.
-
     It saves the padding, and rows whole pages apart are multiplied at 0.8 of the rate, as they want the same lines of a
-    processor's caches.
-    """
+    processor's caches."""
     tight = replace(layout, packed=True)
     runs = (architecture.unit_rows, architecture.shared_neurons, *architecture.every_width)
     fits = architecture.unit_rows > 1 and all(run * tight.stride % PAGE_NBYTES == 0 for run in runs)
@@ -299,11 +297,8 @@ def unpack_rows(layout: RowLayout, rows: NDArray[np.uint8]) -> dict[str, NDArray
 def widened_rows(
     layout: RowLayout, rows: NDArray[np.uint8], plane: Plane | None = None, first: int = 0
 ) -> dict[str, NDArray[np.float32]]:
-    """The weights [n, d_model] of `rows` in fp32, by matrix.
-
-    `plane`: the layer's, where down columns have their scales there, and `first` is the id of the first neuron.
-    ValueError as `pack_rows`, and where a plane is missing.
-    """
+    """The weights [n, d_model] of `rows` in fp32, by matrix. `plane`: the layer's, where down columns have their scales
+    there, and `first` is the id of the first neuron. ValueError as `pack_rows`, and where a plane is missing."""
     return {
         matrix: widened(layout.encoding_of(matrix), part, layout.d_model, plane, first)
         for matrix, part in unpack_rows(layout, rows).items()

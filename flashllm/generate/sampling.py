@@ -61,10 +61,8 @@ class Sampler:
         options: SamplingOptions,
         matcher: Matcher | None = None,
     ) -> int:
-        """The next token after `logits` [vocab] (left as they are); `context` are the ids so far, for the penalty.
-
-        It goes on as `matcher` demands, which is told. FlashError where the logits are not finite.
-        """
+        """The next token after `logits` [vocab] (left as they are); `context` are the ids so far, for the penalty. It
+        goes on as `matcher` demands, which is told. FlashError where the logits are not finite."""
         token_id = self._chosen(logits, context, options, matcher)
         if matcher is not None:
             matcher.accept(token_id)

@@ -132,10 +132,8 @@ class Session(Closing):
         decoder: Decoder | None = None,
         matcher: Matcher | None = None,
     ) -> None:
-        """From the next stream on: other options, a random state as of a new session, texts by `decoder`.
-
-        `matcher` is the next stream's alone.
-        """
+        """From the next stream on: other options, a random state as of a new session, texts by `decoder`. `matcher` is
+        the next stream's alone."""
         self.options, self.logprobs, self._decoder = options, logprobs, decoder or self.tokenizer
         self.matcher = matcher
         self._sampler = Sampler(options.seed)
@@ -172,11 +170,9 @@ class Session(Closing):
         prompted: int = 0,
     ) -> None:
         """Become a session that had these `tokens`, the first `computed` of them with the bytes that `fill` writes.
-
         `pages`: how many arrays each list of `save` had; `prompted`: as of the session that was saved. Raises
         ContextFull, UsageError where this model's sequences have no such pages, and what `fill` raises; this session is
-        then empty.
-        """
+        then empty."""
         self.reset()
         self._open_sequence().restore(computed, pages, fill, prompted=prompted)
         self._tokens, self._computed = array("q", tokens), computed
@@ -206,12 +202,10 @@ class Session(Closing):
     def stream_prompt(
         self, ids: Sequence[int], *, keep: int = 0, scored: bool = False
     ) -> Generator[PrefillRecord | TokenRecord, None, None]:
-        """Generate after the prompt `ids`, whose first `keep` tokens are the first of this session.
-
-        What follows those is forgotten. Where they were all computed as a prompt's, the answer is that of `ids` alone:
-        the others are computed as a prompt's, however few they are, if `ids` is one, and else all of them anew. With
-        `scored` the prefill's record has the log probabilities of the prompt; nothing may be kept then.
-        """
+        """Generate after the prompt `ids`, whose first `keep` tokens are the first of this session. What follows those
+        is forgotten. Where they were all computed as a prompt's, the answer is that of `ids` alone: the others are
+        computed as a prompt's, however few they are, if `ids` is one, and else all of them anew. With `scored` the
+        prefill's record has the log probabilities of the prompt; nothing may be kept then."""
         if self._tokens[:keep].tolist() != list(ids[:keep]) or (scored and keep):
             raise UsageError("the prompt does not begin with the tokens that are to be kept, or is scored")
         alone, prompt = keep <= self.prompted, self.model.is_prompt(len(ids))

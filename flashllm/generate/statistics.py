@@ -60,9 +60,7 @@ class TurnStats:
     @property
     def union_growth(self) -> float | None:
         """Neurons that the tokens of a pass with drafts wanted together, over those of one of them; None: no such pass.
-
-        Paper A, appendix C.1: 2.4 for five tokens of OPT 6.7B.
-        """
+        Paper A, appendix C.1: 2.4 for five tokens of OPT 6.7B."""
         wide = [record for record in self._later if record.pass_tokens > 1]
         one = sum(record.times.active / record.pass_tokens for record in wide)
         return sum(record.times.united for record in wide) / one if one else None

@@ -60,11 +60,9 @@ def split(layers: int, stages: int, *, head: float = 0.0) -> tuple[Stage, ...]:
 
 
 def split_model(shape: ModelShape, stages: int, workload: Workload) -> tuple[Stage, ...]:
-    """`split` of a model, with the head's cost as the cost model has it: its operations compared with a layer's.
-
-    Every token of a sequence goes through the layers, only those that are followed by a new one through the head. An
-    embedding is a row that is copied, and costs nothing.
-    """
+    """`split` of a model, with the head's cost as the cost model has it: its operations compared with a layer's. Every
+    token of a sequence goes through the layers, only those that are followed by a new one through the head. An
+    embedding is a row that is copied, and costs nothing."""
     layer = shape.layer_params * (workload.full_context - 1)
     head = shape.vocab * shape.hidden * workload.gen_len
     return split(shape.layers, stages, head=head / layer)

@@ -202,10 +202,8 @@ def _in_parts(pages: Sequence[int], computed: int) -> bool:
 
 
 def _goes_on(new: Entry, old: Entry) -> bool:
-    """True where whatever the old one gives the new one gives too, but for a conversation that is taken up again.
-
-    Where windows have given up what is behind them, a beginning that others may share is a file of its own.
-    """
+    """True where whatever the old one gives the new one gives too, but for a conversation that is taken up again. Where
+    windows have given up what is behind them, a beginning that others may share is a file of its own."""
     if not new.in_parts and old.pure == old.computed:
         return False
     whole = new.tokens.shared_with(old.tokens) == len(old.tokens) < len(new.tokens)

@@ -174,11 +174,9 @@ def estimate_token(
 def prefetch_pays(
     model: ModelDir, plan: MemoryPlan, *, costs: Profile, choice: ReaderChoice, activity: ExpectedActivity
 ) -> bool:
-    """True where prefetching pays under `plan`, which has memory for it; arguments as `estimate_token`.
-
-    Prefetched rows take time from the products they hide behind, and some are read in vain. That pays where demand
-    reads would take longer than what hides them. False where a token is expected to be clearly faster without.
-    """
+    """True where prefetching pays under `plan`, which has memory for it; arguments as `estimate_token`. Prefetched rows
+    take time from the products they hide behind, and some are read in vain. That pays where demand reads would take
+    longer than what hides them. False where a token is expected to be clearly faster without."""
     rates = _Rates(model, plan, costs=costs, choice=choice)
     with_s, without_s = (rates.token(activity, prefetch=prefetch).total_s for prefetch in (True, False))
     return with_s < _CLEARLY_FASTER * without_s

@@ -94,21 +94,16 @@ class Profile:
         datetime.fromisoformat(check_str("made", self.made, 80))
 
     def is_fresh(self, system: str, file_nbytes: int) -> bool:
-        """True where a run may plan by the figures of the drive and need not measure it again.
-
-        They are fresh for 30 days, on the processor and the kernel that they were measured with (the drive and the
-        machine are the key they are stored under), where a file as large as the run's was read, or LEAST_FILE.
-        """
+        """True where a run may plan by the drive's figures and need not measure them: for 30 days, on the processor and
+        the kernel that they were measured with, where a file as large as the run's was read, or LEAST_FILE."""
         made = datetime.fromisoformat(self.made)
         age = datetime.now(UTC) - (made if made.tzinfo is not None else made.replace(tzinfo=UTC))
         large = self.file_nbytes >= min(file_nbytes, LEAST_FILE)
         return timedelta(0) <= age < _FRESH and self.system == system and large
 
     def resident_bps(self, encoding: str, dtype: str) -> float:
-        """The rate of resident weights; that of the model's dtype, or of memory, where none was measured.
-
-        Never above that of reading memory: what seems faster was measured in a faster moment.
-        """
+        """The rate of resident weights; that of the model's dtype, or of memory, where none was measured. Never above
+        that of reading memory: what seems faster was measured in a faster moment."""
         return min(self.gemv_bps.get(encoding, self.gemv_bps.get(dtype, self.dram_bps)), self.dram_bps)
 
     def gathered_bps(self, encoding: str, dtype: str) -> float:

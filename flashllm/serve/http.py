@@ -235,9 +235,7 @@ class DocumentStream(Response):
         waiting: Callable[[], Mapping[str, Any] | None] = lambda: None,
     ) -> None:
         """`next_document` gives None after the last; `gone` is called where the client goes away, or at the end.
-
-        `waiting` gives a document that says that there will be more.
-        """
+        `waiting` gives a document that says that there will be more."""
         self.status_code, self.background = 200, None
         self._next, self._gone, self._waiting = next_document, gone, waiting
         self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})

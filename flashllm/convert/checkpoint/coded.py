@@ -16,7 +16,5 @@ class CodedWeights(Protocol):
         """A JSON value that changes when the codes do."""
 
     def vectors(self, name: str) -> Vectors | None:
-        """A reader of vectors of the matrix of this canonical name; None for one that has to be encoded.
-
-        Of a down projection a vector is a neuron's column.
-        """
+        """A reader of vectors of the matrix of this canonical name; None for one that has to be encoded. Of a down
+        projection a vector is a neuron's column."""

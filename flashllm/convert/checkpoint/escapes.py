@@ -15,11 +15,9 @@ from flashllm.convert.checkpoint.source import Checkpoint
 
 
 def held_by_bf12(checkpoint: Checkpoint, names: Mapping[str, str], claim: Claim) -> bool:
-    """True where every vector of a canonical matrix fits; of a down projection these are the columns.
-
-    `names`: state_dict name -> name in the checkpoint. A down projection is in memory whole. OverflowError for weights
-    outside bfloat16's range.
-    """
+    """True where every vector of a canonical matrix fits; of a down projection these are the columns. `names`:
+    state_dict name -> name in the checkpoint. A down projection is in memory whole. OverflowError for weights outside
+    bfloat16's range."""
     blocks = _blocks(checkpoint, names[claim.source], claim)
     if claim.name.split(".")[-2] == "down":
         return BF12.holds(np.ascontiguousarray(np.concatenate(list(blocks)).T))

@@ -99,9 +99,7 @@ def _checked(found: Mapping[str, Any], file_nbytes: int, path: Path) -> Mapping[
 
 def describe(*paths: str) -> list[dict[str, Any]]:
     """Tables of the files, tensor -> (safetensors' dtype code, shape, offset in the file, bytes). Runs in a child.
-
-    MissingPackage where torch is not installed; UnsupportedModelError and FormatError as `open_pickled`.
-    """
+    MissingPackage where torch is not installed; UnsupportedModelError and FormatError as `open_pickled`."""
     with needing(f"{paths[0]}: a file of pickled weights"):
         importlib.import_module("torch")
     return [_describe(path) for path in paths]

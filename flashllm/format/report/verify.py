@@ -68,11 +68,8 @@ class _BadRow:
 
 
 def verify(path: Path, progress: Progress | None = None) -> VerifyReport:
-    """Check every byte of the model directory `path`.
-
-    UsageError where it is no model directory, FormatError where the manifest itself cannot be read; everything else is
-    a problem in the report.
-    """
+    """Check every byte of the model directory `path`. UsageError where it is no model directory, FormatError where the
+    manifest itself cannot be read; everything else is a problem in the report."""
     path = Path(path)
     return _Verification(path, open_model_dir(path, check_files=False), progress).run()
 

@@ -55,10 +55,8 @@ class Renderer(OneProcess):
         self._closed = False
 
     def start(self, request: Mapping[str, Any]) -> None:
-        """Begin the process where there is none; it compiles the request's template, for which nobody waits.
-
-        FlashError where it cannot be started.
-        """
+        """Begin the process where there is none; it compiles the request's template, for which nobody waits. FlashError
+        where it cannot be started."""
         with self._lock, contextlib.suppress(OSError):  # that it has ended, the next request notices
             self._begin(request)
 

@@ -198,12 +198,9 @@ class BatchFile(Closing):
 
 
 def rank(prompt_tokens: int, max_new_tokens: int) -> tuple[int, int, int]:
-    """The key by which requests are sorted, falling, to fill blocks.
-
-    A block is as long as its longest prompt and its longest answer, so prompts of the same number of KV blocks (64
-    tokens) lie together, and among them those of the same new tokens. The longest go first, because a job that is too
-    large for the machine should fail at its start, and because the time left is then guessed too long, not too short.
-    """
+    """The key by which requests are sorted, falling, to fill blocks. A block is as long as its longest prompt and
+    answer, so prompts of as many KV blocks (64 tokens) lie together, and of those the same new tokens. The longest go
+    first: a job too large for the machine fails at its start, and the time left is guessed too long, not too short."""
     return -(-prompt_tokens // 64), max_new_tokens, prompt_tokens
 
 

@@ -83,10 +83,8 @@ class Hardware:
 
     @classmethod
     def from_json(cls, data: Any, *, where: str) -> "Hardware":
-        """The machine a JSON object of constants describes; a rate is a number or a list of [size, rate].
-
-        Raises FormatError that names the constant; unknown ones are errors.
-        """
+        """The machine a JSON object of constants describes; a rate is a number or a list of [size, rate]. Raises
+        FormatError that names the constant; unknown ones are errors."""
         try:
             return cast(Hardware, from_json(cls, data, "the hardware"))
         except ValueError as error:

@@ -19,12 +19,9 @@ def this_machine(
     folder: Path, dtype: str | None, *, device: str | None = None, store: Path | None = None
 ) -> Hardware | None:
     """The machine with the drive that `folder` lies on, computing in `dtype`, or in another where that was not
-    measured. None where its profile lacks what the throughput engine computes with.
-
-    `device`: "cpu", or "cuda", which is None without one; None: a GPU where it was measured.
-
-    FormatError where the store is damaged, FlashIOError where it cannot be read.
-    """
+    measured. None where its profile lacks what the throughput engine computes with. `device`: "cpu", or "cuda", which
+    is None without one; None: a GPU where it was measured. FormatError where the store is damaged, FlashIOError where
+    it cannot be read."""
     profile = load_profile(store or store_path(), device_of(folder))
     if profile is None or not profile.batches or (device == "cuda" and profile.gpu is None):
         return None

@@ -121,10 +121,8 @@ class NativeProbe:
     def beside_reads(
         self, read: Callable[[], None], *, seconds: float, inner: int, rounds: int = 1
     ) -> tuple[float, float]:
-        """(share of the products' rate lost to reads, share of the reads' rate lost to products), while both run.
-
-        Of few rows, as decoding has them, whose products and reads want the same memory. Medians of the rounds.
-        """
+        """(share of the products' rate lost to reads, share of the reads' rate lost to products), while both run. Of
+        few rows, as decoding has them, whose products and reads want the same memory. Medians of the rounds."""
         found = [self._beside_reads(read, seconds=seconds, inner=inner) for _ in range(rounds)]
         takes, loses = (sorted(shares)[rounds // 2] for shares in zip(*found, strict=True))
         return takes, loses

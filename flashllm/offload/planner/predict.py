@@ -51,9 +51,7 @@ def predict(
     **settings: int,
 ) -> Prediction:
     """Prices `policy` by the cost model; a policy that does not fit is priced too, with `over` saying what is short.
-
-    `settings`: as of `cost_model`.
-    """
+    `settings`: as of `cost_model`."""
     return price(cost_model(shape, hardware, workload, policy, **settings), policy)
 
 

@@ -82,11 +82,9 @@ class Ops(Protocol):
     def layer(
         self, number: int, tensors: Tensors, x: Array, positions: Positions, attend: Attend, *, decoding: bool = False
     ) -> Array:
-        """x [rows, d_model], changed, through the model's layer of that number.
-
-        `attend` is called for some rows after the others, until it was called for all. `decoding`: of one token a
-        sequence, where packed weights may be multiplied by x rounded to 8 or 16 bits.
-        """
+        """x [rows, d_model], changed, through the model's layer of that number. `attend` is called for some rows after
+        the others, until it was called for all. `decoding`: of one token a sequence, where packed weights may be
+        multiplied by x rounded to 8 or 16 bits."""
 
     def logits(self, ends: Tensors, x: Array) -> NDArray[np.float32]:
         """Logits [rows, vocab] after states x, beside the device, and not rounded to the model's dtype."""

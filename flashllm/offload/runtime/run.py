@@ -41,12 +41,10 @@ Array = NDArray[Any]
 
 
 class Neighbours(Protocol):
-    """The stages before and after this one in a pipeline, which is a ring: the last gives tokens to the first.
-
-    What is given for a batch's token says which places of the batch still run; none: the batch has ended, which a stage
-    passes on, and the last one is not told, as it knows. `give` does not wait. `take` waits, and raises PeerLost where
-    the giver is gone, Stopped where `ending()` becomes true.
-    """
+    """The stages before and after this one in a pipeline, which is a ring: the last gives tokens to the first. What is
+    given for a batch's token says which places of the batch still run; none: the batch has ended, which a stage passes
+    on, and the last one is not told, as it knows. `give` does not wait. `take` waits, and raises PeerLost where the
+    giver is gone, Stopped where `ending()` becomes true."""
 
     def give(self, batch: int, token: int, active: Sequence[int], values: Array) -> None:
         """To the stage after this: hidden states [rows, d_model], or from the last stage token ids [active]."""

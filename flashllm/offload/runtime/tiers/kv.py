@@ -77,12 +77,10 @@ class KvCache:
     def prompt(
         self, task: Task, first: int, made: Projected, out: Array, *, window: int, sinks: Array | None = None
     ) -> None:
-        """Keep the keys and values of some tokens of a batch's prompts, and attend: causal, prompt by prompt.
-
-        The prompts follow each other, and these are the tokens from number `first` on. Arrays are fp32, queries, keys
-        and values of the model's dtype; out: [tokens, heads * head_dim]. `window`: positions that a token sees, 0 for
-        all; `sinks` [heads]: scores of no position.
-        """
+        """Keep the keys and values of some tokens of a batch's prompts, and attend: causal, prompt by prompt. The
+        prompts follow each other, and these are the tokens from number `first` on. Arrays are fp32, queries, keys and
+        values of the model's dtype; out: [tokens, heads * head_dim]. `window`: positions that a token sees, 0 for all;
+        `sinks` [heads]: scores of no position."""
         self.keep_prompt(task, made.keys, made.values, first)
         for place, rows, positions in self._pieces(task, first, len(out)):
             arena, slot = self._prompt_blocks(task, place)

@@ -115,11 +115,8 @@ class WeightSource(ABC, Closing):
     def read(self, targets: Mapping[str, Array]) -> None:
         """Fill contiguous arrays of the storage of `read_dtype` with the tensors of these names, which are of one layer
         or of none; and arrays of bytes with the vectors of matrices as they are stored in codes, one an output, of
-        `down` an input.
-
-        UnsupportedModelError for a value outside the dtype's range, ChecksumError for a damaged row, FlashIOError and
-        FormatError for failed reads.
-        """
+        `down` an input. UnsupportedModelError for a value outside the dtype's range, ChecksumError for a damaged row,
+        FlashIOError and FormatError for failed reads."""
 
     def read_dtype(self, name: str) -> WeightDtype:
         """The dtype that a tensor is read in: the model's, but for those in fp32 (`is_wide`)."""
@@ -159,10 +156,8 @@ def _is_of_stage(name: str, stage: Stage, *, tied: bool) -> bool:
 
 def open_weights(path: Path, stage: Stage | None = None, *, codes: Collection[str] = tuple(CODES)) -> WeightSource:
     """The model in the folder `path`, or a stage of it: a flashllm directory, or a Hugging Face safetensors folder.
-
     `codes`: that its matrices may stay in; those in others are read in the model's dtype. UsageError where it is
-    neither, FormatError where it is damaged, UnsupportedModelError for what `arch` lacks.
-    """
+    neither, FormatError where it is damaged, UnsupportedModelError for what `arch` lacks."""
     path = Path(path)
     if (path / MANIFEST).exists():
         return _ModelDirWeights(path, stage, codes)

@@ -90,9 +90,7 @@ class WeightStore(Closing):
 
     def load(self, layer: int, buffer: int) -> None:
         """Fill a staging buffer with the disk and CPU matrices of a layer; `num_layers` means the head. Blocks.
-
-        FlashIOError, FormatError where a read fails.
-        """
+        FlashIOError, FormatError where a read fails."""
         self._load(self.plan.bundles[layer], buffer)
 
     def layer(self, layer: int, buffer: int) -> Tensors:
