@@ -129,6 +129,8 @@ class Attention:
         if self.alibi is not None and len(self.alibi.slopes) != self.heads:
             raise ValueError(f"{len(self.alibi.slopes)} slopes do not fit {self.heads} heads")
         check_cap("softcap", self.softcap)
+        if self.value_norm and self.query_key_norm == "none":
+            raise ValueError("values are normalized where queries and keys are")
         if self.shared is not None and self.shared < 0:
             raise ValueError(f"there is no layer {self.shared} to share keys and values with")
         if not 1 <= self.value_width <= self.head_dim:

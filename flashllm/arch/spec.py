@@ -202,9 +202,11 @@ class BlockSpec:
         if any(layer.twice for layer in self.layers) and (not self.gated or self.sub_norms):
             raise ValueError("gates are cut where there are some, and no norm lies behind them")
         if self.rounded_inputs and (
-            not self.sub_norms or any(layer.norms != "input" or layer.parallel for layer in self.layers)
+            not self.sub_norms
+            or any(layer.norms != "input" or layer.parallel for layer in self.layers)
+            or any(layer.recurrent or layer.mixer is None or not layer.neurons for layer in self.layers)
         ):
-            raise ValueError("inputs are rounded behind norms: those of a layer's inputs, and sub_norms")
+            raise ValueError("inputs are rounded behind norms: those of attention and feed-forward part, and sub_norms")
         if self.sub_norms and (self.norm != "rms" or self.experts is not None):
             raise ValueError("sub_norms are RMS norms, and not of a mixture of experts")
 

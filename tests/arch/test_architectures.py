@@ -395,12 +395,15 @@ def test_a_spec_that_cannot_be_is_refused():
     block = block_spec(LLAMA)
     layer, mixer = block.layers[0], block.layers[0].mixer
     wide = Rotary(inverse_frequency=(1.0,) * 9)
+    rounded = {"rounded_inputs": True, "sub_norms": True}
     for change, message in (
         ({"activation": "tanh"}, "activation must be one of"),
         ({"activation": "drelu", "gated": False}, "activation drelu needs a gate"),
         ({"norm_epsilon": -1.0}, "norm_epsilon must be"),
         ({"layers": ()}, "a model has from 1 to"),
         ({"layers": (_mixture(8), _mixture(4))}, "mixtures of experts must be alike"),
+        (rounded | {"layers": (layer, dataclasses.replace(layer, mixer=None))}, "inputs are rounded behind norms"),
+        (rounded | {"layers": (layer, dataclasses.replace(layer, mixer=_SPACE))}, "inputs are rounded behind norms"),
         ({"logit_softcap": 0.0}, "logit_softcap must be a number above 0"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -411,6 +414,7 @@ def test_a_spec_that_cannot_be_is_refused():
         ({"rotary": wide}, "18 rotary dimensions do not fit heads of 16"),
         ({"window": 0}, "sliding window must be"),
         ({"softcap": 0.0}, "softcap must be a number above 0"),
+        ({"value_norm": True}, "values are normalized where queries and keys are"),
         ({"alibi": Alibi(slopes=(0.5,))}, "1 slopes do not fit 4 heads"),
     ):
         with pytest.raises(ValueError, match=message):

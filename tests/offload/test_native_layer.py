@@ -1,11 +1,13 @@
 """A batch's way through a layer over lent weights: its bits, and what is refused."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from native_arrays import DTYPES, LEVELS, narrow, random_values
 
 from flashllm import _core
-from flashllm.arch.mixers import Attention, Rotary
+from flashllm.arch.mixers import Attention, DeltaRule, Rotary
 from flashllm.arch.spec import BlockSpec, LayerSpec
 
 D, NEURONS, ROWS = 32, 48, 11
@@ -76,6 +78,22 @@ def test_what_does_not_fit_is_refused():
         model.run(layer, states, positions - 1, attend)
     with pytest.raises(ValueError, match="head is not there"):
         model.head(model.lend_ends({}), states, np.empty((3, 40), np.float32))
+
+
+@pytest.mark.parametrize("missing", ["conv.weight", "decay_log", "decay_bias"])
+def test_a_vector_that_a_mixer_reads_must_be_there(missing):
+    mixer = DeltaRule(key_heads=1, value_heads=2, key_dim=16, value_dim=16, kernel=4)
+    block = dataclasses.replace(BLOCK, layers=(*BLOCK.layers, LayerSpec(mixer=mixer, neurons=NEURONS)))
+    model = _core.BatchModel(block=block, dtype="float32", pool=_core.ThreadPool(1), rows_together=4)
+    lent = tensors("float32") | {"conv.weight": np.zeros((64, 4), np.float32)}
+    lent |= {"value.weight": np.zeros((32, D), np.float32), "out_gate.weight": np.zeros((32, D), np.float32)}
+    lent |= {"query.weight": np.zeros((16, D), np.float32)}
+    lent |= {f"{name}.weight": np.zeros((2, D), np.float32) for name in ("beta", "decay")}
+    lent |= {name: np.zeros(2, np.float32) for name in ("decay_log", "decay_bias")}
+    model.lend_layer(1, lent, {}, False)
+    del lent[missing]
+    with pytest.raises(ValueError, match=f"{missing} is missing"):
+        model.lend_layer(1, lent, {}, False)
 
 
 def test_what_attention_raises_ends_the_layer():

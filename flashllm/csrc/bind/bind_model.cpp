@@ -89,7 +89,6 @@ class PyModel {
     spec.fill_tokens = fill_tokens;
     spec.prefetch = prefetch;
     d_model_ = spec.block.d_model;
-    require(rows.d_model == d_model_, "rows are as wide as the model");
     require(caches.size() == of.layers.size(), "every layer needs a cache, or None");
     ModelWeights weights = read_ends(*tensors_, of);
     for (std::size_t i = 0; i < caches.size(); ++i)

@@ -117,7 +117,6 @@ class PyBatchModel {
             "columns with scales apart are an input's each");
     require(weights.router == nullptr || down_by_inputs || !is_coded(neurons.down.codec),
             "the columns of an expert cannot be taken out of rows of codes");
-    check_block(of_.model, weights.block);
     return lent;
   }
 

@@ -53,7 +53,7 @@ class Router {
  public:
   // weights: [count, d_model] with its bias in it; shared_gate: [1, d_model], whose sigmoid is the weight of
   // the shared neurons, or no data, where that is 1. `dtype`: of the router, to which products and weights
-  // are rounded. Keeps the pointers. Throws CoreError where they do not fit each other.
+  // are rounded. Keeps the pointers.
   Router(const ExpertsSpec& spec, const RowMatrix& weights, const RowMatrix& shared_gate, Dtype dtype,
          SimdLevel level);
 

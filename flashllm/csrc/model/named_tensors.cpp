@@ -14,11 +14,13 @@ NamedTensors::NamedTensors(TensorSource tensors, Encodings encodings, Dtype dtyp
       level_(level),
       kernels_(kernel_table(level, dtype)) {}
 
+void NamedTensors::need(const std::string& name) const { require(contains(name), name + " is missing"); }
+
 // Where the elements lie, or the bytes of a grouped codec.
 const std::byte* NamedTensors::tensor(const std::string& name, std::size_t elements, RowCodec codec,
                                       std::size_t nbytes) {
+  need(name);
   const std::optional<Tensor> found = tensors_(name);
-  require(found.has_value(), name + " is missing");
   require(is_coded(codec) ? found->element == Element::u8 && found->nbytes() == nbytes
                           : found->size() == elements && found->itemsize == dtype_nbytes(dtype_of(codec)),
           name + " does not fit the model");
@@ -28,9 +30,9 @@ const std::byte* NamedTensors::tensor(const std::string& name, std::size_t eleme
 ScalePlane NamedTensors::plane(const std::string& prefix, std::size_t neurons, std::size_t width) {
   constexpr std::size_t kUnit = 32;
   const auto part = [&](const char* name) { return tensors_(prefix + name); };
+  need(prefix + "scales");
   const std::optional<Tensor> scales = part("scales"), minimums = part("minimums"), factors = part("factors"),
                               minimum_factors = part("minimum_factors");
-  require(scales.has_value(), prefix + "scales is missing");
   // The values of a part, one for every `group` neurons; nullptr where there is no such part.
   const auto values = [&](const std::optional<Tensor>& found, std::size_t group,
                           Element element) -> const std::byte* {
@@ -73,7 +75,9 @@ ScalePlane NamedTensors::plane(const std::string& prefix, std::size_t neurons, s
 
 RowMatrix NamedTensors::linear(const std::string& name, std::size_t rows, std::size_t columns) {
   const auto other = encodings_.others.find(name + ".weight");
-  return matrix(name, rows, columns, other != encodings_.others.end() ? other->second : encodings_.resident);
+  const RowCodec codec = other != encodings_.others.end() ? other->second : encodings_.resident;
+  require(is_coded(codec) || codec == codec_of(dtype_), name + " is not of the model's dtype");
+  return matrix(name, rows, columns, codec);
 }
 
 RowMatrix NamedTensors::matrix(const std::string& name, std::size_t rows, std::size_t columns,

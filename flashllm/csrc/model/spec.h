@@ -40,9 +40,4 @@ struct ModelWeights {
   std::vector<BlockWeights> blocks;
 };
 
-// Throws CoreError (usage) where a layer's weights do not fit the spec.
-void check_block(const ModelSpec& spec, const BlockWeights& weights);
-// Throws CoreError (usage) where weights or rows do not fit the spec, or the spec itself makes no sense.
-void check_fits(const ModelSpec& spec, const ModelWeights& weights, const RowFormat& rows);
-
 }  // namespace flashllm

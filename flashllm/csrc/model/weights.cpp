@@ -57,6 +57,7 @@ StateWeights read_state(NamedTensors& tensors, const std::string& name, const Ar
   weights.out = tensors.linear(name + "out", d_model, spec.values());
   const std::size_t keys = spec.keys(), values = spec.values();
   const auto taps = [&](const char* part, std::size_t channels) {
+    tensors.need(name + part);
     return tensors.floats(name + part, channels * spec.kernel);
   };
   if (tensors.contains(name + "conv_query.weight")) {
@@ -65,8 +66,7 @@ StateWeights read_state(NamedTensors& tensors, const std::string& name, const Ar
   } else {
     const float* all = taps("conv.weight", spec.channels());
     const std::size_t outer = spec.by_delta_rule ? keys : values;
-    if (all != nullptr)
-      weights.convolution = {all, all + outer * spec.kernel, all + (outer + keys) * spec.kernel};
+    weights.convolution = {all, all + outer * spec.kernel, all + (outer + keys) * spec.kernel};
   }
   weights.convolution_bias = tensors.floats(name + "conv.bias", spec.channels());
   if (spec.convolves_alone()) return weights;
@@ -80,6 +80,7 @@ StateWeights read_state(NamedTensors& tensors, const std::string& name, const Ar
   } else {
     weights.decay = small("decay");
   }
+  for (const char* part : {"decay_log", "decay_bias"}) tensors.need(name + part);
   weights.decay_log = tensors.wide_floats(name + "decay_log", spec.value_heads);
   weights.decay_bias = tensors.wide_floats(name + "decay_bias", spec.decays());
   weights.skip = tensors.wide_floats(name + "skip", spec.value_heads);
@@ -142,6 +143,7 @@ BlockWeights read_block(NamedTensors& tensors, const std::string& layer, const A
     weights.stream_router_norm = tensors.norm(layer + "stream_router_norm", style, d_model);
     weights.stream_router =
         tensors.matrix(layer + "stream_router", streams, d_model, codec_of(tensors.dtype()));
+    for (const char* part : {"stream_predict", "stream_correct", "stream_scale"}) tensors.need(layer + part);
     weights.stream_predict = tensors.floats(layer + "stream_predict", streams * streams * streams);
     weights.stream_correct = tensors.floats(layer + "stream_correct", streams * streams);
     weights.stream_scale = tensors.floats(layer + "stream_scale", d_model);
@@ -158,9 +160,9 @@ BlockWeights read_block(NamedTensors& tensors, const std::string& layer, const A
   }
   if (of.sub_norms) {
     weights.mixed_norm = tensors.norm(layer + "attention_sub_norm", style, attended);
+    tensors.need(layer + "ffn_sub_norm.weight");
     weights.neuron_norm = {tensors.floats(layer + "ffn_sub_norm.weight", spec.neurons), spec.neurons,
                            style.epsilon, model.rounded_inputs};
-    require(static_cast<bool>(weights.neuron_norm), layer + "ffn_sub_norm.weight is missing");
   }
   if (spec.state.value_heads != 0)
     weights.state = read_state(tensors, spec.state.by_delta_rule ? layer : layer + "state.", of, spec.state);
@@ -208,8 +210,7 @@ std::unique_ptr<Router> read_router(NamedTensors& tensors, const std::string& la
   made->set_choice_bias(tensors.wide_floats(layer + "choice.bias", spec.count));
   made->set_scales(tensors.floats(layer + "router_scale", d_model),
                    tensors.floats(layer + "expert_scale", spec.count));
-  require(!made->reads_stream() || tensors.contains(layer + "router_scale"),
-          layer + "router_scale is missing");
+  if (made->reads_stream()) tensors.need(layer + "router_scale");
   made->set_down_bias(tensors.floats(layer + "ffn.expert_down_bias", spec.count * d_model));
   return made;
 }
