@@ -1,7 +1,8 @@
-// Experts where they lie in a file of another layout.
+// Blocks of a file of another layout, and experts where they lie in it.
 #include "bind/bindings.h"
 #include "io/xxh3.h"
 #include "planes/block_rows.h"
+#include "planes/blocks.h"
 
 namespace flashllm {
 
@@ -9,6 +10,25 @@ namespace {
 
 constexpr Named<RowMatrixName> kMatrices[] = {
     {"up", RowMatrixName::up}, {"gate", RowMatrixName::gate}, {"down", RowMatrixName::down}};
+
+using Rows = nb::ndarray<nb::numpy, std::uint8_t, Two>;
+
+// Blocks [n, bytes of one]: codes [n, weights of one], and [n, bytes] of BlockScales, whose fields are those
+// of _SCALES in flashllm/convert/kept/blocks.py.
+std::pair<Rows, Rows> block_codes(const std::string& name, const ConstRows& blocks) {
+  static_assert(sizeof(BlockScales) == 38);
+  const BlockKind& kind = block_kind(name);
+  const std::size_t n = blocks.shape(0);
+  require(!kind.is_plain() && blocks.shape(1) == kind.nbytes, "these are no blocks of " + name);
+  auto codes = std::make_unique<std::vector<std::uint8_t>>(n * kind.weights);
+  auto scales = std::make_unique<std::vector<BlockScales>>(n);
+  {
+    const nb::gil_scoped_release unlocked;
+    take_apart(kind, blocks.data(), n, codes->data(), scales->data());
+  }
+  return {owned<Rows>(std::move(codes), {n, kind.weights}),
+          owned<Rows>(std::move(scales), {n, sizeof(BlockScales)})};
+}
 
 // As BlockRows::unpack of a piece that begins at byte `first` of a slice, into the rows [neurons, stride] of
 // the slice.
@@ -57,6 +77,7 @@ void make_experts(nb::pointer_and_handle<LyingExperts> self, const std::vector<S
 }  // namespace
 
 void init_slices(nb::module_& m) {
+  m.def("block_codes", &block_codes, nb::arg("kind"), nb::arg("blocks"));
   nb::class_<BlockRows>(m, "BlockRows")
       .def(
           "__init__",

@@ -108,6 +108,7 @@ BlockRows::BlockRows(const std::string& kind, std::size_t length, const RowForma
       stride_(format.stride),
       outputs_(format.d_model),
       is_down_(matrix == RowMatrixName::down) {
+  require(kind_.codec != RowCodec::nvfp4, "a tensor of " + kind + " is not read where it lies");
   format.check();
   bool fits = length % kind_.weights == 0 && length != 0;
   row_nbytes_ = length / kind_.weights * kind_.nbytes;

@@ -8,13 +8,6 @@
 
 namespace flashllm {
 
-// What a block has beside its codes. Halves are the bits of fp16 numbers.
-struct BlockScales {
-  std::uint16_t scale = 0, minimum = 0;
-  std::uint8_t power = 0;
-  std::uint8_t factors[16] = {}, minimum_factors[16] = {};
-};
-
 namespace {
 
 using Codes = BlockCodes;
@@ -167,6 +160,14 @@ void mxfp4(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
   nibbles<16>(block + 1, codes);
 }
 
+void nvfp4(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
+  constexpr std::uint8_t kNaN = 127;  // of E4M3, which ggml takes for 0
+  for (std::size_t i = 0; i < 4; ++i) {
+    scales.factors[i] = block[i] == kNaN ? 0 : block[i] & 127;
+    nibbles<8>(block + 4 + 8 * i, codes + 16 * i);
+  }
+}
+
 void tq2_0(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
   scales.scale = half_at(block + 64);
   pairs_of_bits(block, codes);
@@ -210,11 +211,12 @@ constexpr BlockKind kKinds[] = {
     {"TQ1_0", RowCodec::ternary, 2, 256, 54, 0, false, false, kIntegers, tq1_0},
     {"TQ2_0", RowCodec::ternary, 2, 256, 66, 0, false, false, kIntegers, tq2_0},
     {"MXFP4", RowCodec::mxfp4, 4, 32, 17, 0, false, true, RowCodec::codes_fp4, mxfp4},
+    {"NVFP4", RowCodec::nvfp4, 4, 64, 36, 16, false, false, RowCodec::codes_fp4, nvfp4},
     {"BF16", RowCodec::bf16, 16, 1, 2, 0, false, false, kIntegers, nullptr},
     {"F16", RowCodec::f16, 16, 1, 2, 0, false, false, kIntegers, nullptr},
     {"F32", RowCodec::f32, 32, 1, 4, 0, false, false, kIntegers, nullptr},
 };
-constexpr std::size_t kCodedKinds = std::size(kKinds) - 3;
+constexpr std::size_t kWholeKinds = std::size(kKinds) - 4;  // that are neither plain nor NVFP4
 
 // The upper bits of 32 codes, of `mask` from `shift` on, four to a byte: those of code 8 i + k are in byte k.
 std::uint64_t apart(const std::uint8_t* codes, std::size_t shift, std::uint64_t mask) {
@@ -328,11 +330,20 @@ const Unpackers& unpackers_of(const BlockKind& kind, std::index_sequence<indices
 const BlockKind& block_kind(const std::string& name) {
   for (const BlockKind& kind : kKinds)
     if (name == kind.name) return kind;
-  throw CoreError(ErrorKind::usage, "a tensor of " + name + " is not read where it lies");
+  throw CoreError(ErrorKind::usage, "there are no blocks of " + name);
+}
+
+void take_apart(const BlockKind& kind, const std::uint8_t* blocks, std::size_t count, std::uint8_t* codes,
+                BlockScales* scales) {
+  Codes of_block;
+  for (std::size_t b = 0; b < count; ++b) {
+    kind.decode(blocks + b * kind.nbytes, of_block, scales[b]);
+    std::memcpy(codes + b * kind.weights, of_block, kind.weights);
+  }
 }
 
 const Unpackers& unpackers_of(const BlockKind& kind) {
-  return unpackers_of(kind, std::make_index_sequence<kCodedKinds>());
+  return unpackers_of(kind, std::make_index_sequence<kWholeKinds>());
 }
 
 }  // namespace flashllm

@@ -1,6 +1,7 @@
-// Weights in blocks as a GGUF file has them (ggml's kinds, and plain numbers), made codes: those of a stored
-// row a vector with its scales, as a conversion would have written it (flashllm/convert/kept/blocks.py), or
-// those of rows side by side.
+// Weights in blocks as a GGUF file has them, and plain numbers. The layouts are ggml's (ggml-common.h,
+// block_q4_0 to block_q6_K, block_mxfp4, block_nvfp4, block_iq4_nl, block_iq4_xs, block_tq1_0, block_tq2_0).
+// Blocks become codes and scales; those of a stored row a vector, as a conversion writes it
+// (flashllm/convert/kept/blocks.py), or those of rows codes side by side.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +16,12 @@ namespace flashllm {
 constexpr std::size_t kBlockWeights = 256;  // at most
 using BlockCodes = std::uint8_t[kBlockWeights];
 
-struct BlockScales;
+// What a block has beside its codes. Halves are the bits of fp16 numbers.
+struct BlockScales {
+  std::uint16_t scale = 0, minimum = 0;
+  std::uint8_t power = 0;
+  std::uint8_t factors[16] = {}, minimum_factors[16] = {};
+};
 
 // How 32 or 256 weights lie in a block; or a weight that is a number.
 struct BlockKind {
@@ -32,10 +38,14 @@ struct BlockKind {
   bool is_unsigned() const { return has_minimum || of_table(); }
 };
 
-// Of ggml's name, plain ones are also safetensors'. Throws CoreError (usage) for a kind that is not read so.
+// Of ggml's name, plain ones are also safetensors'. Throws CoreError (usage) for another.
 const BlockKind& block_kind(const std::string& name);
 
-// Of a kind that is not plain.
+// `count` blocks of a kind that is not plain: codes [count, weights], and what each has beside them.
+void take_apart(const BlockKind& kind, const std::uint8_t* blocks, std::size_t count, std::uint8_t* codes,
+                BlockScales* scales);
+
+// Of a kind that is not plain, and whose scales are all in its blocks.
 struct Unpackers {
   // A stored row of `count` blocks as a vector. Throws CoreError (format) for scales that no weights have.
   void (*vector)(const std::uint8_t* blocks, std::size_t count, std::uint8_t* vector);
