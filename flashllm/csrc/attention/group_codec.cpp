@@ -4,33 +4,15 @@
 #include <string>
 
 #include "io/error.h"
+#include "kernels/levels/levels.h"
 
 namespace flashllm {
-
-namespace scalar {
-extern const GroupKernels kGroups;
-}
-#if defined(__x86_64__)
-namespace avx2 {
-extern const GroupKernels kGroups;
-}
-namespace avx512 {
-extern const GroupKernels kGroups;
-}
-#endif
 
 void check_bits(int bits) {
   require(bits == 4 || bits == 8, "bits of a packed value must be 4 or 8, got " + std::to_string(bits));
 }
 
-const GroupKernels& group_kernels(SimdLevel level) {
-  kernel_table(level, Dtype::f32);  // throws where the processor lacks it
-#if defined(__x86_64__)
-  if (level >= SimdLevel::avx512) return avx512::kGroups;
-  if (level >= SimdLevel::avx2) return avx2::kGroups;
-#endif
-  return scalar::kGroups;
-}
+const GroupKernels& group_kernels(SimdLevel level) { return *level_kernels(level).groups; }
 
 bool widen_rows(const std::byte* rows, std::size_t row_stride, std::size_t n, std::size_t columns,
                 const KernelTable& kernels, const AttentionKernels& attention, float* to,

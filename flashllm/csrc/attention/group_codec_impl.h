@@ -1,9 +1,24 @@
-// The loops of group_codec.h over a vector type. Each group_codec_<level>.cpp defines in its own namespace,
-// compiled with that level's flags, `Vec`, then includes this file; nothing here may be shared between
-// levels. Included several times on purpose, hence no include guard.
-//
-// Vec: kUnit floats; load of fp32/fp16, set, + - * /, min, max, where_positive(a, b): a where b > 0, else 0;
-// store, store_rounded (as bytes, half to even), load_codes<bits> (a unit's).
+// The loops of group_codec.h over a vector type; included by each kernels_<level>.cpp, through level_impl.h.
+// Vec has besides /, min, store_rounded (kWidth numbers from 0 on as bytes, half to even) and
+// load_codes<bits> (kWidth codes that follow each other).
+
+constexpr float kLargestHalf = 65504.0F;
+
+inline std::uint16_t half_scale(float smallest, float largest, int steps) {
+  const float scale = (largest - smallest) / static_cast<float>(steps);
+  return float_to_half(scale < kLargestHalf ? scale : kLargestHalf);
+}
+// A sum with zero has no minus zero: which of two zeros is the smallest does not show.
+inline std::uint16_t half_minimum(float minimum) {
+  const float above = minimum > -kLargestHalf ? minimum : -kLargestHalf;
+  return float_to_half((above < kLargestHalf ? above : kLargestHalf) + 0.0F);
+}
+
+// What differences from a minimum are divided by: where the scale is 0, all codes are.
+inline float divisor(std::uint16_t scale) {
+  const float found = half_to_float(scale);
+  return found > 0.0F ? found : __builtin_inff();
+}
 
 // Eight codes of 4 bits, a byte each, to four bytes: each step pairs up neighbours.
 inline std::uint64_t squeeze(std::uint64_t codes) {
@@ -13,56 +28,51 @@ inline std::uint64_t squeeze(std::uint64_t codes) {
 }
 
 template <int bits>
-inline void store_unit(const Vec& codes, std::uint8_t* to) {
-  if constexpr (bits == 8) {
-    codes.store_rounded(to);
-  } else {
-    alignas(16) std::uint8_t bytes[kUnit];
-    codes.store_rounded(bytes);
-    std::uint64_t low, high;
-    __builtin_memcpy(&low, bytes, 8);
-    __builtin_memcpy(&high, bytes + 8, 8);
-    const std::uint64_t unit = squeeze(low) | squeeze(high) << 32;
-    __builtin_memcpy(to, &unit, 8);
+inline void store_codes(const Vec& codes, std::uint8_t* to) {
+  if constexpr (bits == 8) return codes.store_rounded(to);
+  std::uint8_t bytes[Vec::kWidth];
+  codes.store_rounded(bytes);
+  for (std::size_t i = 0; i < Vec::kWidth; i += 8) {
+    std::uint64_t eight;
+    __builtin_memcpy(&eight, bytes + i, 8);
+    eight = squeeze(eight);
+    __builtin_memcpy(to + i / 2, &eight, 4);
   }
 }
 
 template <int bits>
-inline Vec codes_of(const Vec& x, const Vec& scale, const Vec& minimum) {
-  const Vec code = min(max((x - minimum) / scale, Vec::set(0.0F)), Vec::set((1 << bits) - 1));
-  return where_positive(code, scale);
-}
-
-inline std::uint16_t scale_of(float smallest, float largest, int steps) {
-  return half_scale((largest - smallest) / static_cast<float>(steps));
+inline Vec codes_of(const Vec& x, const Vec& divisors, const Vec& minus_minimum) {
+  return min(max((x + minus_minimum) / divisors, Vec::zero()), Vec::set((1 << bits) - 1));
 }
 
 template <int bits>
 void encode_columns(const float* values, std::size_t stride, std::size_t rows, std::size_t columns,
                     const GroupedRows& to) {
-  for (std::size_t j = 0; j < columns; j += kUnit) {
-    const Vec scale = Vec::load_f16(to.scales + j), minimum = Vec::load_f16(to.minimums + j);
-    std::uint8_t* codes = to.codes + j / kUnit * 2 * bits;
+  for (std::size_t j = 0; j < columns; j += Vec::kWidth) {
+    float by[Vec::kWidth];
+    for (std::size_t i = 0; i < Vec::kWidth; ++i) by[i] = divisor(to.scales[j + i]);
+    const Vec divisors = Vec::load_f32(by), minus = Vec::load_f16(to.minimums + j) * Vec::set(-1.0F);
+    std::uint8_t* codes = to.codes + j * bits / 8;
     for (std::size_t r = 0; r < rows; ++r, codes += to.code_stride)
-      store_unit<bits>(codes_of<bits>(Vec::load_f32(values + r * stride + j), scale, minimum), codes);
+      store_codes<bits>(codes_of<bits>(Vec::load_f32(values + r * stride + j), divisors, minus), codes);
   }
 }
 
 template <int bits>
 void pack_columns(const float* values, std::size_t stride, std::size_t rows, std::size_t columns,
                   const GroupedRows& to) {
-  for (std::size_t j = 0; j < columns; j += kUnit) {
+  for (std::size_t j = 0; j < columns; j += Vec::kWidth) {
     Vec smallest = Vec::load_f32(values + j), largest = smallest;
     for (std::size_t r = 1; r < rows; ++r) {
       const Vec x = Vec::load_f32(values + r * stride + j);
       smallest = min(smallest, x);
       largest = max(largest, x);
     }
-    float low[kUnit], high[kUnit];
+    float low[Vec::kWidth], high[Vec::kWidth];
     smallest.store(low);
     largest.store(high);
-    for (std::size_t i = 0; i < kUnit; ++i) {
-      to.scales[j + i] = scale_of(low[i], high[i], (1 << bits) - 1);
+    for (std::size_t i = 0; i < Vec::kWidth; ++i) {
+      to.scales[j + i] = half_scale(low[i], high[i], (1 << bits) - 1);
       to.minimums[j + i] = half_minimum(low[i]);
     }
   }
@@ -72,9 +82,9 @@ void pack_columns(const float* values, std::size_t stride, std::size_t rows, std
 template <int bits>
 void unpack_columns(const ConstGroupedRows& from, std::size_t rows, std::size_t columns, float* values,
                     std::size_t stride) {
-  for (std::size_t j = 0; j < columns; j += kUnit) {
+  for (std::size_t j = 0; j < columns; j += Vec::kWidth) {
     const Vec scale = Vec::load_f16(from.scales + j), minimum = Vec::load_f16(from.minimums + j);
-    const std::uint8_t* codes = from.codes + j / kUnit * 2 * bits;
+    const std::uint8_t* codes = from.codes + j * bits / 8;
     for (std::size_t r = 0; r < rows; ++r, codes += from.code_stride)
       (Vec::load_codes<bits>(codes) * scale + minimum).store(values + r * stride + j);
   }
@@ -89,11 +99,10 @@ void encode_rows(const float* values, std::size_t stride, std::size_t rows, std:
     std::uint8_t* codes = to.codes + r * to.code_stride;
     for (std::size_t g = 0; g < groups; ++g) {
       const std::size_t begin = g * kGroup, end = begin + kGroup < columns ? begin + kGroup : columns;
-      const Vec scale = Vec::set(half_to_float(to.scales[r * groups + g]));
-      const Vec minimum = Vec::set(half_to_float(to.minimums[r * groups + g]));
-      for (std::size_t j = begin; j < end; j += kUnit)
-        store_unit<bits>(codes_of<bits>(Vec::load_f32(row + j), scale, minimum),
-                         codes + j / kUnit * 2 * bits);
+      const Vec divisors = Vec::set(divisor(to.scales[r * groups + g]));
+      const Vec minus = Vec::set(-half_to_float(to.minimums[r * groups + g]));
+      for (std::size_t j = begin; j < end; j += Vec::kWidth)
+        store_codes<bits>(codes_of<bits>(Vec::load_f32(row + j), divisors, minus), codes + j * bits / 8);
     }
   }
 }
@@ -107,19 +116,19 @@ void pack_rows(const float* values, std::size_t stride, std::size_t rows, std::s
     for (std::size_t g = 0; g < groups; ++g) {
       const std::size_t begin = g * kGroup, end = begin + kGroup < columns ? begin + kGroup : columns;
       Vec smallest = Vec::load_f32(row + begin), largest = smallest;
-      for (std::size_t j = begin + kUnit; j < end; j += kUnit) {
+      for (std::size_t j = begin + Vec::kWidth; j < end; j += Vec::kWidth) {
         const Vec x = Vec::load_f32(row + j);
         smallest = min(smallest, x);
         largest = max(largest, x);
       }
-      float low[kUnit], high[kUnit];
+      float low[Vec::kWidth], high[Vec::kWidth];
       smallest.store(low);
       largest.store(high);
-      for (std::size_t i = 1; i < kUnit; ++i) {
+      for (std::size_t i = 1; i < Vec::kWidth; ++i) {
         low[0] = low[i] < low[0] ? low[i] : low[0];
         high[0] = high[i] > high[0] ? high[i] : high[0];
       }
-      to.scales[r * groups + g] = scale_of(low[0], high[0], (1 << bits) - 1);
+      to.scales[r * groups + g] = half_scale(low[0], high[0], (1 << bits) - 1);
       to.minimums[r * groups + g] = half_minimum(low[0]);
     }
   }
@@ -136,9 +145,8 @@ void unpack_rows(const ConstGroupedRows& from, std::size_t rows, std::size_t col
       const std::size_t begin = g * kGroup, end = begin + kGroup < columns ? begin + kGroup : columns;
       const Vec scale = Vec::set(half_to_float(from.scales[r * groups + g]));
       const Vec minimum = Vec::set(half_to_float(from.minimums[r * groups + g]));
-      for (std::size_t j = begin; j < end; j += kUnit)
-        (Vec::load_codes<bits>(codes + j / kUnit * 2 * bits) * scale + minimum)
-            .store(values + r * stride + j);
+      for (std::size_t j = begin; j < end; j += Vec::kWidth)
+        (Vec::load_codes<bits>(codes + j * bits / 8) * scale + minimum).store(values + r * stride + j);
     }
   }
 }
@@ -149,7 +157,7 @@ inline void with_bits(int bits, const F& f) {
   bits == 4 ? f(std::integral_constant<int, 4>{}) : f(std::integral_constant<int, 8>{});
 }
 
-const GroupKernels kLoops = {
+const GroupKernels kGroups = {
     [](const float* values, std::size_t stride, std::size_t rows, std::size_t columns, int bits,
        const GroupedRows& to) {
       with_bits(bits, [&](auto width) { pack_columns<width>(values, stride, rows, columns, to); });

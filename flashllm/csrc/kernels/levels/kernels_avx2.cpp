@@ -96,7 +96,22 @@ struct Vec {
     const __m128i escapes = _mm_max_epu8(index[0], index[1]);
     return _mm_movemask_epi8(_mm_cmpeq_epi8(escapes, mask)) != 0;
   }
+  template <int bits>
+  static Vec load_codes(const std::uint8_t* p) {
+    if constexpr (bits == 8)
+      return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
+    std::int32_t word;
+    __builtin_memcpy(&word, p, sizeof word);
+    const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
+    const __m256i codes = _mm256_srlv_epi32(_mm256_set1_epi32(word), shifts);
+    return {_mm256_cvtepi32_ps(_mm256_and_si256(codes, _mm256_set1_epi32(15)))};
+  }
   void store(float* p) const { _mm256_storeu_ps(p, v); }
+  void store_rounded(std::uint8_t* p) const {
+    const __m256i codes = _mm256_cvtps_epi32(v);
+    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
+  }
   // this * 2^n, n the integer in the low bits of `shifted`
   Vec times_two_to(const Vec& shifted) const {
     const __m256i n = _mm256_slli_epi32(_mm256_castps_si256(shifted.v), 23);
@@ -112,6 +127,8 @@ struct Vec {
 inline Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
 inline Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
 inline Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
+inline Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
+inline Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }
 inline Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }  // b where either is NaN
 
 struct Pairs {

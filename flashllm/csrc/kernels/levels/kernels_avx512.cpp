@@ -147,7 +147,21 @@ struct Vec {
     v[2] = {_mm512_shuffle_f32x4(a, c, 0xdd)};
     v[3] = {_mm512_shuffle_f32x4(b, d, 0xdd)};
   }
+  template <int bits>
+  static Vec load_codes(const std::uint8_t* p) {
+    if constexpr (bits == 8)
+      return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+    std::int32_t earlier, later;
+    __builtin_memcpy(&earlier, p, 4);
+    __builtin_memcpy(&later, p + 4, 4);
+    const __m512i words = _mm512_mask_set1_epi32(_mm512_set1_epi32(earlier), 0xFF00, later);
+    const __m512i shifts = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
+    return {_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srlv_epi32(words, shifts), _mm512_set1_epi32(15)))};
+  }
   void store(float* p) const { _mm512_storeu_ps(p, v); }
+  void store_rounded(std::uint8_t* p) const {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
+  }
   // this * 2^n, n the integer in the low bits of `shifted`
   Vec times_two_to(const Vec& shifted) const {
     const __m512i n = _mm512_slli_epi32(_mm512_castps_si512(shifted.v), 23);
@@ -165,6 +179,8 @@ struct Vec {
 inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }  // b where either is NaN
 
 struct Pairs {

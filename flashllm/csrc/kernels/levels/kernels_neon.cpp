@@ -75,9 +75,21 @@ struct Vec {
     }
     return vmaxvq_u8(vmaxq_u8(index[0], index[1])) == 15;
   }
+  template <int bits>
+  static Vec load_codes(const std::uint8_t* p) {
+    if constexpr (bits == 8) return from_u8(vld1_u8(p));
+    std::uint32_t word;
+    __builtin_memcpy(&word, p, sizeof word);
+    const uint8x8_t bytes = vreinterpret_u8_u32(vdup_n_u32(word));
+    return from_u8(vzip1_u8(vand_u8(bytes, vdup_n_u8(15)), vshr_n_u8(bytes, 4)));
+  }
   void store(float* p) const {
     vst1q_f32(p, low);
     vst1q_f32(p + 4, high);
+  }
+  void store_rounded(std::uint8_t* p) const {
+    const uint16x4_t first = vqmovn_u32(vcvtnq_u32_f32(low)), second = vqmovn_u32(vcvtnq_u32_f32(high));
+    vst1_u8(p, vqmovn_u16(vcombine_u16(first, second)));
   }
   // this * 2^n, n the integer in the low bits of `shifted`
   Vec times_two_to(const Vec& shifted) const {
@@ -94,10 +106,13 @@ struct Vec {
     return {vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(values), 16)),
             vreinterpretq_f32_u32(vshll_n_u16(vget_high_u16(values), 16))};
   }
-  static Vec scaled(uint8x8_t codes, const Vec& scale, const Vec& offset) {
+  static Vec from_u8(uint8x8_t codes) {
     const uint16x8_t wide = vmovl_u8(codes);
-    return {vfmaq_f32(offset.low, vcvtq_f32_u32(vmovl_u16(vget_low_u16(wide))), scale.low),
-            vfmaq_f32(offset.high, vcvtq_f32_u32(vmovl_u16(vget_high_u16(wide))), scale.high)};
+    return {vcvtq_f32_u32(vmovl_u16(vget_low_u16(wide))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(wide)))};
+  }
+  static Vec scaled(uint8x8_t codes, const Vec& scale, const Vec& offset) {
+    const Vec numbers = from_u8(codes);
+    return {vfmaq_f32(offset.low, numbers.low, scale.low), vfmaq_f32(offset.high, numbers.high, scale.high)};
   }
   static float32x4_t times_two_to(float32x4_t value, float32x4_t shifted) {
     const int32x4_t n = vshlq_n_s32(vreinterpretq_s32_f32(shifted), 23);
@@ -114,6 +129,10 @@ inline Vec operator+(const Vec& a, const Vec& b) {
 inline Vec operator*(const Vec& a, const Vec& b) {
   return {vmulq_f32(a.low, b.low), vmulq_f32(a.high, b.high)};
 }
+inline Vec operator/(const Vec& a, const Vec& b) {
+  return {vdivq_f32(a.low, b.low), vdivq_f32(a.high, b.high)};
+}
+inline Vec min(const Vec& a, const Vec& b) { return {vminq_f32(a.low, b.low), vminq_f32(a.high, b.high)}; }
 inline Vec max(const Vec& a, const Vec& b) {  // b where either is NaN; vmaxq_f32 would give the NaN
   return {vbslq_f32(vcgtq_f32(a.low, b.low), a.low, b.low),
           vbslq_f32(vcgtq_f32(a.high, b.high), a.high, b.high)};

@@ -71,8 +71,17 @@ struct Vec {
     }
     return escapes;
   }
+  template <int bits>
+  static Vec load_codes(const std::uint8_t* p) {
+    if constexpr (bits == 8) return each([=](std::size_t i) { return static_cast<float>(p[i]); });
+    return each([=](std::size_t i) { return static_cast<float>(p[i / 2] >> i % 2 * 4 & 15); });
+  }
   void store(float* p) const {
     for (std::size_t i = 0; i < kWidth; ++i) p[i] = lane[i];
+  }
+  void store_rounded(std::uint8_t* p) const {
+    constexpr float kShift = 12582912.0F;  // 1.5 * 2^23: its sums are whole numbers, rounded half to even
+    for (std::size_t i = 0; i < kWidth; ++i) p[i] = static_cast<std::uint8_t>(lane[i] + kShift - kShift);
   }
   // this * 2^n, n the integer in the low bits of `shifted`
   Vec times_two_to(const Vec& shifted) const {
@@ -95,6 +104,12 @@ Vec operator+(const Vec& a, const Vec& b) {
 
 Vec operator*(const Vec& a, const Vec& b) {
   return Vec::each([&](std::size_t i) { return a.lane[i] * b.lane[i]; });
+}
+Vec operator/(const Vec& a, const Vec& b) {
+  return Vec::each([&](std::size_t i) { return a.lane[i] / b.lane[i]; });
+}
+Vec min(const Vec& a, const Vec& b) {
+  return Vec::each([&](std::size_t i) { return a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]; });
 }
 Vec max(const Vec& a, const Vec& b) {  // b where either is NaN, as the processors' instruction
   return Vec::each([&](std::size_t i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; });

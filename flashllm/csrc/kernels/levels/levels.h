@@ -1,6 +1,7 @@
 // The loops of each level of instructions, as one table a level: the one place where a level's are chosen.
 #pragma once
 
+#include "attention/group_codec.h"
 #include "kernels/kernels.h"
 #include "kernels/row_codecs.h"
 #include "planes/scale_planes.h"
@@ -24,6 +25,7 @@ struct LevelKernels {
   const CodedInputKernels* int16;             // [kInt16Codecs]
   const UnpackCodes* unpack;                  // [kCodedCodecs]
   const PlaneKernels (*planes)[kPlaneForms];  // [kPlaneCodecs]
+  const GroupKernels* groups;
 };
 
 // Throws CoreError (usage) where the processor lacks the level.
