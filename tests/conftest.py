@@ -64,11 +64,6 @@ def _make(root: Path, dtype: str) -> TinyModel:
     return TinyModel(dtype, source, reference, AutoTokenizer.from_pretrained(source), directories)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Builds of the core come first: of several processes none is left alone with minutes of them at the end."""
-    items.sort(key=lambda item: item.get_closest_marker("sanitizer") is None)
-
-
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The user's calibration of this machine changes how runs read, and must not change what tests see."""
