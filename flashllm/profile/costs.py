@@ -30,12 +30,9 @@ class BatchSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BesideSample:
-    """One batch of `requests` random reads of `nbytes` each, while all cores compute."""
+class BesideSample(BatchSample):
+    """As a batch, while all cores compute; `wall_s` is until the last read landed."""
 
-    requests: int
-    nbytes: int
-    wall_s: float  # until the last read landed
     lost_s: float  # of it: how much longer the products took than without reads
 
 
