@@ -1,9 +1,6 @@
 """How the runtime executes a policy, as a frozen value."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-
-from flashllm.offload.runtime.tasks import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,4 +12,3 @@ class RunOptions:
     cache_bits: int = 4  # where it compresses the cache
     accelerator: str | None = None  # torch's name of the device; None: the CPU, by the native core
     accelerator_memory: int | None = None  # bytes of it; None: what is free
-    before_task: Callable[[Task], None] | None = None  # of tests: called in the worker before each task

@@ -237,8 +237,6 @@ class _Run:
             yield step
 
     def _work(self, task: Task) -> None:
-        if self.r.options.before_task is not None:
-            self.r.options.before_task(task)
         with self.r._ops.task():
             self._do(task)
 
