@@ -1,9 +1,10 @@
 """`Policy`: one offloading strategy of paper B, section 4.3, as a frozen value. It knows neither model nor machine."""
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
+from flashllm.base.checks import check_int, from_json, is_number
 from flashllm.base.files import read_json_object
 from flashllm.errors import FormatError
 
@@ -66,22 +67,20 @@ class Policy(Method):
 
     def __post_init__(self) -> None:
         for field in ("gpu_batch", "num_batches"):
-            value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{field} must be a positive integer, not {value!r}")
+            check_int(field, getattr(self, field), 1, 2**31)
         for field in ("compress_weights", "compress_cache", "cpu_attention", "overlap"):
             if not isinstance(getattr(self, field), bool):
                 raise ValueError(f"{field} must be true or false, not {getattr(self, field)!r}")
         for field in self.PLACEMENT:
             value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            if not is_number(value) or not 0 <= value <= 1:
                 raise ValueError(f"{field} must be a fraction from 0 to 1, not {value!r}")
         for kind, what in (("w", "weights"), ("c", "cache"), ("h", "activations")):
             total = sum(getattr(self, kind + tier) for tier in "gcd")
             if abs(total - 1) > _SUM_TOLERANCE:
                 raise ValueError(f"{kind}g + {kind}c + {kind}d must be 1 ({what}), not {total!r}")
         sparsity = self.attention_sparsity
-        if isinstance(sparsity, bool) or not isinstance(sparsity, int | float) or not 0 < sparsity <= 1:
+        if not is_number(sparsity) or not 0 < sparsity <= 1:
             raise ValueError(f"attention_sparsity must be above 0 and at most 1, not {sparsity!r}")
 
     @property
@@ -119,20 +118,13 @@ class Policy(Method):
 
     @classmethod
     def from_json(cls, data: Any, *, where: str = "policy") -> "Policy":
-        """The policy an object of named fields describes; a whole plan (`{"policy": {...}}`) is taken too.
-
-        Raises FormatError that names the field; unknown fields are errors.
-        """
+        """The policy an object of named fields describes; a whole plan (`{"policy": {...}}`) is taken too. Raises
+        FormatError that names the field; unknown fields are errors."""
         if isinstance(data, dict) and isinstance(data.get("policy"), dict):
             data = data["policy"]
-        if not isinstance(data, dict):
-            raise FormatError(f"{where}: expected a JSON object of named policy fields")
-        unknown = sorted(set(data) - {field.name for field in fields(cls)})
-        if unknown:
-            raise FormatError(f"{where}: unknown policy field {unknown[0]!r}")
         try:
-            return cls(**data)
-        except (TypeError, ValueError) as error:
+            return cast(Policy, from_json(cls, data, "the policy"))
+        except ValueError as error:
             raise FormatError(f"{where}: {error}") from None
 
     @classmethod

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from flashllm.base.checks import from_json, to_json
+from flashllm.base.checks import check_int, from_json, is_number, to_json
 from flashllm.base.files import read_json_object
 from flashllm.errors import FormatError
 from flashllm.profile.rates import RateCurve
@@ -57,12 +57,10 @@ class Hardware:
         if self.combine not in COMBINE:
             raise ValueError(f"combine must be one of {COMBINE}, not {self.combine!r}")
         for field in ("device_memory", "device_reserved", "cpu_memory", "cpu_reserved", "disk_capacity"):
-            value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ValueError(f"{field} must be a number of bytes, not {value!r}")
+            check_int(field, getattr(self, field), 0, 2**63 - 1)
         for field, limit in (("read_takes", 1), ("read_loses", 1), ("square_s", float("inf"))):
             value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < limit:
+            if not is_number(value) or not 0 <= value < limit:
                 raise ValueError(f"{field} must be a number from 0 and below {limit}, not {value!r}")
 
     @property

@@ -143,7 +143,7 @@ def test_limits_and_arguments(tiny, tmp_path):
         engine(tiny, tmp_path, compress=["all"])
     with pytest.raises(UsageError, match="cache_bits"):
         engine(tiny, tmp_path, cache_bits=5)
-    with pytest.raises(FormatError, match="unknown policy field"):
+    with pytest.raises(FormatError, match="gpu_batch"):
         engine(tiny, tmp_path, policy={"gpu_batches": 1})
     with pytest.raises(UsageError):
         OffloadEngine(tmp_path / "nothing")
