@@ -10,9 +10,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from flashllm.arch.mixers import Attention
 from flashllm.arch.registry import block_spec, resolve, spec_of
-from flashllm.arch.spec import Architecture, BlockSpec
+from flashllm.arch.spec import Architecture, BlockSpec, LayerSpec
+from flashllm.arch.tensors import tensor_shape
 from flashllm.base.codes.carried import SCALE_FORMS, plane_shapes
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.files import is_there, read_json_object
@@ -182,7 +182,9 @@ def shape_of(
     used = [architecture.cycle if layer in architecture.mixtures else architecture.width(layer) for layer in layers]
     average = [-(-sum(each) // len(layers)) for each in (widths, used)]
     check_mixers(block, name)
-    mixer = max((block.layers[layer].attention for layer in layers), key=lambda each: each.query_dim + each.kv_dim)
+    own = (block.layers[layer] for layer in layers)
+    widest = max(own, key=lambda each: each.attention.query_dim + each.attention.kv_dim)
+    mixer = widest.attention
     differ = len(set(widths)) + len(set(used)) > 2
     return ModelShape(
         name=name,
@@ -197,7 +199,7 @@ def shape_of(
         kv_heads=mixer.kv_heads,
         head_dim=mixer.head_dim,
         value_dim=mixer.value_dim or 0,
-        latent=_latent_matrices(block, mixer),
+        latent=_latent_matrices(block, widest),
         vocab=block.vocab_size,
         positions=block.context + block.position_offset if block.learned_positions else 0,
         gated=block.gated,
@@ -208,19 +210,13 @@ def shape_of(
     )
 
 
-def _latent_matrices(block: BlockSpec, mixer: Attention) -> tuple[tuple[str, int, int], ...]:
-    latent = mixer.latent
+def _latent_matrices(block: BlockSpec, layer: LayerSpec) -> tuple[tuple[str, int, int], ...]:
+    latent = layer.attention.latent
     if latent is None:
         return ()
-    sizes = [("query_down", latent.query_rank, block.d_model)] if latent.query_rank is not None else []
-    return (
-        *sizes,
-        ("query", mixer.projected_dim, latent.query_rank or block.d_model),
-        ("key", mixer.kv_dim, block.d_model),
-        ("key_up", mixer.heads * latent.rank, latent.plain_dim),
-        ("value", mixer.mixed_dim, latent.rank),
-        ("out", block.d_model, mixer.mixed_dim),
-    )
+    names = (*(["query_down"] if latent.query_rank is not None else []), "query", "key", "key_up", "value", "out")
+    shapes = {name: tensor_shape(f"layers.{{i}}.{name}.weight", block, layer) for name in names}
+    return tuple((name, rows, columns) for name, (rows, columns) in shapes.items())
 
 
 def _opt(name: str, layers: int, hidden: int, heads: int) -> ModelShape:
