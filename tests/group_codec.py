@@ -1,4 +1,4 @@
-"""Group-wise quantisation in numpy, step by step as csrc/attention/group_codec.h says: what the native one equals."""
+"""Group-wise quantisation in numpy, step by step as csrc/kernels/group_codec.h says: what the native one equals."""
 
 import numpy as np
 

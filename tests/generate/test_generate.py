@@ -182,7 +182,7 @@ def test_nothing_to_continue(session):
 
 
 @pytest.mark.parametrize(
-    ("mode", "read"), [*(("sparse", read) for read in (0, 1, 2, 4, 7, 11, 14, 20, 30)), ("oracle", 4), ("dense", 2)]
+    ("mode", "read"), [*(("sparse", read) for read in (0, 1, 2, 4, 7, 11, 14, 20, 30)), ("oracle", 4)]
 )
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_an_interruption_in_a_pass_leaves_the_session_as_after_the_last_record(  # noqa: PLR0917 - fixtures

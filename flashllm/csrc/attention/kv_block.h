@@ -16,7 +16,7 @@
 #include <cstdint>
 
 #include "attention/attention.h"
-#include "attention/group_codec.h"
+#include "kernels/group_codec.h"
 
 namespace flashllm {
 

@@ -21,7 +21,7 @@ const LevelKernels kLevel = {nullptr, nullptr,        nullptr,        nullptr,  
                              nullptr, multiply_codes, multiply_bytes, add_codes, nullptr, nullptr,
                              kInt8,   kInt16,         nullptr,        kPlanes,   nullptr};
 #else
-#include "attention/group_codec_impl.h"
+#include "kernels/group_codec_impl.h"
 const LevelKernels kLevel = {kTables,      nullptr,        nullptr,        &kAttention, sum_floats,  softmax,
                              multiply_add, multiply_codes, multiply_bytes, add_codes,   kStateSteps, kCodecs,
                              kInt8,        kInt16,         kUnpack,        kPlanes,     &kGroups};

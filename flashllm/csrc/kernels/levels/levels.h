@@ -1,7 +1,7 @@
 // The loops of each level of instructions, as one table a level: the one place where a level's are chosen.
 #pragma once
 
-#include "attention/group_codec.h"
+#include "kernels/group_codec.h"
 #include "kernels/kernels.h"
 #include "kernels/row_codecs.h"
 #include "planes/scale_planes.h"

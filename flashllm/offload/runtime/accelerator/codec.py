@@ -1,4 +1,4 @@
-"""Packed keys and values (csrc/attention/group_codec.h) and packed weights (base/group_codes.py) by torch.
+"""Packed keys and values (csrc/kernels/group_codec.h) and packed weights (base/group_codes.py) by torch.
 
 Values have the bits of the native codecs': a code times a scale, rounded to fp32, plus a minimum, rounded again.
 """

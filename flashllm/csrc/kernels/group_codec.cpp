@@ -1,4 +1,4 @@
-#include "attention/group_codec.h"
+#include "kernels/group_codec.h"
 
 #include <algorithm>
 #include <string>
