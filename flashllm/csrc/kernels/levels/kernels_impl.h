@@ -41,32 +41,41 @@ inline void prefetch(const T* p) {
 }
 
 // R rows at a time; each row's own order of additions is the same for every R. next[r]: what to fetch while
-// row[r] is read, as far on; nullptr: nothing.
+// row[r] is read, as far on; nullptr: nothing. Unrolled by name, or the compiler keeps the sums in memory.
 template <typename W, std::size_t R>
 inline void dot_block(const typename W::T* const* row, const typename W::T* const* next, const float* x,
                       std::size_t k, float* out) {
+  static_assert(kUnroll == 2 || kUnroll == 4, "halved below");
   constexpr std::size_t kStep = kUnroll * Vec::kWidth;
   Vec sum[R][kUnroll];
+#pragma GCC unroll 4
   for (std::size_t r = 0; r < R; ++r)
+#pragma GCC unroll 4
     for (std::size_t u = 0; u < kUnroll; ++u) sum[r][u] = Vec::zero();
   std::size_t j = 0;
   for (; j + kStep <= k; j += kStep) {
     if (next != nullptr)
       for (std::size_t r = 0; r < R; ++r) prefetch<typename W::T, kStep>(next[r] + j);
+#pragma GCC unroll 4
     for (std::size_t u = 0; u < kUnroll; ++u) {
       const Vec xv = Vec::load_f32(x + j + u * Vec::kWidth);
+#pragma GCC unroll 4
       for (std::size_t r = 0; r < R; ++r)
         sum[r][u] = fma(W::load(row[r] + j + u * Vec::kWidth), xv, sum[r][u]);
     }
   }
   for (; j + Vec::kWidth <= k; j += Vec::kWidth) {
     const Vec xv = Vec::load_f32(x + j);
+#pragma GCC unroll 4
     for (std::size_t r = 0; r < R; ++r) sum[r][0] = fma(W::load(row[r] + j), xv, sum[r][0]);
   }
+#pragma GCC unroll 4
   for (std::size_t r = 0; r < R; ++r) {
-    for (std::size_t half = kUnroll / 2; half != 0; half /= 2)
-      for (std::size_t u = 0; u < half; ++u) sum[r][u] = sum[r][u] + sum[r][u + half];
-    float total = sum[r][0].sum();
+    if constexpr (kUnroll == 4) {
+      sum[r][0] = sum[r][0] + sum[r][2];
+      sum[r][1] = sum[r][1] + sum[r][3];
+    }
+    float total = (sum[r][0] + sum[r][1]).sum();
     for (std::size_t t = j; t < k; ++t) total = __builtin_fmaf(W::scalar(row[r][t]), x[t], total);
     out[r] = total;
   }
