@@ -7,6 +7,7 @@ The demo's weights stay in the repository. What a wheel is made of lies in it, a
 """
 
 import argparse
+import fcntl
 import json
 import os
 import platform
@@ -104,8 +105,15 @@ def _toolchain(folder: Path, arch: str) -> dict[str, str]:
 def build(arch: str, out: Path) -> Path:
     """The wheel for this Python and `arch`, in `out`. CalledProcessError where a step fails, after it said why."""
     folder = REPOSITORY / "build" / "wheels" / f"{sys.implementation.cache_tag}-{arch}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:  # a second build of the same wheel waits, or both would be wrong
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _build(arch, folder, out)
+
+
+def _build(arch: str, folder: Path, out: Path) -> Path:
     shutil.rmtree(folder / "made", ignore_errors=True)
-    (folder / "made").mkdir(parents=True)
+    (folder / "made").mkdir()
     bill = folder / "flashllm.cdx.json"
     bill.write_text(json.dumps(bill_of_materials(), indent=1), encoding="utf-8")
     settings = {

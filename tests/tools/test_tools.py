@@ -4,11 +4,14 @@ import gzip
 import json
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 from activity_trace import Stream, Trace
+from build_wheels import build
 from install_popularity import measure_popularity
 from predictor_files import MARGIN
 from scripts import REPOSITORY, run_script
@@ -246,3 +249,20 @@ def test_a_synthetic_trace_has_the_statistics_it_promises(tmp_path):
         other = masks_of(learn, 1)
         assert not np.array_equal(other, middle)
         assert np.corrcoef(other.mean(0), middle.mean(0))[0, 1] > 0.95  # the same popularity
+
+
+def test_two_builds_of_one_wheel_take_turns(tmp_path, monkeypatch):
+    building, most = [], []
+
+    def built(arch, folder, out):
+        building.append(arch)
+        most.append(len(building))
+        time.sleep(0.05)
+        building.remove(arch)
+        return out
+
+    monkeypatch.setattr("build_wheels.REPOSITORY", tmp_path)
+    monkeypatch.setattr("build_wheels._build", built)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(build, ["x86_64"] * 4, [tmp_path] * 4)) == [tmp_path] * 4
+    assert most == [1] * 4
