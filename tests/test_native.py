@@ -1,13 +1,16 @@
-"""The core's own C++ tests, built with the sanitizers (memory, undefined behaviour and data races), and their
-arithmetic for 64-bit ARM, which an emulator runs."""
+"""The core's own C++ tests, built with the sanitizers (memory, undefined behaviour and data races), their arithmetic
+for 64-bit ARM, which an emulator runs, and the core as Clang sees it."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import nanobind
 import pytest
 
 from flashllm import _core
@@ -110,6 +113,30 @@ def test_arithmetic_on_arm(tmp_path):
     assert "tests of arithmetic passed" in result.stdout
     if "avx2" in _core.simd_levels():
         assert f"digest {_core.digest('avx2')}" in result.stdout.splitlines()
+
+
+@pytest.mark.skipif(shutil.which("clang++") is None, reason="needs clang++")
+def test_clang_finds_nothing():
+    """The wheels' compiler is Clang, which warns of what g++ takes: the core's files but those of single levels."""
+    cmake = (CSRC / "CMakeLists.txt").read_text(encoding="utf-8")
+    together = re.search(r"foreach\(folder (.+)\)", cmake)[1].split()
+    apart = re.search(r'EXCLUDE REGEX "(.+?)"', cmake)[1]
+    flags, groups = _core_flags(), {}
+    for source in CSRC.rglob("*.cpp"):
+        name = source.relative_to(CSRC).as_posix()
+        if not any(flag.startswith("-m") for flag in flags.get(name, [])):
+            alone = source.parent.name not in together or re.search(apart, name)
+            groups.setdefault(name if alone else source.parent.name, []).append(f'#include "{name}"\n')
+    headers = (CSRC, nanobind.include_dir(), sysconfig.get_path("include"))
+    command = ["clang++", "-std=c++17", "-fsyntax-only", *flags["all"], "-Werror", *(f"-I{each}" for each in headers)]
+
+    def said(lines):
+        text = "".join(lines)
+        done = subprocess.run([*command, "-x", "c++", "-"], input=text, capture_output=True, text=True, check=False)
+        return "" if done.returncode == 0 else done.stderr
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        assert "".join(pool.map(said, groups.values())) == ""
 
 
 def test_the_product_cannot_be_made_to_fail():

@@ -14,7 +14,7 @@ std::vector<std::vector<Bytes>> arrays_of(nb::handle owner, const SequenceState:
     arrays.emplace_back();
     for (const SequenceState::Span& span : of_kind)
       arrays.back().emplace_back(reinterpret_cast<std::uint8_t*>(span.data),
-                                 std::initializer_list{span.nbytes}, owner);
+                                 std::initializer_list<std::size_t>{span.nbytes}, owner);
   }
   return arrays;
 }
