@@ -8,7 +8,8 @@ Both call the engine as the server does, without HTTP. A model of dummy weights 
 
 together  one token each of so many sequences, in passes that they share, in turn with one alone: tokens a second of all
           together and of each, and what sharing could give at most where the union of the units that are wanted
-          (neurons or experts) is read and multiplied once: the units that the tokens want, over their union.
+          (neurons or experts) is read and multiplied once: the units that the tokens want, over their union; and where
+          the drive did nothing but read those of the union that are missing, at the rate it had in these passes.
 forced    an answer by the schema of an address book, with and without passes over the tokens that the schema forces;
           the tokens are the same. A model without a tokenizer is refused.
 
@@ -85,19 +86,22 @@ def together(model: TracedModel, args: argparse.Namespace) -> dict[str, Any]:
     alone = statistics.fmean(each["total_ms"] for each in passes[args.at_once[0]]) / args.at_once[0]
     for count, found in passes.items():
         mean = {key: statistics.fmean(each[key] for each in found) for key in found[0]}
+        missing_ms = mean["misses"] * mean["io_busy_ms"] / mean["requests"] if mean["requests"] else 0.0
         row = {
             "at_once": count,
             "tokens_a_second": 1e3 * count / mean["total_ms"],
             "of_each": 1e3 / mean["total_ms"],
             "gain": count * alone / mean["total_ms"],
             "bound_by_union": mean["active"] / mean["united"] if mean["united"] else float(count),
+            "bound_by_reads": count * alone / missing_ms if missing_ms else None,
             "bytes_read_a_token": mean["bytes_read"] / count,
             "pass_ms": mean,
         }
         rows.append(row)
         print(
             f"{count} at once: {row['tokens_a_second']:.2f} tokens/s together, {row['of_each']:.2f} each; "
-            f"{row['gain']:.2f} times one alone, of at most {row['bound_by_union']:.2f}; "
+            f"{row['gain']:.2f} times one alone, of at most {row['bound_by_union']:.2f} by the union"
+            f"{f', {by_reads:.2f} by reads' if (by_reads := row['bound_by_reads']) else ''}; "
             f"{format_size(row['bytes_read_a_token'])} read a token",
             flush=True,
         )
