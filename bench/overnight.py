@@ -101,6 +101,7 @@ MODELS: Mapping[str, tuple[float, str]] = {
 _SMOLLM2 = ("smol32", "SMOLLM2")
 _WIDTHS = ("engine/results/memory_opt-6.7b_widths_zen4.json",)
 _PEERS = ("offload/results/offload_peers_2.json",)
+_LLAMA = ("peer/results/report_llama-2-7b.json",)
 _QWEN8 = ("engine/results/breakdown_qwen3_30b_a3b_8layers.json",)
 _BOOKS, _WIKI, _C4, _TASKS = "books4.jsonl.gz", "wiki.test.raw", "C4.txt", "TASKS"
 _TRAIN = (
@@ -134,14 +135,16 @@ ROWS = (
         _breakdown("opt67-q4", "2.4GB")),
     Row("opt-6.7b-report", (*(f"engine/results/report_opt-6.7b_{number}.json" for number in (1, 2)),), ("opt67-q4",),
         "python bench/engine/traced.py bench opt67-q4 --memory 2.4GB --report opt67-q4.md --json"),
-    Row("llama-2-7b", ("peer/results/peer_opt-6.7b.json",), ("llama7b.gguf",), _both("llama7b.gguf", "7.0GB")),
-    Row("llama-2-7b-in-memory", ("peer/results/peer_opt-6.7b.json",), ("llama7b.gguf",), _both("llama7b.gguf", "")),
+    Row("opt-6.7b-7gb-report", ("peer/results/report_opt-6.7b.json",), ("opt67",),
+        "python bench/engine/traced.py bench opt67 --memory 7.0GB --report opt67.md --json"),
+    Row("llama-2-7b", _LLAMA, ("llama7b.gguf",), _both("llama7b.gguf", "7.0GB")),
+    Row("llama-2-7b-in-memory", _LLAMA, ("llama7b.gguf",), _both("llama7b.gguf", "")),
     Row("olmoe", ("peer/results/report_olmoe_q4_k_m.json",), ("olmoe.gguf",), _both("olmoe.gguf", "2.4GB")),
     Row("smollm2-report", (*(f"engine/results/report_smollm2_{number}.json" for number in (1, 2)),), (),
         "flashllm bench smollm2 --memory 200MB --report smollm2.md --json"),
     Row("olmoe-report", (*(f"engine/results/report_olmoe_{number}.json" for number in (1, 2)),), ("olmoe.gguf",),
         "flashllm bench olmoe.gguf --memory 2.4GB --report olmoe.md --json"),
-    Row("gpt-oss", ("peer/results/same_file_gpt-oss-20b.json",), ("gpt-oss.gguf",), _both("gpt-oss.gguf", "6.3GB")),
+    Row("gpt-oss", ("peer/results/report_gpt-oss-20b.json",), ("gpt-oss.gguf",), _both("gpt-oss.gguf", "6.3GB")),
     Row("qwen3.6", ("peer/results/whole_qwen3.6-35b-a3b.json",), ("q36.gguf",),
         "python bench/peer/whole_model.py q36.gguf --memory 8GB 12GB"),
     Row("qwen3-30b", _QWEN8, ("qwen8",), _breakdown("qwen8", "5.4GB")),

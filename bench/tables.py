@@ -23,6 +23,8 @@ BENCH = Path(__file__).resolve().parent
 REPOSITORY = BENCH.parent
 PICTURE = BENCH / "beside_llama.svg"
 DOCUMENTS = (REPOSITORY / "README.md", BENCH / "README.md")
+_OPT, _LLAMA = "peer/results/report_opt-6.7b.json", "peer/results/report_llama-2-7b.json"
+_BREAKDOWN = "engine/results/breakdown_opt-6.7b.json"
 _REGION = re.compile(r"<!-- table ([\w-]+) -->\n((?!<!--).*\n)*<!-- end of table -->")
 _WHOLE_OF_8_LAYERS = 3.5  # llama.cpp's time for 32 layers over its time for 8, by their bytes (ledger, "Zen 4")
 
@@ -66,33 +68,26 @@ class Pair(NamedTuple):
     ours: float
     theirs: float
     path: str
+    peer: str = ""  # the file of llama.cpp's run, where it is another
 
 
-def _reported(model: str, path: str, memory: int | None = None) -> Pair:
-    """Warm tokens behind the first prompt: of a report, or of several limits' runs those under `memory`."""
-    document = load(path)
+def _reported(model: str, path: str, memory: int | None = None, peer: str = "") -> Pair:
+    """Warm tokens behind the first prompt: of a report, with llama.cpp's of `peer` where that has another model, or of
+    several limits' runs those under `memory`."""
+    document, other = load(path), load(peer) if peer else {"runs": []}
     nbytes = document["file_bytes"] if memory else document["model"]["peer_file_bytes"]
+    limit = memory or document["memory"]
     ran: dict[str, float] = {}
-    for run in document["runs"]:
-        if memory in (None, run.get("memory")):
+    for run in (*document["runs"], *other["runs"]):
+        if run.get("memory", limit) == limit:
             ran.setdefault(run["engine"], run["runs"][1]["token_ms"] / 1e3)
-    return Pair(model, nbytes, memory or document["memory"], ran["flashllm"], ran["llama.cpp"], path)
+    return Pair(model, nbytes, limit, ran["flashllm"], ran["llama.cpp"], path, peer)
 
 
 def beside() -> list[Pair]:
-    path = "peer/results/peer_opt-6.7b.json"
-    opt = load(path)
-    theirs = opt["llama_cpp_7.0GB"]
-    paired = opt["ratios"]["llama_cpp_7.0GB_over_flashllm_of_2026-11-21"]["dense_capped_over_flashllm"]
-    ours = theirs["token_median_s"] / paired  # of the same day; the file's own runs of flashllm are of the next
-    nbytes = load("engine/results/breakdown_opt-6.7b.json")["conditions"]["model_bytes"]
-    rows = [Pair("OPT-6.7B", nbytes, theirs["memory"], ours, theirs["token_median_s"], path)]
+    rows = [_reported("OPT-6.7B", _OPT, peer=_LLAMA)._replace(nbytes=load(_BREAKDOWN)["conditions"]["model_bytes"])]
     rows.append(_reported("OLMoE, Q4_K_M", "peer/results/report_olmoe_q4_k_m.json"))
-    path = "peer/results/same_file_gpt-oss-20b.json"
-    one = load(path)
-    medians = one["token_median_s"]
-    times = (medians[engine] for engine in ("flashllm", "llama.cpp"))
-    rows.append(Pair("gpt-oss-20b, MXFP4", one["gguf_bytes"], one["memory"], *times, path))
+    rows.append(_reported("gpt-oss-20b, MXFP4", "peer/results/report_gpt-oss-20b.json"))
     rows.append(_reported("Qwen3.6-35B-A3B, Q4_K_M", "peer/results/whole_qwen3.6-35b-a3b.json", 8_000_000_000))
     path = "engine/results/breakdown_qwen3_30b_a3b_8layers.json"
     qwen, ran = load(path), load(path)["conditions"]
@@ -127,12 +122,10 @@ def tokens() -> str:
     rows = []
     for one in beside():
         times = [f"{1e3 * one.ours:.0f}", f"{1e3 * one.theirs:,.0f} under the same limit"]
-        rows.append([one.model, gigabytes(one.nbytes), gigabytes(one.limit), *times, link(one.path)])
-    path = "peer/results/peer_opt-6.7b.json"
-    opt = load(path)
-    in_memory = " and ".join(f"{1e3 * one['token_median_s']:.0f}" for one in opt["llama_cpp_all_in_memory"])
-    ours = opt["flashllm_7.0GB"][0]["total_ms"]
-    rows.append(["OPT-6.7B", "13.3 GB", "7.0 GB", f"{ours:.0f}", f"{in_memory} with all in memory", link(path)])
+        links = " and ".join(link(path) for path in (one.path, one.peer) if path)
+        rows.append([one.model, gigabytes(one.nbytes), gigabytes(one.limit), *times, links])
+    in_memory = next(run["runs"] for run in load(_LLAMA)["runs"] if run["memory"] is None)[1]["token_ms"]
+    rows.append([*rows[0][:4], f"{in_memory:.0f} with all in memory", rows[0][5]])
     for name, file, key in (
         ("OPT-6.7B, 4 bits, placed", "opt-6.7b_4bit_zen4", "llama_token_median_s_of_8_layers"),
         ("Llama-2-7B with ReLU, 4 bits, predictors", "llama7b_4bit", "llama_q4_0_token_median_s_of_8_layers"),
@@ -174,14 +167,13 @@ def agreement() -> str:
 
 
 def own_engines() -> str:
-    path = "engine/results/breakdown_opt-6.7b.json"
     names = {
         "naive": "reads every weight for every token",
         "hybrid": "keeps half of the weights, reads the rest",
         "paper": "as the paper describes it: window, bundled rows, predictors",
         "flashllm": "flashllm",
     }
-    engines = load(path)["engines"]
+    engines = load(_BREAKDOWN)["engines"]
     best = engines["flashllm"]["total_ms"]
     rows = [
         [text, f"{engines[name]['total_ms']:,.0f}", f"{engines[name]['total_ms'] / best:.2f}"]
