@@ -18,15 +18,7 @@ import numpy as np
 import torch
 from activity import aggregated_usage, collect_inputs, every_layer, friends, new_rows_per_token
 from arguments import check_json, evaluate_arguments, hand_over
-from masked import (
-    MaskedModel,
-    Namer,
-    Variant,
-    load_predictors,
-    own_gates,
-    predictor_nbytes,
-    untrained,
-)
+from masked import MaskedModel, Namer, Variant, load_predictors, own_gates, predictor_nbytes, untrained
 from report import markdown, save_plots
 from scoring import TaskScore, TextScore, score_items, score_text, windows
 from tasks import TASKS, load_items
@@ -364,13 +356,7 @@ def _measure(
         report["sparsity"] = dataclasses.asdict(manifest.sparsity)
     if args.curve:
         report["curve"] = threshold_curve(
-            model,
-            main,
-            judged,
-            recalls=args.recalls,
-            max_tokens=args.layer_tokens,
-            window=args.window,
-            seconds=seconds,
+            model, main, judged, recalls=args.recalls, max_tokens=args.layer_tokens, window=args.window, seconds=seconds
         )
     if args.without:
         report["without"] = without_predictors(

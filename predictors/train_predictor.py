@@ -78,12 +78,7 @@ def load_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> tuple[NDArra
         return read_hub(args.dataset, args.config, limit=2 * args.samples)
 
     rows = token_rows(
-        texts,
-        tokenizer,
-        samples=args.samples,
-        tokens_per_sample=args.tokens_per_sample,
-        report=report,
-        seed=args.seed,
+        texts, tokenizer, samples=args.samples, tokens_per_sample=args.tokens_per_sample, report=report, seed=args.seed
     )
     return rows, report
 

@@ -239,12 +239,10 @@ VARIANTS = {
     "llama widths": Variant("llama", {"hidden_act": "silu", "intermediate_size": _WIDTHS}),
     "llama relu widths": Variant("llama", {"hidden_act": "relu", "mlp_bias": True, "intermediate_size": _WIDTHS}),
     "differing layers": Variant(
-        "differing",
-        {"hidden_act": "silu", "kinds": [["llama", 4, 2, 16], ["olmo2", 2, 1, 24], ["qwen3", 8, 4, 12]]},
+        "differing", {"hidden_act": "silu", "kinds": [["llama", 4, 2, 16], ["olmo2", 2, 1, 24], ["qwen3", 8, 4, 12]]}
     ),
     "differing relu layers": Variant(
-        "differing",
-        {"hidden_act": "relu", "kinds": [["qwen3", 2, 2, 40], ["qwen3", 6, 1, 8], ["olmo2", 4, 4, 16]]},
+        "differing", {"hidden_act": "relu", "kinds": [["qwen3", 2, 2, 40], ["qwen3", 6, 1, 8], ["olmo2", 4, 4, 16]]}
     ),
     "llama squared relu": Variant("llama", {"hidden_act": "relu2"}),
     "llama without grouped queries": Variant("llama", {"hidden_act": "relu", "num_key_value_heads": 4}),
@@ -451,8 +449,7 @@ VARIANTS |= {
     ),
     "lfm2_moe": Variant("lfm2_moe"),
     "lfm2_moe without a bias": Variant(
-        "lfm2_moe",
-        {"use_expert_bias": False, "norm_topk_prob": False, "num_dense_layers": 0, "conv_bias": True},
+        "lfm2_moe", {"use_expert_bias": False, "norm_topk_prob": False, "num_dense_layers": 0, "conv_bias": True}
     ),
     "bamba": Variant("bamba"),
     "bamba one group, biases": Variant(
@@ -470,8 +467,7 @@ VARIANTS |= {
     ),
     "granitemoehybrid": Variant("granitemoehybrid", _MULTIPLIED),
     "granitemoehybrid dense, rope": Variant(
-        "granitemoehybrid",
-        {"num_local_experts": 0, "position_embedding_type": "rope", "tie_word_embeddings": True},
+        "granitemoehybrid", {"num_local_experts": 0, "position_embedding_type": "rope", "tie_word_embeddings": True}
     ),
     "nemotron_h": Variant("nemotron_h"),
     "falcon_h1 biases": Variant(
@@ -519,8 +515,7 @@ VARIANTS |= {
     "ernie4_5_moe with a floor": Variant("ernie4_5_moe", {"moe_norm_min": 0.5, "moe_layer_end_index": 1}),
     "glm4_moe": Variant("glm4_moe"),
     "glm4_moe norms of heads, biases": Variant(
-        "glm4_moe",
-        {"use_qk_norm": True, "attention_bias": True, "first_k_dense_replace": 0, "norm_topk_prob": False},
+        "glm4_moe", {"use_qk_norm": True, "attention_bias": True, "first_k_dense_replace": 0, "norm_topk_prob": False}
     ),
     "glm4_moe groups": Variant("glm4_moe", _GROUPS | {"first_k_dense_replace": 2}),
     "dots1": Variant("dots1", {"norm_topk_prob": True, "routed_scaling_factor": 2.5}),

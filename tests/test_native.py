@@ -22,7 +22,7 @@ SANITIZERS = {
     # What `null` and `object-size` look for, the other one finds where memory is touched. Compiling at -O1 takes twice
     # as long as at -O0, ten times what the tests run faster then; of -fsanitize=thread it is the other way round.
     "address,undefined": [
-        *("-O0", "-fsanitize=address,undefined", "-fno-sanitize=null,object-size", "-fno-sanitize-recover=all"),
+        *("-O0", "-fsanitize=address,undefined", "-fno-sanitize=null,object-size", "-fno-sanitize-recover=all")
     ],
     "thread": ["-fsanitize=thread"],
 }

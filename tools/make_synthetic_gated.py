@@ -38,7 +38,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "vocab_size": 32000,
         "max_position_embeddings": 4096,
-    },
+    }
 }
 
 

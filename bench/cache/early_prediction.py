@@ -187,10 +187,7 @@ def judge_heads(
     for start in range(0, len(at), text_tokens):
         part = slice(start, start + text_tokens)
         x_before, x = before[part].float(), at[part].float()
-        targets = {
-            "fires": (layer.contributions(x) > 0).numpy(),
-            "named": (own.logits(x) > own.threshold).numpy(),
-        }
+        targets = {"fires": (layer.contributions(x) > 0).numpy(), "named": (own.logits(x) > own.threshold).numpy()}
         lately = {name: recent(target, window) for name, target in targets.items()}
         warm = slice(window, None)  # before, everything is new
         totals["tokens"] += len(x) - window
@@ -262,12 +259,7 @@ def compare(
         row: dict[str, Any] = {"layer": number, "rank": len(own.a), "texts": {}}
         for name, inputs in texts.judged.items():
             row["texts"][name] = judge_heads(
-                heads,
-                layer,
-                own,
-                (inputs[number - 1], inputs[number]),
-                text_tokens=texts.text_tokens,
-                window=window,
+                heads, layer, own, (inputs[number - 1], inputs[number]), text_tokens=texts.text_tokens, window=window
             )
         rows.append(row)
         print(describe(row), file=sys.stderr, flush=True)

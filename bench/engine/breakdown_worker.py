@@ -249,13 +249,7 @@ def prompt_products(settings: dict[str, Any]) -> dict[str, Any]:
     return {"products_ms": fastest * architecture.num_layers * 1e3}
 
 
-TASKS = {
-    "roof": roof,
-    "dense": dense,
-    "flash": flash,
-    "prompt_products": prompt_products,
-    "read_through": read_through,
-}
+TASKS = {"roof": roof, "dense": dense, "flash": flash, "prompt_products": prompt_products, "read_through": read_through}
 
 
 def main() -> int:

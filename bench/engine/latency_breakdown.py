@@ -218,12 +218,7 @@ def main(argv: list[str] | None = None) -> int:
     }
     main_run = run.results.get("flashllm", [None])[0]
     roof = roofs(run.roofs, engines.get("flashllm"), main_run)
-    document = {
-        "conditions": conditions(run),
-        "roof": roof,
-        "engines": engines,
-        "ratios": ratios(engines, roof),
-    }
+    document = {"conditions": conditions(run), "roof": roof, "engines": engines, "ratios": ratios(engines, roof)}
     limit = "no limit" if args.memory is None else format_size(args.memory)
     print(markdown(document, limit))
     if args.plot:

@@ -17,10 +17,7 @@ from engine_runs import Workers, add_model, add_runs, finish
 
 from flashllm.convert.locate import resolve_model
 
-SAMPLINGS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "nucleus": {"temperature": 1.0, "top_p": 0.95, "seed": 0},
-}
+SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": {}, "nucleus": {"temperature": 1.0, "top_p": 0.95, "seed": 0}}
 
 
 def hundreds(tokens: list[dict[str, Any]], part: str) -> list[float]:

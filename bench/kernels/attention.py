@@ -45,13 +45,7 @@ def bench(dtype: str, shape: tuple[int, int, int], rounds: int, pool: _core.Thre
     tokens, heads, head_dim = shape
     query, key, value = (torch.randn(tokens, heads, head_dim).to(DTYPES[dtype]) for _ in range(3))
     native = _core.KvAttention(
-        heads=heads,
-        kv_heads=heads,
-        head_dim=head_dim,
-        context=tokens,
-        dtype=dtype,
-        scale=head_dim**-0.5,
-        pool=pool,
+        heads=heads, kv_heads=heads, head_dim=head_dim, context=tokens, dtype=dtype, scale=head_dim**-0.5, pool=pool
     )
     native.append(key.float().numpy(), value.float().numpy())
     q = query.float().numpy()

@@ -85,11 +85,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name
     "granitemoe": ("granitemoe", {}, {}),
     "granitemoe, shared": ("granitemoeshared", {}, {}),
     "hunyuan-moe": ("hunyuan_v1_moe", {}, {}),
-    "exaone-moe": (
-        "exaone_moe",
-        {"num_hidden_layers": 5, "sliding_window_pattern": 4, "layer_types": None},
-        {},
-    ),
+    "exaone-moe": ("exaone_moe", {"num_hidden_layers": 5, "sliding_window_pattern": 4, "layer_types": None}, {}),
     "afmoe": ("afmoe", _WINDOWS, {}),
     "bailingmoe2": ("bailing_moe", {}, {}),
     "kimi-linear": ("kimi_linear", {"rms_norm_eps": 1e-6}, {}),

@@ -92,10 +92,7 @@ def linear_tensors(
 
 
 def projections(
-    query: When,
-    out: When,
-    source: str = "self_attn",
-    names: Sequence[str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
+    query: When, out: When, source: str = "self_attn", names: Sequence[str] = ("q_proj", "k_proj", "v_proj", "o_proj")
 ) -> tuple[ResidentTensor, ...]:
     """Query, key, value, and out where `names` has four, below `source` in a layer; biases of the first three, and of
     the last."""
@@ -333,10 +330,7 @@ def layer_specs(
     }
     return tuple(
         LayerSpec(
-            mixer=mixers[kind],
-            neurons=check_size("intermediate_size", width),
-            activation_threshold=threshold,
-            **traits,
+            mixer=mixers[kind], neurons=check_size("intermediate_size", width), activation_threshold=threshold, **traits
         )
         for kind, width, threshold in zip(types, widths, _thresholds(config, count), strict=True)
     )

@@ -44,12 +44,7 @@ def _interleaved(source: str, out: str, bias: Any) -> tuple[ResidentTensor, ...]
 
 
 def _gpt_neox(config: Config) -> BlockSpec:
-    return _block(
-        config,
-        epsilon="layer_norm_eps",
-        rotary_share=0.25,
-        parallel=bool(config["use_parallel_residual"]),
-    )
+    return _block(config, epsilon="layer_norm_eps", rotary_share=0.25, parallel=bool(config["use_parallel_residual"]))
 
 
 GPT_NEOX = decoder(
@@ -73,10 +68,7 @@ GPT_NEOX = decoder(
 PERSIMMON = row(
     "persimmon",
     block=lambda config: _block(
-        config,
-        epsilon="layer_norm_eps",
-        rotary_share=0.5,
-        query_key_norm="head" if config["qk_layernorm"] else "none",
+        config, epsilon="layer_norm_eps", rotary_share=0.5, query_key_norm="head" if config["qk_layernorm"] else "none"
     ),
     matrices=_4H,
     attention=_interleaved("self_attn.query_key_value", "self_attn.dense", always),
@@ -212,13 +204,7 @@ def _gpt2(config: Config) -> BlockSpec:
         if config[key]:
             raise UnsupportedModelError(f"gpt2 with {key} is not supported")
     traits: dict[str, Any] = {} if config["scale_attn_weights"] else {"query_scale": 1.0}
-    return _block(
-        config,
-        epsilon="layer_norm_epsilon",
-        activation="activation_function",
-        positions="learned",
-        **traits,
-    )
+    return _block(config, epsilon="layer_norm_epsilon", activation="activation_function", positions="learned", **traits)
 
 
 _FC = {"up": "mlp.c_fc", "down": "mlp.c_proj"}

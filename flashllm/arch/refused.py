@@ -16,11 +16,7 @@ _SENSES = ("vision", "visual", "image", "audio", "speech", "video", "codec", "th
 SAME = {"llama": "iquestcoder internlm3", "gpt2": "gpt-sw3"}
 
 # A model_type that runs: those that its models had before transformers knew them.
-_NEWER = {
-    "falcon": "RefinedWeb RefinedWebModel",
-    "phi": "phi-msft mixformer-sequential",
-    "stablelm": "stablelm_epoch",
-}
+_NEWER = {"falcon": "RefinedWeb RefinedWebModel", "phi": "phi-msft mixformer-sequential", "stablelm": "stablelm_epoch"}
 
 _OTHERS = {
     **{

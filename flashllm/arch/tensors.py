@@ -286,10 +286,7 @@ _OF_LAYER: dict[str, _ShapeOf] = {
     # Of attention, whose layers that attend to another's keys and values have no key, value and key_norm. Of latent
     # attention the key is the row that is kept, key_up brings a head's query to its space, and value out of it.
     **_projections("", "query_down", "query", "key", "value", "out_gate"),
-    "key_up.weight": lambda block, layer: (
-        layer.mixer.heads * layer.mixer.latent.rank,
-        layer.mixer.latent.plain_dim,
-    ),
+    "key_up.weight": lambda block, layer: (layer.mixer.heads * layer.mixer.latent.rank, layer.mixer.latent.plain_dim),
     **_head_norm("query"),
     **_head_norm("key"),
     "sinks": lambda block, layer: (layer.mixer.heads,),  # scores that softmax counts and that belong to no position

@@ -28,13 +28,7 @@ class TerminalChat:
     """The loop. `input` and `output` are prompt_toolkit's and are for tests; by default the process's terminal."""
 
     def __init__(
-        self,
-        chat: Chat,
-        *,
-        history: Path,
-        console: Console,
-        input: Input | None = None,
-        output: Output | None = None,
+        self, chat: Chat, *, history: Path, console: Console, input: Input | None = None, output: Output | None = None
     ) -> None:
         self._chat = chat
         self._console = console

@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "src",
-        metavar="SRC",
-        help="a Hugging Face folder, a GGUF file, a hub id or address, smollm2",
-    )
+    parser.add_argument("src", metavar="SRC", help="a Hugging Face folder, a GGUF file, a hub id or address, smollm2")
     parser.add_argument("dst", metavar="DST", type=Path, help="the directory to make; it must not exist")
     parser.add_argument(
         "--dtype",

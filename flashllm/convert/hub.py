@@ -201,11 +201,7 @@ class Hub:
             folder = huggingface_hub.snapshot_download(
                 model.repo,
                 revision=model.revision,
-                allow_patterns=[
-                    "*.safetensors",
-                    "pytorch_model*.bin",
-                    *(f"*{suffix}" for suffix in COPIED_SUFFIXES),
-                ],
+                allow_patterns=["*.safetensors", "pytorch_model*.bin", *(f"*{suffix}" for suffix in COPIED_SUFFIXES)],
                 ignore_patterns=["*/*"],
                 cache_dir=self._cache,
                 local_files_only=True,

@@ -12,15 +12,7 @@ from typing import Any, Unpack
 import numpy as np
 
 import flashllm
-from flashllm.arch.registry import (
-    Claim,
-    block_spec,
-    bundle_names,
-    claims,
-    resolve,
-    source_shapes,
-    spec_of,
-)
+from flashllm.arch.registry import Claim, block_spec, bundle_names, claims, resolve, source_shapes, spec_of
 from flashllm.arch.spec import Architecture, BlockSpec
 from flashllm.arch.tensors import TOKEN_TABLE, ArchitectureSpec, Shape, is_wide
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, WeightDtype

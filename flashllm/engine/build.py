@@ -20,15 +20,7 @@ from flashllm.engine.state import KeptRows, NeuronCache
 from flashllm.format.in_place import block_rows, slice_rows
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_dir import ModelDir
-from flashllm.format.model_files import (
-    FFN,
-    PREDICTORS,
-    RESIDENT,
-    TABLE,
-    TABLE_CHECKSUMS,
-    checksums_tensor,
-    ffn_tensor,
-)
+from flashllm.format.model_files import FFN, PREDICTORS, RESIDENT, TABLE, TABLE_CHECKSUMS, checksums_tensor, ffn_tensor
 from flashllm.format.predictors import PREFETCH, relu_encodings
 from flashllm.format.rows import PAGE_NBYTES, TableLayout
 from flashllm.format.safetensors import read_header
@@ -258,10 +250,7 @@ class _Builder:
         return [of_layer(layer) for layer in range(manifest.architecture.num_layers)]
 
     def _caches(
-        self,
-        checksums: list[NDArray[np.uint64]],
-        offsets: list[int],
-        experts: list[_core.LyingExperts | None],
+        self, checksums: list[NDArray[np.uint64]], offsets: list[int], experts: list[_core.LyingExperts | None]
     ) -> list[_core.LayerRows | None]:
         """Rows of each layer that has a neuron cache."""
         manifest, popularity = self._manifest, self._plan.popularity

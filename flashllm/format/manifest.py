@@ -36,14 +36,7 @@ from flashllm.base.checks import check_file_name, check_int, check_keys, check_s
 from flashllm.base.codes.carried import PLANE_CODES, SCALE_FORMS
 from flashllm.base.files import is_there, read_json_object, write_atomically
 from flashllm.errors import FormatError, UsageError
-from flashllm.format.in_place import (
-    InPlace,
-    checksum_counts,
-    lying_experts,
-    read_in_place,
-    slice_rows,
-    stored_layouts,
-)
+from flashllm.format.in_place import InPlace, checksum_counts, lying_experts, read_in_place, slice_rows, stored_layouts
 from flashllm.format.manifest_values import (
     EXPERT_KEYS,
     LAYER_KEYS,

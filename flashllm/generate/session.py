@@ -244,12 +244,7 @@ class Session(Closing):
         yield from self._extend(ids[shared:], keep=shared)
 
     def _extend(
-        self,
-        new_ids: list[int],
-        *,
-        keep: int | None = None,
-        dense: bool = False,
-        scored: bool = False,
+        self, new_ids: list[int], *, keep: int | None = None, dense: bool = False, scored: bool = False
     ) -> Iterator[PrefillRecord | TokenRecord]:
         """Generate after the first `keep` tokens of the context (None: all of it) and `new_ids`, which are computed as
         a prompt's if they are many, or `dense`."""
@@ -276,11 +271,7 @@ class Session(Closing):
         self._tokens = context + array("q", new_ids)
         self._computed = len(self._tokens)  # last: after an interrupt in between it is too small, which costs only time
         yield PrefillRecord(
-            tokens=total - reused,
-            reused_tokens=reused,
-            dense=dense,
-            times=meter.take(),
-            logprobs=scores,
+            tokens=total - reused, reused_tokens=reused, dense=dense, times=meter.take(), logprobs=scores
         )
         # 2. The answer, a token a step. The last token does not go through the model.
         decoding = Decoding(self.model, sequence, self._tokens, self.speculation)

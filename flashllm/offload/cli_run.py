@@ -45,9 +45,7 @@ def add_arguments(verbs: Any) -> None:
         "of lines finish, in no promised order; match them by custom_id.",
     )
     run.add_argument(
-        "model",
-        metavar="MODEL",
-        help="a Hugging Face folder, a flashllm directory, a GGUF file, a hub id",
+        "model", metavar="MODEL", help="a Hugging Face folder, a flashllm directory, a GGUF file, a hub id"
     )
     run.add_argument("-i", "--input", required=True, type=Path, metavar="IN", help="the batch file")
     run.add_argument("-o", "--output", required=True, type=Path, metavar="OUT", help="the file of answers")

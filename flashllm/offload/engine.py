@@ -204,12 +204,7 @@ class OffloadEngine(Closing):
             yield from (_output(each) for each in block)
 
     def _sequence(
-        self,
-        index: int,
-        prompt: Prompt,
-        sampling: SamplingOptions,
-        logprobs: int | None,
-        constraint: Constraint | None,
+        self, index: int, prompt: Prompt, sampling: SamplingOptions, logprobs: int | None, constraint: Constraint | None
     ) -> TokenSequence:
         seed = None if sampling.seed is None else own_seed(sampling.seed, f"prompt-{index}")
         request = Request(

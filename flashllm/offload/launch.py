@@ -274,11 +274,7 @@ class _Job:
                 raise
             alike = (workload.prompt_len, workload.full_context - 1)
             with self._open(policy) as opened:
-                needed = [
-                    None,
-                    [alike] * min(policy.block_size, len(self.sizes)),
-                    *([size] for size in self._ends()),
-                ]
+                needed = [None, [alike] * min(policy.block_size, len(self.sizes)), *([size] for size in self._ends())]
                 short = [max(0, *each) for each in zip(*map(opened.shortage, needed), strict=True)]
                 starts = max(opened.shortage(None)) <= 0
                 counts = cut(self.sizes, policy.block_size, opened.fits) if starts else None

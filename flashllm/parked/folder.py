@@ -43,13 +43,7 @@ class ParkingFolder:
     """The folder. One thread uses it; several servers may share the directory."""
 
     def __init__(
-        self,
-        folder: Path,
-        model: str,
-        *,
-        max_nbytes: int,
-        daily_nbytes: int,
-        clock: Callable[[], float] = time.time,
+        self, folder: Path, model: str, *, max_nbytes: int, daily_nbytes: int, clock: Callable[[], float] = time.time
     ) -> None:
         """`model`: as `flashllm.parked.file.identity`. FlashIOError where the folder cannot be made."""
         self._folder, self._model, self._clock = folder, model, clock

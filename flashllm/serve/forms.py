@@ -6,14 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flashllm.api.answers import (
-    TokenText,
-    chat_delta,
-    chat_logprobs,
-    chat_message,
-    completion_logprobs,
-    finish_reason,
-)
+from flashllm.api.answers import TokenText, chat_delta, chat_logprobs, chat_message, completion_logprobs, finish_reason
 from flashllm.generate.logprobs import TokenLogprobs
 from flashllm.generate.session import PrefillRecord, TokenRecord
 from flashllm.replies.parser import Event as Said

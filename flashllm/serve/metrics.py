@@ -26,12 +26,7 @@ class Metrics:
     """Counters of one server. `see` is called by one thread at a time."""
 
     def __init__(
-        self,
-        *,
-        waiting: Callable[[], int],
-        kept: Callable[[], int],
-        memory: Callable[[], int],
-        memory_limit: int,
+        self, *, waiting: Callable[[], int], kept: Callable[[], int], memory: Callable[[], int], memory_limit: int
     ) -> None:
         self._registry = registry = CollectorRegistry()
         self._requests = Counter(

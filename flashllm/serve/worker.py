@@ -121,11 +121,7 @@ class Worker(Closing):
         self._speculation = speculation
         self._keeping = threading.Lock()  # of the conversations
         self._conversations = Conversations(
-            self._new_session,
-            budget=keep,
-            held=lambda: model.state_nbytes,
-            is_prompt=model.is_prompt,
-            parking=parking,
+            self._new_session, budget=keep, held=lambda: model.state_nbytes, is_prompt=model.is_prompt, parking=parking
         )
         self._telling = threading.Lock()
         self._changed = threading.Condition()

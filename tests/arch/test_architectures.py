@@ -133,8 +133,7 @@ _NO_MODELS = ("glm4_moe", "dots1", "deepseek_v2", "bamba", "granitemoehybrid")
 
 
 @pytest.mark.parametrize(
-    "model_type",
-    sorted(set(ARCHITECTURES) - {"bamboo", "sparsellama", "differing", "bailing_moe", *_NO_MODELS}),
+    "model_type", sorted(set(ARCHITECTURES) - {"bamboo", "sparsellama", "differing", "bailing_moe", *_NO_MODELS})
 )
 def test_an_empty_config_means_what_transformers_makes_of_it(model_type):
     """Defaults of every model_type, and the config that transformers saves of it."""
@@ -354,12 +353,7 @@ def test_tensors_are_those_of_the_hugging_face_model(name):
 
 def test_tensors_come_in_the_order_of_a_forward_pass():
     names = list(resident_sources({**TINY, "word_embed_proj_dim": 32, "tie_word_embeddings": False}))
-    assert names[:4] == [
-        "embedding.weight",
-        "positions.weight",
-        "project_in.weight",
-        "layers.0.attention_norm.weight",
-    ]
+    assert names[:4] == ["embedding.weight", "positions.weight", "project_in.weight", "layers.0.attention_norm.weight"]
     assert names[-4:] == ["final_norm.weight", "final_norm.bias", "project_out.weight", "head.weight"]
     layers = [int(name.split(".")[1]) for name in names if name.startswith("layers.")]
     assert layers == sorted(layers)

@@ -285,8 +285,7 @@ MAMBA = {
     "bamba": Variant("bamba", {"partial_rotary_factor": 0.5}),
     "bamba turned whole": Variant("bamba", {"rope_parameters": {**ROPE, "partial_rotary_factor": 1.0}}),
     "falcon-h1 normed": Variant(
-        "falcon_h1",
-        {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "attention_bias": True, "mlp_bias": True},
+        "falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "attention_bias": True, "mlp_bias": True}
     ),
 }
 

@@ -78,11 +78,7 @@ def test_stored_rows_become_the_rows_that_conversion_writes(kind):
         if plane.bits < each.bits or plane.table != each.form.table:
             continue
         layout = RowLayout(
-            encoding=code.name,
-            d_model=d_model,
-            d_ff=neurons,
-            matrices=("up", "gate", "down"),
-            down_encoding=plane.name,
+            encoding=code.name, d_model=d_model, d_ff=neurons, matrices=("up", "gate", "down"), down_encoding=plane.name
         )
         above, below = stored_rows(kind, neurons, d_model), stored_rows(kind, d_model, neurons)
         columns = np.ascontiguousarray(each.quantised(below).codes.T)

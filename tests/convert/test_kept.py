@@ -73,10 +73,7 @@ MIXTURES = {
     "deepseek_v3": ("moe_intermediate_size", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"),
 }
 _NEMOTRON = {"hybrid_override_pattern": "ME*E", "mamba_num_heads": 8, "mamba_head_dim": 32}  # whole blocks
-OF_FILES = (
-    "kv_b_apart",
-    "linear_value_heads_tiled",
-)  # what a config says of tensors that lie otherwise
+OF_FILES = ("kv_b_apart", "linear_value_heads_tiled")  # what a config says of tensors that lie otherwise
 
 
 def mixed(name):
@@ -305,10 +302,7 @@ def test_weights_in_nvfp4_are_what_its_numbers_mean(tmp_path):
             assert np.abs(values).max() > 0
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [([1.0, 2.0], "is of 2 tensors"), ([float("nan")], "is not finite")],
-)
+@pytest.mark.parametrize(("values", "message"), [([1.0, 2.0], "is of 2 tensors"), ([float("nan")], "is not finite")])
 def test_scales_of_tensors_in_nvfp4_that_make_no_sense_are_named(tmp_path, monkeypatch, values, message):
     monkeypatch.setattr(gguf_files, "whole_scales", lambda weights: (np.array(values, np.float32), weights))
     source = make_checkpoint(tmp_path / "hf", Variant("llama", {**WIDE, "hidden_act": "silu"}))

@@ -4,13 +4,7 @@ import pytest
 import torch
 from arch_models import VARIANTS, make_checkpoint
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    CLIPVisionConfig,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-)
+from transformers import AutoModelForCausalLM, CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from flashllm.convert.run import convert
 from flashllm.errors import FormatError
@@ -29,10 +23,7 @@ def _compiled(model):
 @pytest.mark.parametrize(
     ("wrap", "message"),
     [
-        (
-            _compiled,
-            r"begin with '_orig_mod\.', as torch\.compile names them; save .*model\._orig_mod, with save_p",
-        ),
+        (_compiled, r"begin with '_orig_mod\.', as torch\.compile names them; save .*model\._orig_mod, with save_p"),
         (
             torch.nn.DataParallel,
             r"begin with 'module\.', as DataParallel names them; save .*model\.module, with save_p",
@@ -74,8 +65,7 @@ def test_the_text_part_of_a_model_for_pictures(tmp_path):
     others = sum("language_model" not in name for name in load_file(tmp_path / "hf" / WEIGHTS))
     assert others > 10
     with pytest.raises(
-        FormatError,
-        match=rf"part of a larger model, .* with '.*language_model\.', next to {others} other tensors",
+        FormatError, match=rf"part of a larger model, .* with '.*language_model\.', next to {others} other tensors"
     ):
         convert(tmp_path / "hf", tmp_path / "model")
 

@@ -69,16 +69,10 @@ DEFECTS = {
         "small files that cost minutes and gigabytes",
         (f"{FILE}::test_8_small_files_cost_little", "base/test_files.py::test_json_is_strict"),
     ),
-    9: Defect(
-        "the terminal stayed raw after signals",
-        ("chat/test_signals.py::test_a_signal_that_ends_the_chat",),
-    ),
+    9: Defect("the terminal stayed raw after signals", ("chat/test_signals.py::test_a_signal_that_ends_the_chat",)),
     10: Defect(
         "/save ~nouser/x ended the chat",
-        (
-            f"{FILE}::test_10_no_name_ends_a_chat",
-            "chat/test_chat.py::test_export_writes_once_and_never_over",
-        ),
+        (f"{FILE}::test_10_no_name_ends_a_chat", "chat/test_chat.py::test_export_writes_once_and_never_over"),
     ),
     11: Defect(
         "smaller: probes, rings, sizes, names, ids, types, closed models, links, streams",
@@ -172,10 +166,7 @@ THIRD = {
         ),
     ),
     "8b": Defect("half a character as the name of a field: 500", ("serve/test_requests.py::test_bad_fields",)),
-    "9": Defect(
-        "a key of NUL bytes was taken",
-        ("serve/test_server.py::test_keys_that_could_be_guessed_are_refused",),
-    ),
+    "9": Defect("a key of NUL bytes was taken", ("serve/test_server.py::test_keys_that_could_be_guessed_are_refused",)),
     "10": Defect(
         "the web server's lines came without a limit, and advised to install packages",
         ("serve/test_bounds.py::test_the_web_servers_lines_are_few_and_ours",),

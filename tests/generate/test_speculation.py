@@ -357,10 +357,7 @@ def test_a_draft_model_drafts(directory_of, sampling):
         expected, _, _ = answer_of(model, prompt, None, **sampling)
     for draft_path in (path, directory_of("opt")):
         config = RunConfig(io_threads=2, threads=1, speculate=draft_path)
-        with (
-            opened_draft(path, config) as draft,
-            Model.open(path, config, process=draft.process_nbytes) as model,
-        ):
+        with opened_draft(path, config) as draft, Model.open(path, config, process=draft.process_nbytes) as model:
             assert model.plan.memory.process >= draft.process_nbytes
             speculation = always(draft.drafter)
             for _ in range(2):  # the second conversation begins as the first one did

@@ -12,14 +12,7 @@ from flashllm.format.manifest_values import Calibration, Sparsity
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import PREDICTORS, RESIDENT
 from flashllm.format.safetensors import read_header
-from flashllm.plan.activity import (
-    ExpectedActivity,
-    LayerActivity,
-    assumed_shares,
-    from_shares,
-    merge,
-    window_misses,
-)
+from flashllm.plan.activity import ExpectedActivity, LayerActivity, assumed_shares, from_shares, merge, window_misses
 from flashllm.plan.latency import answers_at_once, dense_token, estimate_token, prefetch_pays, product_nbytes
 from flashllm.plan.memory import plan_memory
 from flashllm.profile.costs import ReaderChoice

@@ -10,14 +10,7 @@ from profiles import profile_of, reader
 
 from flashllm.errors import FlashIOError, FormatError
 from flashllm.profile.choice import choose_reader
-from flashllm.profile.store import (
-    DeviceKey,
-    device_of,
-    find_profile,
-    load_profile,
-    save_profile,
-    update_profile,
-)
+from flashllm.profile.store import DeviceKey, device_of, find_profile, load_profile, save_profile, update_profile
 
 ONE = DeviceKey(machine="m, 2 cores", device="/dev/one", filesystem="ext4")
 OTHER = DeviceKey(machine="m, 2 cores", device="/dev/other", filesystem="ext4")
@@ -37,8 +30,7 @@ def test_entries_are_kept_apart_and_replaced(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "{", "[]", "{}", '{"format_version": 1, "devices": []}', '{"format_version": 4, "devices": [{}]}'],
+    "text", ["", "{", "[]", "{}", '{"format_version": 1, "devices": []}', '{"format_version": 4, "devices": [{}]}']
 )
 def test_a_damaged_store_is_told_and_replaced_by_the_next_calibration(tmp_path, text):
     store = tmp_path / "profiles.json"

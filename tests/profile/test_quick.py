@@ -170,8 +170,7 @@ def test_a_run_that_reads_nothing_takes_none(model, tmp_path, more):
 
 
 @pytest.mark.parametrize(
-    ("changes", "memory"),
-    [({}, 1000), ({"device": "cpu"}, 1000), ({}, 1 << 40), ({"policy": policy_of()}, 1000)],
+    ("changes", "memory"), [({}, 1000), ({"device": "cpu"}, 1000), ({}, 1 << 40), ({"policy": policy_of()}, 1000)]
 )
 def test_a_job_takes_one_where_its_weights_do_not_fit(tiny, tmp_path, monkeypatch, changes, memory):
     monkeypatch.setattr(launch, "WORTH_NBYTES", 0)

@@ -6,14 +6,7 @@ import pytest
 from profiles import profile_of, reader
 
 from flashllm.base.checks import from_json, to_json
-from flashllm.profile.costs import (
-    BatchSample,
-    BesideSample,
-    GapSample,
-    fit_reader,
-    scatter_of,
-    worthwhile_gap,
-)
+from flashllm.profile.costs import BatchSample, BesideSample, GapSample, fit_reader, scatter_of, worthwhile_gap
 from flashllm.profile.machine import Profile
 
 LATENCY = 90e-6

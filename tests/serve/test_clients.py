@@ -55,12 +55,7 @@ def test_a_chat_streamed_is_the_chat_whole(client):
     whole = client.chat.completions.create(model="tiny", messages=SAY, max_tokens=9, temperature=0)
     chunks = list(
         client.chat.completions.create(
-            model="tiny",
-            messages=SAY,
-            max_tokens=9,
-            temperature=0,
-            stream=True,
-            stream_options={"include_usage": True},
+            model="tiny", messages=SAY, max_tokens=9, temperature=0, stream=True, stream_options={"include_usage": True}
         )
     )
     *others, last = chunks

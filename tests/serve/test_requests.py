@@ -219,13 +219,7 @@ def test_bad_bodies(http, path, body):
 def test_unknown_models_paths_and_methods(http):
     error = assert_is_error(_post(http, COMPLETION, b'{"model": "gpt-9", "prompt": "x"}'), 404, "no model 'gpt-9'")
     assert (error["code"], error["param"]) == ("model_not_found", "model")
-    for path in (
-        "/v1/embeddings",
-        "/v2",
-        "/v1/chat/completions/",
-        "/%2e%2e/etc/passwd",
-        "/v1/models/",
-    ):
+    for path in ("/v1/embeddings", "/v2", "/v1/chat/completions/", "/%2e%2e/etc/passwd", "/v1/models/"):
         assert_is_error(http.get(path), 404)
     assert http.get(COMPLETION).headers["allow"] == "POST"
     assert_is_error(http.get(COMPLETION), 405)

@@ -242,13 +242,6 @@ def _cohere2(config: Config) -> BlockSpec:
     return turning(replace(block, layers=tuple(layers)), turns)
 
 
-COHERE2 = row(
-    "cohere2_moe",
-    experts=8,
-    block=_cohere2,
-    attention=BIASED,
-    norms=ONE_BEFORE,
-    shared_matrices=SHARED,
-)
+COHERE2 = row("cohere2_moe", experts=8, block=_cohere2, attention=BIASED, norms=ONE_BEFORE, shared_matrices=SHARED)
 
 PLAIN = (COHERE2, OLMOE, FLEX_OLMO, QWEN2_MOE, QWEN3_MOE, MELLUM, MIXTRAL, PHIMOE, HUNYUAN_MOE, GPT_OSS)

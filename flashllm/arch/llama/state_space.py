@@ -141,12 +141,7 @@ _FEED_FORWARD: dict[str, Any] = {
     "names": {"final_norm": "final_layernorm"},
     "ffn_bias": says("mlp_bias"),
 }
-BAMBA = row(
-    "bamba",
-    block=_bamba,
-    attention=(*attending(BIASED), *_of_mamba()),
-    **_FEED_FORWARD,
-)
+BAMBA = row("bamba", block=_bamba, attention=(*attending(BIASED), *_of_mamba()), **_FEED_FORWARD)
 
 
 # Granite 4 (IBM, 2025): nothing is turned, four multipliers, and a mixture of experts, or shared neurons alone.

@@ -285,11 +285,7 @@ CARRIED_CODES = {
 # Group codes have the same bytes (flashllm/base/group_codes.py): these pack them without rounding.
 PACKED_AS = CARRIED_CODES | {
     name: CarriedCode(name=name, bits=bits, form=SCALE_FORMS[form])
-    for name, bits, form in (
-        ("int4_32", 4, "half_32"),
-        ("int4_32_min", 4, "half_32_min"),
-        ("int8_32", 8, "half_32"),
-    )
+    for name, bits, form in (("int4_32", 4, "half_32"), ("int4_32_min", 4, "half_32_min"), ("int8_32", 8, "half_32"))
 }
 PLANE_CODES = {
     code.name: code

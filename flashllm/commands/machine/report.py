@@ -46,11 +46,7 @@ _PARTS = ("total", "io", "memory", "compute", "other")  # of a step's times; lla
 _SCRATCH_NBYTES = 4 << 30  # read at random where the model's own file is small
 # Drives that the arithmetic is done for: bytes a second in sequence, and random reads of 4 KiB a second with many under
 # way, as their makers state them.
-_ELSEWHERE = (
-    ("SATA SSD", 0.53e9, 90e3),
-    ("NVMe SSD, PCIe 3", 3.2e9, 400e3),
-    ("NVMe SSD, PCIe 4", 6.5e9, 800e3),
-)
+_ELSEWHERE = (("SATA SSD", 0.53e9, 90e3), ("NVMe SSD, PCIe 3", 3.2e9, 400e3), ("NVMe SSD, PCIe 4", 6.5e9, 800e3))
 
 
 def report(args: argparse.Namespace, path: Path) -> dict[str, Any]:

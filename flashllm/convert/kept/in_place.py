@@ -85,10 +85,7 @@ def lies_plain(checkpoint: Checkpoint, source: str, claim: Claim, dtype: WeightD
 
 
 def slice_sums(
-    reader: SliceReader,
-    plan: tuple[InPlace, Architecture, RowLayout],
-    layer: int,
-    report: Callable[[int], None],
+    reader: SliceReader, plan: tuple[InPlace, Architecture, RowLayout], layer: int, report: Callable[[int], None]
 ) -> NDArray[np.uint64]:
     """The checksums of the pieces of a layer's experts, in order; `report` is told of bytes that were read.
 

@@ -229,10 +229,7 @@ class _Down(NamedTuple):
 
 
 def _kept_down(
-    usable: Mapping[str, QuantisedTensor],
-    claimed: Mapping[str, Claim],
-    bundles: Sequence[Sequence[str]],
-    d_model: int,
+    usable: Mapping[str, QuantisedTensor], claimed: Mapping[str, Claim], bundles: Sequence[Sequence[str]], d_model: int
 ) -> _Down:
     """Down columns are kept where all are quantised, and those of a layer in one form, or those of its experts in that
     of `_ANEW`."""

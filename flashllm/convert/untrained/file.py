@@ -7,12 +7,7 @@ from numpy.typing import NDArray
 
 from flashllm.base.dtypes import WEIGHT_DTYPES, cast
 from flashllm.convert.plan import ConversionPlan
-from flashllm.convert.untrained.predictor import (
-    coded_gate,
-    coded_gates_header,
-    untrained_header,
-    untrained_predictor,
-)
+from flashllm.convert.untrained.predictor import coded_gate, coded_gates_header, untrained_header, untrained_predictor
 from flashllm.convert.untrained.svd import normed_inputs
 from flashllm.convert.weights import Weights
 from flashllm.format.predictors import margin_above, predictor_bytes

@@ -43,13 +43,7 @@ class Prediction:
         return self.prefill_s + self.decode_s
 
 
-def predict(
-    shape: ModelShape,
-    hardware: Hardware,
-    workload: Workload,
-    policy: Policy,
-    **settings: int,
-) -> Prediction:
+def predict(shape: ModelShape, hardware: Hardware, workload: Workload, policy: Policy, **settings: int) -> Prediction:
     """Prices `policy` by the cost model; a policy that does not fit is priced too, with `over` saying what is short.
     `settings`: as of `cost_model`."""
     return price(cost_model(shape, hardware, workload, policy, **settings), policy)

@@ -33,13 +33,7 @@ class PlacementProgram:
     """Least seconds of a block over the placements of one method: rows over nine fractions and the times of
     prefill, decoding and the output head."""
 
-    def __init__(
-        self,
-        model: CostModel,
-        *,
-        forbid: frozenset[str] = frozenset(),
-        latency_s: float = np.inf,
-    ) -> None:
+    def __init__(self, model: CostModel, *, forbid: frozenset[str] = frozenset(), latency_s: float = np.inf) -> None:
         """`forbid`: tiers that home no tensor."""
         self.model = model
         layers, steps = model.shape.layers, model.workload.gen_len
@@ -162,10 +156,7 @@ class PlacementProgram:
         fractions, sums, totals, upper = self._fractions(extra)
         result = milp(
             objective @ fractions,
-            constraints=[
-                LinearConstraint(rows @ fractions, -np.inf, limits),
-                LinearConstraint(sums, totals, totals),
-            ],
+            constraints=[LinearConstraint(rows @ fractions, -np.inf, limits), LinearConstraint(sums, totals, totals)],
             bounds=Bounds(np.zeros(fractions.shape[1]), np.append(upper, np.full(_PHASES + extra, np.inf))),
             integrality=np.append(np.ones(len(upper)), np.zeros(_PHASES + extra)),
             options={"mip_rel_gap": 1e-6, "time_limit": _INTEGER_SECONDS},

@@ -67,12 +67,7 @@ class HostTier:
         return WeightStore(source, plan, pool=pool, scratch=scratch, reader=reader)
 
     def open_cache(
-        self,
-        attention: Sequence[_core.BatchAttention],
-        sizes: Sizes,
-        policy: Policy,
-        *,
-        disk: ScratchFile | None,
+        self, attention: Sequence[_core.BatchAttention], sizes: Sizes, policy: Policy, *, disk: ScratchFile | None
     ) -> KvCache:
         return KvCache(attention, arrange(sizes, policy), disk=disk, share=policy.attention_sparsity)
 
@@ -94,10 +89,7 @@ class HostTier:
         rows, sequences = largest_batch(whole)
         on_disk = KvCache.disk_nbytes(attention, whole)
         return states + Need(
-            device=own + working(self._shape, rows, sequences),
-            cpu=max(0, cache - own),
-            disk=on_disk,
-            scratch=on_disk,
+            device=own + working(self._shape, rows, sequences), cpu=max(0, cache - own), disk=on_disk, scratch=on_disk
         )
 
 

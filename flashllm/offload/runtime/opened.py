@@ -27,13 +27,7 @@ class OpenModel(Closing):
     """A context manager. Raises what `open_weights` raises, and what the device does."""
 
     def __init__(
-        self,
-        model: Path,
-        policy: Policy,
-        *,
-        options: RunOptions,
-        memory: int | None = None,
-        stage: Stage | None = None,
+        self, model: Path, policy: Policy, *, options: RunOptions, memory: int | None = None, stage: Stage | None = None
     ) -> None:
         """`memory` is the limit for all tiers but the disk and an accelerator's own, in bytes."""
         self.policy, self.options, self.memory = policy, options, memory
@@ -46,12 +40,7 @@ class OpenModel(Closing):
             cache_bits = options.cache_bits if policy.compress_cache else 0
             self.tier = self._open_tier(dtype, cache_bits)
             self.attention = [
-                batch_attention(
-                    self.block.layers[layer].attention,
-                    dtype,
-                    self.pool,
-                    bits=cache_bits,
-                )
+                batch_attention(self.block.layers[layer].attention, dtype, self.pool, bits=cache_bits)
                 for layer in self.source.stage.numbers
             ]
             bits = options.weight_bits if policy.compress_weights else None

@@ -59,10 +59,7 @@ def test_a_chat_line():
     messages = [{"role": "developer", "content": "be"}, {"role": "user", "content": content, "name": "eve"}]
     body = {"messages": messages, "max_completion_tokens": 3, "logprobs": True, "top_logprobs": 20}
     request = parse(batch_line(body, url="/v1/chat/completions"))
-    assert request.prompt == (
-        {"role": "system", "content": "be"},
-        {"role": "user", "content": "a\nb", "name": "eve"},
-    )
+    assert request.prompt == ({"role": "system", "content": "be"}, {"role": "user", "content": "a\nb", "name": "eve"})
     assert (request.options.max_new_tokens, request.logprobs) == (3, 20)
 
 

@@ -38,11 +38,7 @@ def test_every_placement_gives_the_same_tokens(models, tmp_path, weights, cache,
 FRACTIONS = st.lists(st.integers(0, 4), min_size=3, max_size=3).filter(sum).map(lambda x: tuple(n / sum(x) for n in x))
 
 
-@given(
-    st.tuples(FRACTIONS, FRACTIONS, FRACTIONS),
-    st.integers(1, 9),
-    st.booleans(),
-)
+@given(st.tuples(FRACTIONS, FRACTIONS, FRACTIONS), st.integers(1, 9), st.booleans())
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_placement(models, tmp_path, shares, batch, overlap):
     path, prompts, expected = models("llama")

@@ -4,13 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from flashllm.convert.checkpoint.gguf.file import GgufContent
-from flashllm.convert.checkpoint.gguf.models import (
-    GRANITE_HYBRID,
-    MODELS,
-    MULTIPLIERS,
-    NEMOTRON_H,
-    NEMOTRON_KEYS,
-)
+from flashllm.convert.checkpoint.gguf.models import GRANITE_HYBRID, MODELS, MULTIPLIERS, NEMOTRON_H, NEMOTRON_KEYS
 from flashllm.convert.checkpoint.gguf.row import (
     ARCHITECTURE,
     CONVOLUTION,
@@ -212,8 +206,7 @@ MIXTURES: dict[str, GgufModel] = {
         finish=_mixture,
     ),
     "gemma4": replace(
-        MODELS["gemma4"],
-        keys=(*MODELS["gemma4"].keys, "num_experts", "top_k_experts", "moe_intermediate_size"),
+        MODELS["gemma4"], keys=(*MODELS["gemma4"].keys, "num_experts", "top_k_experts", "moe_intermediate_size")
     ),
     "gpt-oss": GgufModel(
         model_type="gpt_oss",
@@ -292,20 +285,12 @@ MIXTURES: dict[str, GgufModel] = {
         model_type="bailing_moe",
         keys=_SIZED,
         optional=("num_shared_experts", "first_k_dense_replace", *_GROUPS),
-        constants={
-            **SILU,
-            "score_function": "sigmoid",
-            "moe_router_enable_expert_bias": True,
-            "use_qk_norm": True,
-        },
+        constants={**SILU, "score_function": "sigmoid", "moe_router_enable_expert_bias": True, "use_qk_norm": True},
         finish=_must_normalize,
         score=SIGMOID,
     ),
     "phimoe": GgufModel(
-        model_type="phimoe",
-        keys=(*RMS, "num_local_experts", "num_experts_per_tok"),
-        has=_BIASED,
-        finish=_phimoe,
+        model_type="phimoe", keys=(*RMS, "num_local_experts", "num_experts_per_tok"), has=_BIASED, finish=_phimoe
     ),
     "kimi-linear": GgufModel(
         model_type="kimi_linear",

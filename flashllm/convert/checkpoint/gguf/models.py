@@ -310,9 +310,7 @@ MODELS: dict[str, GgufModel] = {
         model_type="smollm3", constants={**SILU, "no_rope_layer_interval": 4}, orders=INTERLEAVED, has=_BIASES
     ),
     "command-r": GgufModel(
-        model_type="cohere",
-        keys=(*GROUPED, "layer_norm_eps", "logit_scale"),
-        has={"use_qk_norm": "attn_q_norm.weight"},
+        model_type="cohere", keys=(*GROUPED, "layer_norm_eps", "logit_scale"), has={"use_qk_norm": "attn_q_norm.weight"}
     ),
     "olmo2": GgufModel(model_type="olmo2"),
     "granite": GgufModel(model_type="granite", optional=MULTIPLIERS, orders=INTERLEAVED, has=_BIASES),

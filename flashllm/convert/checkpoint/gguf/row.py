@@ -213,11 +213,7 @@ def growing(config: dict[str, Any], content: GgufContent, rate: float = 0.0) -> 
     return rate != 0
 
 
-LATENT: dict[str, Any] = {
-    "keys": (*RMS, "kv_lora_rank"),
-    "optional": ("q_lora_rank",),
-    "finish": latent_sizes,
-}
+LATENT: dict[str, Any] = {"keys": (*RMS, "kv_lora_rank"), "optional": ("q_lora_rank",), "finish": latent_sizes}
 
 
 def inner_size(content: GgufContent, heads: int) -> int:
@@ -254,10 +250,7 @@ STATES: dict[str, Any] = {
     "of_share": True,
     "finish": state_sizes,
 }
-DELTA = (
-    *RMS,
-    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
-)
+DELTA = (*RMS, *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads"))
 MAMBA = ("mamba_d_conv", "mamba_d_state", "mamba_n_groups", "mamba_n_heads")  # Mamba-2's, as most configs call them
 
 

@@ -17,13 +17,7 @@ from flashllm.arch.registry import ARCHITECTURES, claims, resolve, source_shapes
 from flashllm.convert.checkpoint.gguf.experts import MIXTURES
 from flashllm.convert.checkpoint.gguf.file import GgufContent, GgufTensor, StoredTensor
 from flashllm.convert.checkpoint.gguf.models import MODELS, SPARSE_MODELS
-from flashllm.convert.checkpoint.gguf.row import (
-    ARCHITECTURE,
-    FACTOR_TENSORS,
-    NEXT,
-    GgufModel,
-    own_key,
-)
+from flashllm.convert.checkpoint.gguf.row import ARCHITECTURE, FACTOR_TENSORS, NEXT, GgufModel, own_key
 from flashllm.convert.checkpoint.mixtures.gguf_experts import cut_apart, experts_apart
 from flashllm.errors import FormatError, UnsupportedModelError
 

@@ -30,14 +30,7 @@ class TorchLayers(TorchOps):
         return x
 
     def layer(
-        self,
-        number: int,
-        tensors: Tensors,
-        x: Tensor,
-        positions: Positions,
-        attend: Attend,
-        *,
-        decoding: bool = False,
+        self, number: int, tensors: Tensors, x: Tensor, positions: Positions, attend: Attend, *, decoding: bool = False
     ) -> Tensor:
         block, layer = self._block, self._block.layers[number]
 

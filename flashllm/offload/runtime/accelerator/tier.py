@@ -27,14 +27,7 @@ class AcceleratorTier:
     """As `HostTier`, on the torch device `name`."""
 
     def __init__(
-        self,
-        name: str,
-        block: BlockSpec,
-        shape: ModelShape,
-        dtype: str,
-        *,
-        limit: int | None,
-        cache_bits: int,
+        self, name: str, block: BlockSpec, shape: ModelShape, dtype: str, *, limit: int | None, cache_bits: int
     ) -> None:
         """`limit` is of its memory; a cache of 0 bits is plain. UsageError and BudgetError as `TorchDevice`,
         UnsupportedModelError as `TorchOps`."""

@@ -116,12 +116,7 @@ def assign(sizes: Mapping[str, int], fractions: tuple[float, float, float]) -> d
     return dict(zip(sizes, best[1], strict=True))
 
 
-def plan_weights(
-    source: WeightSource,
-    policy: Policy,
-    *,
-    bits: int | None = None,
-) -> WeightPlan:
+def plan_weights(source: WeightSource, policy: Policy, *, bits: int | None = None) -> WeightPlan:
     """Give each tensor of the model a place under `policy`, its layers' matrices in `bits` bits.
 
     None: as they are, those in codes too.
