@@ -3,7 +3,6 @@
 import json
 import sys
 
-import bench_path  # noqa: F401
 import capped
 import pytest
 

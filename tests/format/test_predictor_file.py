@@ -1,7 +1,6 @@
 """The predictors' file: 8-bit codes, its order, and what its reader refuses."""
 
 import numpy as np
-import predictors_path  # noqa: F401
 import pytest
 from safetensors.numpy import load_file
 from training.stored import StoredPredictor, code_rows, encode_predictors, stored_values

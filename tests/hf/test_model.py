@@ -11,7 +11,7 @@ from predictor_files import make_predictors
 
 from flashllm.base.processes import beside_nbytes
 from flashllm.config import Ablation, RunConfig
-from flashllm.errors import ChecksumError, UsageError
+from flashllm.errors import BudgetError, ChecksumError, UsageError
 from flashllm.format.model_dir import ModelDir
 from flashllm.plan.memory import TORCH_GROWTH
 from flashllm.plan.resolve import resolve
@@ -178,6 +178,14 @@ def load_and_close(path, **options):
     from flashllm import FlashModel
 
     FlashModel.from_pretrained(path, **options).engine.close()
+
+
+def test_the_least_memory_is_the_one_that_is_named(tiny, monkeypatch):
+    path = tiny().path("random")
+    least = minimum(path, monkeypatch)
+    load_and_close(path, memory=least, io_threads=4)
+    with pytest.raises(BudgetError, match=rf"use --memory {least // 10**6 + 1}MB or more"):
+        load_and_close(path, memory=least - 1, io_threads=4)
 
 
 # Faults (contract 5)

@@ -11,11 +11,11 @@ namespace {
 constexpr Named<RowMatrixName> kMatrices[] = {
     {"up", RowMatrixName::up}, {"gate", RowMatrixName::gate}, {"down", RowMatrixName::down}};
 
-using Rows = nb::ndarray<nb::numpy, std::uint8_t, Two>;
+using OwnedBytes = nb::ndarray<nb::numpy, std::uint8_t, Two>;
 
 // Blocks [n, bytes of one]: codes [n, weights of one], and [n, bytes] of BlockScales, whose fields are those
 // of _SCALES in flashllm/convert/kept/blocks.py.
-std::pair<Rows, Rows> block_codes(const std::string& name, const ConstRows& blocks) {
+std::pair<OwnedBytes, OwnedBytes> block_codes(const std::string& name, const ConstRows& blocks) {
   static_assert(sizeof(BlockScales) == 38);
   const BlockKind& kind = block_kind(name);
   const std::size_t n = blocks.shape(0);
@@ -26,8 +26,8 @@ std::pair<Rows, Rows> block_codes(const std::string& name, const ConstRows& bloc
     const nb::gil_scoped_release unlocked;
     take_apart(kind, blocks.data(), n, codes->data(), scales->data());
   }
-  return {owned<Rows>(std::move(codes), {n, kind.weights}),
-          owned<Rows>(std::move(scales), {n, sizeof(BlockScales)})};
+  return {owned<OwnedBytes>(std::move(codes), {n, kind.weights}),
+          owned<OwnedBytes>(std::move(scales), {n, sizeof(BlockScales)})};
 }
 
 // As BlockRows::unpack of a piece that begins at byte `first` of a slice, into the rows [neurons, stride] of
