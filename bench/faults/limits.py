@@ -126,11 +126,11 @@ def served(command: list[str], said: IO[bytes]) -> Iterator[tuple[subprocess.Pop
             end = time.monotonic() + START_S
             while True:
                 said.seek(0)
-                found = re.search(rb"serving at http://127\.0\.0\.1:(\d+)", said.read())
+                found = re.search(rb"serving at http://127\.0\.0\.1:(\d+)", text := said.read())
                 if found is not None:
                     break
                 if process.poll() is not None or time.monotonic() > end:
-                    raise RuntimeError(f"the server does not serve: status {process.returncode}")
+                    raise RuntimeError(f"the server does not serve: status {process.returncode}, {text[-300:]!r}")
                 time.sleep(0.05)
             yield process, int(found[1])
         finally:
