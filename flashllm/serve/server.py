@@ -1,8 +1,9 @@
 """The listening socket, its connections, and uvicorn with our way of stopping: at a signal every answer ends, within a
 second.
 
-Connections are fewer than the descriptors there are. One whose request does not come within HEADERS_S is closed; where
-there is no room for a new one, the longest of those that wait for a request makes it.
+Connections are fewer than the descriptors there are. One whose request does not come within HEADERS_S is closed, and
+one that does not read its answer; where there is no room for a new one, the longest of those that wait for a request
+makes it.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ from flashllm.plan.requests import CONNECTIONS
 
 HEADERS_S = 10.0  # from a connection, or an answer, to a request's complete headers
 _STOP_S = 1  # what connections get to close by themselves
-_ANSWER_READ_S = 60.0  # for the rest of an answer that is not read
+_ANSWER_READ_S = 60.0  # for what of an answer waits to be read
 _READ_NBYTES = 64 << 10  # of a connection at once
 _SPARE_DESCRIPTORS = 64  # for files of the model, conversations, and connections that are being closed
 _ACCEPTED = 16  # connections at once
@@ -88,6 +89,7 @@ class _Connection(H11Protocol):
         super().__init__(server.config, server.server_state, {})
         self._server = server
         self._deadline: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -96,6 +98,7 @@ class _Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_wait()
+        self._is_read()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -108,6 +111,18 @@ class _Connection(H11Protocol):
         super().on_response_complete()
         if not self.cycle.response_complete:  # the next request had come before
             self._end_wait()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(_ANSWER_READ_S, self.give_up)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._is_read()
+
+    def _is_read(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
 
     def give_up(self) -> None:
         """Close the connection, whatever is under way."""

@@ -8,6 +8,7 @@ import select
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,6 +19,7 @@ from serving import running
 from flashllm.api.pieces import Pieces
 from flashllm.plan.requests import BODIES, body_nbytes
 from flashllm.serve import server
+from flashllm.serve.http import DocumentStream
 
 COMPLETION = "/v1/completions"
 HELLO = {"prompt": "hello", "max_tokens": 2, "temperature": 0}
@@ -114,6 +116,29 @@ def test_connections_that_send_no_request_end(served, monkeypatch):
                 sock.sendall(b"G")
             time.sleep(0.05)
         assert is_closed(sock, 5)
+
+
+def test_a_client_that_does_not_read_its_answer_is_given_up(monkeypatch):
+    monkeypatch.setattr(server, "_ANSWER_READ_S", 0.3)
+    given_up = threading.Event()
+
+    async def endless():
+        return None if given_up.is_set() else {"text": "a" * 60_000}
+
+    app = DocumentStream(endless, given_up.set)
+    sock, serving = server.listen("127.0.0.1", 0), server.Server(app, stopping=given_up.set)
+    thread = threading.Thread(target=lambda: serving.run(sockets=[sock]))
+    thread.start()
+    try:
+        while not serving.started:
+            time.sleep(0.01)
+        with socket.create_connection(sock.getsockname(), timeout=20) as deaf:
+            deaf.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert given_up.wait(20)
+    finally:
+        serving.stop()
+        thread.join()
+        sock.close()
 
 
 def test_a_new_connection_takes_the_place_of_one_that_waits(tiny, model, monkeypatch):
