@@ -85,7 +85,7 @@ class Matcher:
     ) -> None:
         """`state`: of the grammar's start; None: nothing but the reasoning is bounded. `end_ids` end an answer."""
         self._state, self._reasoning, self._end_ids = state, reasoning, list(end_ids)
-        self._bits = np.empty(4 * -(-vocab // 32), np.uint8)
+        self._hold_bits(4 * -(-vocab // 32))
         self._thinking = reasoning is not None and reasoning.opened
         self._may_open = reasoning is not None and not reasoning.opened and reasoning.open_id is not None
         self._thought: list[int] = []
@@ -97,8 +97,14 @@ class Matcher:
         """A matcher that goes on from here by itself."""
         other = copy.copy(self)
         other._state = None if self._state is None else self._state.deep_copy()
-        other._bits, other._thought, other.forced = self._bits.copy(), [*self._thought], self.forced.copy()
+        other._thought, other.forced = [*self._thought], self.forced.copy()
+        other._hold_bits(self._bits.nbytes)
         return other
+
+    def _hold_bits(self, nbytes: int) -> None:
+        # Behind a pass nothing is in the processor's caches, and what a call of numpy takes counts.
+        self._bits = np.empty(nbytes, np.uint8)
+        self._bits_address = self._bits.ctypes.data
 
     def masked(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         """`logits` [vocab], with -inf for the tokens that may not come."""
@@ -108,13 +114,15 @@ class Matcher:
             masked = logits.copy()
             masked[self._end_ids] = -np.inf
             return masked
-        self._state.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        self._state.unsafe_compute_mask_ptr(self._bits_address, self._bits.nbytes)
         self._check()
         if self._may_open and self._reasoning is not None and self._reasoning.open_id is not None:
             self._bits[self._reasoning.open_id >> 3] |= 1 << (self._reasoning.open_id & 7)
-        less = _LESS.take(self._bits, axis=0).reshape(-1)[: len(logits)]
-        if less.min() > 0:
+        bits = self._bits[: -(-len(logits) // 8)]
+        bits[-1] &= 0xFF >> -len(logits) % 8  # the tokenizer may know tokens that the model has no logits for
+        if not bits.tobytes().strip(b"\0"):
             raise FormError("no token of the model goes on as the answer's form demands")
+        less = _LESS.take(bits, axis=0).reshape(-1)[: len(logits)]
         return np.subtract(logits, less, out=less)
 
     def accept(self, token_id: int) -> None:
@@ -191,7 +199,10 @@ class Grammars:
                 raise UsageError(f"{refused}: it has more than {MOST_CHARS} characters")
             state = self._state(constraint.kind, constraint.text)
             if error := state.get_error():
-                raise UsageError(f"{refused}{self._place(constraint, error)}: {_one_line(error)}")
+                said = _one_line(error).replace(
+                    "Enable 'coerce_one_of' option to approximate oneOf with anyOf", "Use anyOf"
+                )
+                raise UsageError(f"{refused}{self._place(constraint, error)}: {said}")
             grammar = Grammar(state, self.vocab, self._end_ids)
             try:
                 grammar.start().masked(np.zeros(self.vocab, np.float32))

@@ -153,6 +153,7 @@ def test_forced_tokens_computed_together_change_nothing(demo, sampling, drafts):
         ("json", '{"$defs": {"b": {"if": {}}}, "properties": {"a": {"$ref": "#/$defs/b"}}}', "/$defs/b: Unimpl"),
         ("json", '{"$ref": "http://127.0.0.1/x"}', "does not fetch"),
         ("json", '{"$ref": "#"}', "no answer has it"),
+        ("json", '{"oneOf": [{"type": "string"}, {"minLength": 2}]}', "oneOf constraints are not supported. Use anyOf"),
         ("json", "false", "JSON schema cannot be the form of an answer"),
         ("regex", "(a", "unclosed group"),
         ("lark", "start: other", "unknown name"),
