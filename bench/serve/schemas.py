@@ -4,11 +4,12 @@
 
 SUITE is a folder of the JSON Schema test suite (`json/tests/draft2020-12` of jsonschema's source distribution). Answers
 that the limit on tokens cuts are counted apart: a small model repeats itself without end where a schema lets anything
-come, unless there is a penalty. The time of a mask, with what the matcher does before the next, is
-compared with that of a token. The last line is one JSON document. Needs `pip install jsonschema`.
+come, unless there is a penalty. The time of a mask is compared with that of a token. The last line is one JSON
+document. Needs `pip install jsonschema`.
 """
 
 import argparse
+import contextlib
 import json
 import statistics
 import time
@@ -25,6 +26,7 @@ from flashllm.errors import UsageError
 from flashllm.generate.grammar import Constraint, Grammars, Matcher
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.session import Session, TokenRecord
+from flashllm.generate.templates.chat_template import ChatTemplate
 from flashllm.generate.tokenizer import Tokenizer
 
 
@@ -59,7 +61,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     wrong: list[Any] = []
     masks: list[float] = []
     tokens: list[float] = []
-    with Model.open(path, RunConfig()) as model:
+    with Model.open(path, RunConfig()) as model, contextlib.ExitStack() as opened:
+        if (template := ChatTemplate.of(tokenizer)) is not None:
+            opened.enter_context(template)
         grammars = Grammars(tokenizer.backend, tokenizer.end_ids, model.vocab_size)
         options = SamplingOptions(max_new_tokens=args.tokens, repetition_penalty=args.penalty)
         for schema in schemas_of(args.suite, args.schemas):
@@ -69,10 +73,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 became["refused"] += 1
                 refused[str(error).split(": ", 1)[-1][:40]] += 1
                 continue
-            with Session(model, tokenizer, options) as session:
+            with Session(model, tokenizer, options, template=template) as session:
                 session.choose_by(options, matcher=Timed(matcher, masks))  # type: ignore[arg-type]
-                prompt = f"Schema: {json.dumps(schema)[:2000]}\nJSON:"
-                records = [each for each in session.stream(prompt) if isinstance(each, TokenRecord)]
+                asked = f"Answer with one short JSON value that this schema allows:\n{json.dumps(schema)[:2000]}"
+                records = [each for each in session.stream_chat(asked) if isinstance(each, TokenRecord)]
                 tokens += [each.times.total_ms / 1000 for each in records[1:] if each.pass_tokens == 1]
                 if session.stopped == "length":
                     became["cut"] += 1
