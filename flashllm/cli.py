@@ -89,8 +89,8 @@ def make_parser(verb: str | None) -> _Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (by default the process's); the exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
-    arguments = [argument for argument in given if argument != DEBUG]  # allowed anywhere, after any verb
-    debug = len(arguments) < len(given)
+    arguments = [argument for argument in given if argument != DEBUG] or ["--help"]  # DEBUG: after any verb, too
+    debug = DEBUG in given
     prepare_streams()
     try:
         verb = next((argument for argument in arguments if not argument.startswith("-")), None)
