@@ -86,7 +86,6 @@ def _plan(args: argparse.Namespace, path: Path, known: "WellKnown | None") -> in
             {
                 "path": name,
                 **plan.memory.as_dict(),
-                "parallel": plan.answers_at_once(model),
                 "mode": plan.mode,
                 "threads": plan.threads,
                 "prefetch": plan.prefetch,
@@ -154,7 +153,7 @@ def _table(model: "ModelDir", plan: "Plan") -> list[str]:
     sequences = [
         *([f"{state} of it the state of {rules} of {layers} layers, and checkpoints"] if rules else []),
         *([f"{windowed} of {layers} layers keep a window's"] if windowed else []),
-        f"a server: {plan.answers_at_once(model)} at once, {format_size(memory.kept_nbytes)} kept between requests",
+        f"a server: {memory.parallel} at once, {format_size(memory.kept_nbytes)} kept between requests",
     ]
     table = model.table or model.manifest.embedding_layout(model.block)
     of_table = ""

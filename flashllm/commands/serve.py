@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--parallel",
         metavar="N",
         type=whole(1, 8),
-        help="requests that are answered at once; they share passes (default: 1 to 8, as memory allows and pays)",
+        help="requests that are answered at once; they share passes (default: 1 to 8, as memory allows)",
     )
     group.add_argument(
         "--keep",

@@ -48,11 +48,10 @@ class ExpectedActivity:
 
 
 def from_shares(
-    manifest: Manifest, plan: MemoryPlan, popularity: Sequence[Shares] | None, gap: int, tokens: int = 1
+    manifest: Manifest, plan: MemoryPlan, popularity: Sequence[Shares] | None, gap: int
 ) -> ExpectedActivity:
     """By each neuron's share of tokens; where unknown, by the manifest's activity statistics and an assumption about
-    how unequal neurons are; without those, by paper A's mean. Of a pass of several `tokens`, what they find together:
-    a neuron that is missing is read once."""
+    how unequal neurons are; without those, by paper A's mean."""
     widths, calibration, experts = (
         manifest.architecture.every_width,
         manifest.calibration,
@@ -77,12 +76,11 @@ def from_shares(
         source = f"assumed: {ASSUMED_SHARE:.0%} of the neurons a token"
     layers = []
     for share, rows in zip(shares, plan.cache_rows, strict=True):
-        active, neurons = tokens * float(share.sum()), len(share)
-        wanted = share if tokens == 1 else 1 - (1 - share) ** tokens
+        active, neurons = float(share.sum()), len(share)
         if plan.cache_policy == "window":
-            misses = window_misses(wanted, rows, plan.window)
+            misses = window_misses(share, rows, plan.window)
         else:
-            misses = float(np.sort(wanted)[: max(0, neurons - rows)].sum())  # the rarest are not cached
+            misses = float(np.sort(share)[: max(0, neurons - rows)].sum())  # the rarest are not cached
         if experts:
             requests, rows_read = merge_experts(misses, manifest, plan.row_nbytes), misses
         else:

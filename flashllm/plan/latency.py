@@ -7,18 +7,16 @@ products. The interpreter and waking threads cost a fixed time a layer. Plain ar
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from flashllm.arch.registry import resident_shapes
-from flashllm.config import Mode
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import PREDICTORS, RESIDENT
 from flashllm.format.rows import RowLayout, measured_as
 from flashllm.format.safetensors import read_header
-from flashllm.plan.activity import ExpectedActivity, LayerActivity, from_shares
+from flashllm.plan.activity import ExpectedActivity, LayerActivity
 from flashllm.plan.memory_plan import MemoryPlan
-from flashllm.plan.shares import Shares
 from flashllm.profile.costs import ReaderChoice
 from flashllm.profile.machine import Profile
 
@@ -184,43 +182,10 @@ def prefetch_pays(
     return with_s < _CLEARLY_FASTER * without_s
 
 
-def answers_at_once(
-    model: ModelDir,
-    plan: MemoryPlan,
-    *,
-    mode: Mode,
-    costs: Profile | None,
-    choice: ReaderChoice,
-    popularity: Sequence[Shares] | None,
-) -> int:
-    """Requests of a server that go on together: as many as `plan` has memory for, but no more than have their tokens as
-    soon as in turn, products not shared. Of a drive without a profile, and in mode oracle, memory alone decides.
-
-    What each of them keeps takes neurons' memory, and of those that are missing, the rarest, several tokens seldom want
-    the same.
-    """
-    if costs is None or not costs.direct or mode == "oracle":
-        return plan.parallel
-
-    def token_s(requests: int, costs: Profile = costs) -> float:
-        at = plan.answering(requests)
-        if mode == "dense" and not model.architecture.experts:
-            dense = dense_token(model, at, costs=costs)
-            return max(dense.read_s / requests, dense.products_s or 0.0)
-        activity = from_shares(model.manifest, at, popularity, choice.max_gap, requests)
-        rates = _Rates(model, at, costs=costs, choice=choice, tokens=requests)
-        return rates.token(activity, prefetch=at.prefetch_rows > 0).total_s / requests
-
-    alone_s = token_s(1)
-    return next(count for count in range(plan.parallel, 0, -1) if count == 1 or token_s(count) <= alone_s)
-
-
 class _Rates:
-    """Costs of a model's rows and resident weights on a device; sums up a pass of so many tokens layer by layer."""
+    """Costs of a model's rows and resident weights on a device; sums up a token layer by layer."""
 
-    def __init__(
-        self, model: ModelDir, plan: MemoryPlan, *, costs: Profile, choice: ReaderChoice, tokens: int = 1
-    ) -> None:
+    def __init__(self, model: ModelDir, plan: MemoryPlan, *, costs: Profile, choice: ReaderChoice) -> None:
         manifest = model.manifest
         self._plan, self._costs = plan, costs
         self._reader = costs.of(choice.backend, choice.depth)
@@ -236,7 +201,7 @@ class _Rates:
             + _predictors_s(model, plan, costs)
             + kv_nbytes / costs.resident_bps(manifest.dtype, manifest.dtype)
         )
-        self._resident_s = tokens * resident_s / self._num_layers
+        self._resident_s = resident_s / self._num_layers
 
     def token(self, activity: ExpectedActivity, *, prefetch: bool) -> TokenEstimate:
         layers = [

@@ -1,9 +1,7 @@
 """A plan of the memory: the bytes of every part, and the rows of each layer at every length of the KV cache."""
 
-from dataclasses import dataclass, field, replace
-from typing import Any, Self
-
-import numpy as np
+from dataclasses import dataclass, field
+from typing import Any
 
 from flashllm.plan.shares import Rows
 
@@ -140,16 +138,8 @@ class MemoryPlan:
         half = self.neuron_cache_nbytes(1) // 2
         rows = self.levels.sum(axis=1) + self.bypass_rows
         blocks = self.level_blocks - 1 + int((rows * self.row_nbytes >= half).sum())
-        return max(1, min(MOST_PARALLEL, blocks // self._usual_blocks))
-
-    def answering(self, requests: int) -> Self:
-        """The plan with the rows that the caches have, at all times, while so many requests of a usual length go on."""
-        rows = self.cache_rows_at(min(requests * self._usual_blocks, self.max_kv_blocks))
-        return replace(self, levels=np.array([rows], np.int32), level_blocks=self.max_kv_blocks)
-
-    @property
-    def _usual_blocks(self) -> int:
-        return -(-min(self.context, _USUAL_TOKENS) // KV_BLOCK_TOKENS)
+        of_one = -(-min(self.context, _USUAL_TOKENS) // KV_BLOCK_TOKENS)
+        return max(1, min(MOST_PARALLEL, blocks // of_one))
 
     @property
     def neuron_cache(self) -> int:
@@ -218,6 +208,7 @@ class MemoryPlan:
             "max_kv_blocks": self.max_kv_blocks,
             "kv_cache_bytes": self.kv_block_nbytes,
             "kept_bytes": self.kept_nbytes,
+            "parallel": self.parallel,
             "kv_cache_bytes_full": self.context_blocks * self.kv_block_nbytes,
             "neuron_cache_bytes": self.neuron_cache,
             "neuron_cache_bytes_full": self.neuron_cache_nbytes(self.context_blocks),

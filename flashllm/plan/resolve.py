@@ -14,7 +14,7 @@ from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import PREDICTORS
 from flashllm.format.popularity import Popularity, read_popularity
 from flashllm.plan.activity import from_shares
-from flashllm.plan.latency import answers_at_once, dense_token, prefetch_pays
+from flashllm.plan.latency import dense_token, prefetch_pays
 from flashllm.plan.memory import MAX_VERIFIED, plan_memory
 from flashllm.plan.memory_plan import MemoryPlan
 from flashllm.profile.choice import choose_reader
@@ -36,12 +36,6 @@ class Plan:
     popularity: Popularity | None  # by which the neuron caches were shared out
     notices: tuple[str, ...]  # what the user should know, a line each
     reasons: tuple[str, ...]  # why the model is run as it is, where there is nothing to do about it
-
-    def answers_at_once(self, model: ModelDir) -> int:
-        """Requests of `model`'s server that go on together where nobody says how many."""
-        return answers_at_once(
-            model, self.memory, mode=self.mode, costs=self.profile, choice=self.reader, popularity=self.popularity
-        )
 
 
 def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int) -> Plan:

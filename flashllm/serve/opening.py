@@ -39,7 +39,7 @@ class ServerOptions:
 
     name: str | None = None  # of the model; None: its hub id or its directory's name
     max_waiting: int = 32  # requests besides those that are answered
-    parallel: int | None = None  # requests that are answered at once; None: as the plan says
+    parallel: int | None = None  # requests that are answered at once; None: as the memory plan says
     keep: int | None = None  # bytes of conversations in memory; None: as the model's plan says
     key: bytes | None = None  # that clients must send; None: none
     hosts: frozenset[str] | None = None  # names that the server goes by, besides addresses; None: any
@@ -72,7 +72,7 @@ def open_app(path: Path, config: RunConfig, options: ServerOptions) -> Iterator[
         else:
             say("no chat template: the model continues a conversation as one text")
         if options.parallel is None:
-            options = dataclasses.replace(options, parallel=model.plan.answers_at_once(model.directory))
+            options = dataclasses.replace(options, parallel=model.plan.memory.parallel)
         if options.name is None:
             options = dataclasses.replace(options, name=_name(path, model))
         limit = model.plan.memory.limit_nbytes

@@ -314,6 +314,7 @@ def test_requests_at_once_leave_the_neurons_half_of_their_memory(model):
         found.add(plan.parallel)
         half = plan.neuron_cache_nbytes(1) / 2
         assert plan.parallel == 1 or plan.neuron_cache_nbytes(plan.parallel * plan.context_blocks) >= half
+        assert plan.as_dict()["parallel"] == plan.parallel
     assert found >= {1, 8}
     assert max(found) == 8
 

@@ -13,7 +13,7 @@ from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import PREDICTORS, RESIDENT
 from flashllm.format.safetensors import read_header
 from flashllm.plan.activity import ExpectedActivity, LayerActivity, assumed_shares, from_shares, merge, window_misses
-from flashllm.plan.latency import answers_at_once, dense_token, estimate_token, prefetch_pays, product_nbytes
+from flashllm.plan.latency import dense_token, estimate_token, prefetch_pays, product_nbytes
 from flashllm.plan.memory import plan_memory
 from flashllm.profile.costs import ReaderChoice
 
@@ -179,43 +179,6 @@ def test_products_leave_the_embeddings_out_and_the_tied_head_in(model):
     positions = tensors["positions.weight"].nbytes
     matrices = sum(info.nbytes for info in tensors.values() if len(info.shape) == 2)
     assert product_nbytes(opened) == matrices - positions
-
-
-# Several answers
-
-
-def levels_of(plan, *rows):
-    """The plan with so many rows of each layer's cache while one request of a usual length goes on, two, and so on."""
-    usual = plan.context_blocks  # contexts here are short
-    levels = np.repeat(np.array(rows, np.int32)[:, None], 3, axis=1).repeat(usual, axis=0)
-    return dataclasses.replace(plan, levels=levels, level_blocks=1, bypass_rows=64, cache_policy="frequency")
-
-
-def at_once(model, plan, mode="sparse", popularity=None, **costs):
-    choice = ReaderChoice(backend="threads", depth=32, max_gap=0, source="default")
-    costs = profile_of(one_cost(), **{"layer_overhead_s": 0.0, **costs})
-    return answers_at_once(model[0], plan, mode=mode, costs=costs, choice=choice, popularity=popularity)
-
-
-def test_no_more_answers_at_once_than_cost_no_reads(model):
-    """Rare neurons: what the second request's keys and values take is read again, and seldom by both at once."""
-    popularity = [np.full(512, 0.05, np.float32)] * 3
-    all_fit = levels_of(model[1], 512, 512, 512, 512)
-    assert at_once(model, all_fit, popularity=popularity) == all_fit.parallel == 4
-    one_fits = levels_of(model[1], 512, 400, 350, 300)
-    assert one_fits.parallel == 4
-    assert at_once(model, one_fits, popularity=popularity) == 1
-    assert at_once(model, levels_of(model[1], 512, 512, 400, 300), popularity=popularity) == 2
-    assert at_once(model, levels_of(model[1], 300, 300, 300, 300), popularity=popularity) == 4  # each reads less
-    assert at_once(model, one_fits, popularity=popularity, direct=False) == 4  # nobody knows what reads take
-
-
-def test_every_neuron_is_read_once_for_all_answers(model):
-    plan = dataclasses.replace(levels_of(model[1], 300, 280, 260, 240), dense_layers=(0, 1, 2))
-    assert at_once(model, plan, mode="dense") == plan.parallel == 4
-    fits = dataclasses.replace(levels_of(model[1], 512, 300, 300, 300), dense_layers=(0, 1, 2))
-    assert at_once(model, fits, mode="dense", sequential_bps=1e6) == 1
-    assert at_once(model, fits, mode="dense", sequential_bps=1e12) == 4
 
 
 # Activity
