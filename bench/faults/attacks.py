@@ -46,7 +46,6 @@ DESCRIPTORS = 1024  # of the server
 ANSWER_S = 2.0
 ATTACK_S = 12.0
 CLIENTS = 3  # of a soak
-READERS = 4  # that never read
 AT_ONCE = 4  # answers, of a soak and a load; a load's requests come by twice as many
 LEAVING = 0.3  # of the requests have one before them that its client leaves
 CHAT = {"messages": [{"role": "user", "content": "Say something about the sea."}], "max_tokens": 4, "temperature": 0}
@@ -139,12 +138,12 @@ def silent_connections(port: int, body: int, stop: Event) -> None:
 
 
 def deaf_readers(port: int, body: int, stop: Event) -> None:
-    """READERS connections that ask for long streams, with 20 alternatives of each token, and never read."""
+    """Four connections that ask for long streams, with 20 alternatives of each token, and never read."""
     asked = {**CHAT, "max_tokens": 400, "stream": True, "logprobs": True, "top_logprobs": 20}
     sent = json.dumps(asked).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(sent)}\r\n"
     with contextlib.ExitStack() as stack:
-        for _ in range(READERS):
+        for _ in range(4):
             sock = stack.enter_context(socket.socket())
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             sock.connect(("127.0.0.1", port))
@@ -206,8 +205,8 @@ class Target:
 
 
 def hold(target: Target) -> Iterator[tuple[Row, str]]:
-    """A row an attack: a chat is answered in time, and the group holds. Long answers of others leave it a place."""
-    with target.serving("--parallel", str(READERS + 1)) as (group, process, port, said):
+    """A row an attack: a chat is answered in time, and the group holds."""
+    with target.serving() as (group, process, port, said):
         expected = chat_text(ask(port, "/v1/chat/completions", CHAT)[1])
         for name, attack in ATTACKS.items():
             times, wrong = list[float](), list[str]()

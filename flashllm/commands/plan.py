@@ -153,7 +153,7 @@ def _table(model: "ModelDir", plan: "Plan") -> list[str]:
     sequences = [
         *([f"{state} of it the state of {rules} of {layers} layers, and checkpoints"] if rules else []),
         *([f"{windowed} of {layers} layers keep a window's"] if windowed else []),
-        f"a server: {memory.parallel} at once, {format_size(memory.kept_nbytes)} kept between requests",
+        f"a server: {memory.shared_tokens} tokens at once, {format_size(memory.kept_nbytes)} kept between requests",
     ]
     table = model.table or model.manifest.embedding_layout(model.block)
     of_table = ""

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--parallel",
         metavar="N",
         type=whole(1, 8),
-        help="requests that are answered at once; they share passes (default: 1 to 8, as memory allows)",
+        help="requests that are answered at once; they share passes (default: up to 8, as many as memory has room for)",
     )
     group.add_argument(
         "--keep",

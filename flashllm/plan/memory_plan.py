@@ -7,7 +7,6 @@ from flashllm.plan.shares import Rows
 
 LENT_SHARE = 4  # bytes of the neuron caches, at least, for each that a prompt may borrow of them
 MOST_PARALLEL = 8  # requests of a server at once: as many tokens go through an FFN together
-_USUAL_TOKENS = 4096  # of a request to a server, its answer included
 KEPT_CONTEXTS = 4  # of memory that nothing else wants: more is asked for, `serve --keep`
 KV_BLOCK_TOKENS = 64  # positions of a sequence whose keys and values are allocated together
 
@@ -133,13 +132,11 @@ class MemoryPlan:
         return (sum(self.cache_rows_at(blocks)) + self.bypass_rows) * self.row_nbytes
 
     @property
-    def parallel(self) -> int:
-        """How many requests of a usual length can go on at once, while the neurons keep half of their memory."""
+    def shared_tokens(self) -> int:
+        """Tokens that all of a server's requests may have together while the neurons keep half of their memory."""
         half = self.neuron_cache_nbytes(1) // 2
         rows = self.levels.sum(axis=1) + self.bypass_rows
-        blocks = self.level_blocks - 1 + int((rows * self.row_nbytes >= half).sum())
-        of_one = -(-min(self.context, _USUAL_TOKENS) // KV_BLOCK_TOKENS)
-        return max(1, min(MOST_PARALLEL, blocks // of_one))
+        return KV_BLOCK_TOKENS * (self.level_blocks - 1 + int((rows * self.row_nbytes >= half).sum()))
 
     @property
     def neuron_cache(self) -> int:
@@ -208,7 +205,7 @@ class MemoryPlan:
             "max_kv_blocks": self.max_kv_blocks,
             "kv_cache_bytes": self.kv_block_nbytes,
             "kept_bytes": self.kept_nbytes,
-            "parallel": self.parallel,
+            "shared_tokens": self.shared_tokens,
             "kv_cache_bytes_full": self.context_blocks * self.kv_block_nbytes,
             "neuron_cache_bytes": self.neuron_cache,
             "neuron_cache_bytes_full": self.neuron_cache_nbytes(self.context_blocks),

@@ -23,6 +23,7 @@ from flashllm.generate.templates.chat_template import ChatTemplate, opened_templ
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.parked.file import identity
 from flashllm.parked.folder import ParkingFolder
+from flashllm.plan.memory_plan import MOST_PARALLEL
 from flashllm.replies.formats import find
 from flashllm.serve.app import Api, Served, make_app
 from flashllm.serve.dialects.anthropic import Anthropic
@@ -39,7 +40,7 @@ class ServerOptions:
 
     name: str | None = None  # of the model; None: its hub id or its directory's name
     max_waiting: int = 32  # requests besides those that are answered
-    parallel: int | None = None  # requests that are answered at once; None: as the memory plan says
+    parallel: int | None = None  # requests that are answered at once; None: as many as the memory plan has room for
     keep: int | None = None  # bytes of conversations in memory; None: as the model's plan says
     key: bytes | None = None  # that clients must send; None: none
     hosts: frozenset[str] | None = None  # names that the server goes by, besides addresses; None: any
@@ -71,8 +72,6 @@ def open_app(path: Path, config: RunConfig, options: ServerOptions) -> Iterator[
             template.check()
         else:
             say("no chat template: the model continues a conversation as one text")
-        if options.parallel is None:
-            options = dataclasses.replace(options, parallel=model.plan.memory.parallel)
         if options.name is None:
             options = dataclasses.replace(options, name=_name(path, model))
         limit = model.plan.memory.limit_nbytes
@@ -135,7 +134,8 @@ def app_of(
         tokenizer,
         max_waiting=options.max_waiting,
         keep=keep,
-        parallel=options.parallel or 1,
+        parallel=options.parallel or MOST_PARALLEL,
+        together=model.plan.memory.shared_tokens if options.parallel is None else None,
         on_event=metrics.see,
         speculation=speculation,
         parking=parking,

@@ -28,6 +28,8 @@ from flashllm.parked.folder import ParkingFolder
 from flashllm.replies.parser import Event as Said
 from flashllm.serve.conversations import Conversations, Place, digest, turns_of
 
+USUAL_ANSWER = 1024  # tokens
+
 
 class QueueFull(Exception):
     """As many jobs wait as may."""
@@ -94,6 +96,11 @@ class Job:
     cancelled: threading.Event = field(default_factory=threading.Event)
     progress: Progress | None = None  # of the prompt that is computed
 
+    @property
+    def tokens(self) -> int:
+        """Tokens that it holds at once, of an answer USUAL_ANSWER at most: few say how long theirs will be."""
+        return max(len(ids) + min(request.options.max_new_tokens, USUAL_ANSWER) for request, ids in self.prompts)
+
 
 class Worker(Closing):
     """Runs jobs until it is closed; a context manager. `submit`, `cancel_all` and the properties: from any thread."""
@@ -107,15 +114,17 @@ class Worker(Closing):
         keep: int,
         on_event: Callable[[Event], None],
         parallel: int = 1,
+        together: int | None = None,
         speculation: Speculation | None = None,
         parking: ParkingFolder | None = None,
     ) -> None:
-        """`max_waiting` jobs wait behind the `parallel` ones that run; `keep` bytes of what they
-        leave behind stay in memory.
+        """`max_waiting` jobs wait behind the ones that run: `parallel` at most, and of several no more than have
+        `together` tokens. `keep` bytes of what they leave behind stay in memory.
 
         `on_event` sees all jobs' events, one at a time. Conversations that leave memory go to `parking`.
         """
         self._max_waiting, self._on_event, self._tokenizer = max_waiting, on_event, tokenizer
+        self._together = together
         self._model = model
         self._shared = SharedModel(model, self._make_room)
         self._speculation = speculation
@@ -169,6 +178,7 @@ class Worker(Closing):
             waited = job in self._waiting
             if waited:
                 self._waiting.remove(job)
+                self._changed.notify_all()  # the next one may have room
         self._shared.wake()
         if waited:
             self._tell(job, Finished())
@@ -215,17 +225,24 @@ class Worker(Closing):
                 finished = Finished(f"the server failed ({type(error).__name__})", 500)
             with self._changed:
                 self._running.discard(job)
+                self._changed.notify_all()
             self._tell(job, finished)
 
     def _next(self) -> Job | None:
         with self._changed:
-            while not self._waiting:
+            while not self._may_begin():
                 if self._closing:
                     return None
                 self._changed.wait()
             job = self._waiting.popleft()
             self._running.add(job)
             return job
+
+    def _may_begin(self) -> bool:
+        """True where the job that waits longest has room beside those that run."""
+        if not self._waiting or not self._running or self._closing or self._together is None:
+            return bool(self._waiting)
+        return sum(job.tokens for job in (self._waiting[0], *self._running)) <= self._together
 
     def _tell(self, job: Job, event: Event) -> None:
         with self._telling:

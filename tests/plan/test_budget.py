@@ -306,17 +306,16 @@ def test_a_prompt_borrows_of_the_neuron_caches(model):
 
 
 def test_requests_at_once_leave_the_neurons_half_of_their_memory(model):
-    """Of whole contexts here, which are short; as many as go through an FFN together at most."""
     found = set()
     minimum = plan_of(model).minimum_nbytes
     for limit in range(minimum, minimum + 6_000_000, 100_000):
         plan = plan_of(model, limit=limit)
-        found.add(plan.parallel)
-        half = plan.neuron_cache_nbytes(1) / 2
-        assert plan.parallel == 1 or plan.neuron_cache_nbytes(plan.parallel * plan.context_blocks) >= half
-        assert plan.as_dict()["parallel"] == plan.parallel
-    assert found >= {1, 8}
-    assert max(found) == 8
+        found.add(plan.shared_tokens)
+        blocks, half = plan.shared_tokens // 64, plan.neuron_cache_nbytes(1) / 2
+        assert plan.neuron_cache_nbytes(blocks) >= half
+        assert blocks == plan.max_kv_blocks or plan.neuron_cache_nbytes(blocks + 1) < half
+        assert plan.as_dict()["shared_tokens"] == plan.shared_tokens
+    assert len(found) > 8
 
 
 def test_more_conversations_than_the_machine_holds_are_not_planned(model):

@@ -73,6 +73,25 @@ def test_answers_are_those_alone(tiny, model):
         del model.step
 
 
+@pytest.mark.parametrize(("together", "most"), [(30, 1), (60, 2), (None, 4)])
+def test_requests_begin_as_far_as_they_have_room(tiny, model, together, most):
+    body = {"prompt": [5, 6, 7, 8, 9], "max_tokens": 20, "temperature": 0}
+    long = {**body, "max_tokens": 60}  # more than there is room for, so that it is alone
+    shared = []
+    with (
+        running(model, tiny().path(), parallel=4) as (address, worker),
+        httpx.Client(base_url=address, timeout=60) as http,
+        ThreadPoolExecutor(9) as pool,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(worker, "_together", together)
+        answering = worker._answer
+        patch.setattr(worker, "_answer", lambda job: (shared.append(len(worker._running)), answering(job)))
+        found = list(pool.map(lambda body: answer(http, body), [body] * 6 + [long] + [body] * 2))
+    assert [len(each) for each in found] == [1] * 9
+    assert max(shared) == most
+
+
 @pytest.mark.parametrize("drafts", [False, True])
 def test_answers_beside_others_with_drafts_and_parking(tiny, model, tmp_path, drafts):
     """What leaves memory is parked and taken up while others are answered; a draft is made only for who is alone."""
