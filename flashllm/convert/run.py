@@ -191,7 +191,7 @@ class _Conversion:
         if self._slices is None or plan.in_place is None or not plan.lying_experts(layer):
             return []
         where, name = (plan.in_place, plan.architecture, plan.layout), plan.checkpoint.path.name
-        return [slice_sums(self._slices, where, layer, lambda nbytes: self._report(name, nbytes))]
+        return [slice_sums(self._slices, where, layer, lambda nbytes: self._report(name, nbytes), plan.kept)]
 
     def _resume(self, writer: HashingWriter) -> None:
         """Reread the layers of earlier runs, as far as they are what the journal says."""

@@ -13,10 +13,10 @@ from flashllm.arch.spec import Architecture
 from flashllm.arch.tensors import TOKEN_TABLE, Shape
 from flashllm.base.dtypes import WeightDtype
 from flashllm.convert.checkpoint.escapes import held_by_bf12
-from flashllm.convert.checkpoint.source import Checkpoint
+from flashllm.convert.checkpoint.source import Checkpoint, Lying
 from flashllm.convert.choices import Choices
 from flashllm.convert.kept.in_place import choose_in_place, lies_plain
-from flashllm.convert.kept.weights import KeptWeights, Lying, keep_weights, most_common
+from flashllm.convert.kept.weights import KeptWeights, keep_weights, most_common
 from flashllm.errors import UsageError
 from flashllm.format.in_place import InPlace, checksum_counts
 from flashllm.format.model_files import TABLE_CHECKSUMS, checksums_tensor, gate_tensor, is_coded_matrix, plane_tensors

@@ -63,7 +63,7 @@ class LyingFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slices:
-    """A matrix of a layer's experts: `kind` of ggml's or dtype, where each expert's lies, and the bytes of each."""
+    """A matrix of a layer's experts: `kind` of csrc/planes/blocks.h, where each expert's lies, the bytes of each."""
 
     kind: str
     nbytes: int

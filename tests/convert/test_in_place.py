@@ -13,6 +13,7 @@ import torch
 from arch_models import Variant, make_checkpoint
 from gguf_files import HALVES
 from safetensors.torch import load_file, save_file
+from test_gpt_oss import EXPERTS, mxfp4
 from test_kept import MIXTURES, WIDE, experts_alone, make, mixed, of_narrow_experts
 
 from flashllm import _core
@@ -258,10 +259,102 @@ def test_folders_stay_where_memory_holds_their_experts_and_others_are_copied(tmp
     assert f"of experts stay in {source} and are read there, as memory can hold them all" in said.pop()
     other = folder_of(tmp_path / "gpt_oss", "gpt_oss")  # gate and up rows alternate, as columns
     assert found(other, memory=10**9) is None
-    assert explained[-1].endswith("experts are copied, as its experts do not lie there as they are stored")
+    assert "experts are copied, as they lie there in another form than here" in explained[-1]
     with_dtype = []
     convert(source, tmp_path / "half", dtype="float16", in_place=True, say=with_dtype.append)
-    assert with_dtype == ["hf: experts are copied, as its experts do not lie there as they are stored"]
+    assert with_dtype[0].startswith("hf: experts are copied, as they lie there in another form")
+    assert with_dtype[0].endswith("a GGUF file of the model can be used where it lies")
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_gpt_oss_is_read_where_it_lies(tmp_path, shards):
+    """Codes of gates and ups in turn, their scales in another tensor, and down's codes."""
+    source, lines = folder_of(tmp_path, "gpt_oss"), []
+    mxfp4(source)
+    if shards == 2:
+        sharded(source)
+    exact = {"keep": True, "dtype": "float32"}
+    convert(source, tmp_path / "copied", **exact)
+    convert(source, tmp_path / "lying", **exact, in_place=True, say=lines.append)
+    manifest = Manifest.load(tmp_path / "lying")
+    assert [each.kind for each in manifest.in_place.layers[0]] == ["E2M1", "E8M0", "E2M1"]
+    assert "of experts stay in it and are read there" in lines[0]
+    expected = logits_of(tmp_path / "copied")
+    for config in ({}, {"cache_policy": "window"}, {"io_backend": "io_uring"}, {"direct": False}, {"mode": "dense"}):
+        np.testing.assert_array_equal(logits_of(tmp_path / "lying", **config), expected, err_msg=str(config))
+    assert (tmp_path / "lying" / FFN).stat().st_size < 0.1 * (tmp_path / "copied" / FFN).stat().st_size
+    assert verify(tmp_path / "lying").ok
+    for verb in ("plan", "inspect", "verify"):
+        assert main([verb, str(tmp_path / "lying")]) == 0
+    for matrix, (file, offset) in enumerate(each.places[3] for each in manifest.in_place.layers[0]):
+        path = Path(manifest.in_place.files[file].path)
+        status, whole = path.stat(), path.read_bytes()
+        path.write_bytes(whole[: offset + 700] + bytes([whole[offset + 700] ^ 1]) + whole[offset + 701 :])
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        (problem,) = verify(tmp_path / "lying").problems
+        assert "layer 0, expert 3: wrong checksum" in problem.message, matrix
+        with pytest.raises(ChecksumError, match=r"layer 0.*wrong checksum"):
+            logits_of(tmp_path / "lying")
+        path.write_bytes(whole)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def test_scales_of_gpt_oss_at_the_ends_of_their_range(tmp_path):
+    """As where experts are copied: any of groups of zeros, of others those that fp32 can hold."""
+    source = folder_of(tmp_path, "gpt_oss")
+    mxfp4(source)
+    state = load_file(source / "model.safetensors")
+    for part in ("gate_up", "down"):
+        state[f"{EXPERTS}{part}_proj_blocks"][1:, 1::3, 0] = 0x80  # 0 and -0
+        state[f"{EXPERTS}{part}_proj_scales"][1, 1::3, 0] = 0
+        state[f"{EXPERTS}{part}_proj_scales"][2, 1::3, 0] = 254
+    save_file(state, source / "model.safetensors", {"format": "pt"})
+    for name, in_place in (("copied", False), ("lying", True)):
+        convert(source, tmp_path / name, keep=True, in_place=in_place)
+    np.testing.assert_array_equal(logits_of(tmp_path / "lying"), logits_of(tmp_path / "copied"))
+    for row, matrix in ((6, "gate"), (9, "up")):
+        scales = state[f"{EXPERTS}gate_up_proj_scales"]
+        state[f"{EXPERTS}gate_up_proj_scales"] = scales.clone()
+        state[f"{EXPERTS}gate_up_proj_scales"][2, row, 1] = 253
+        save_file(state, source / "model.safetensors", {"format": "pt"})
+        state[f"{EXPERTS}gate_up_proj_scales"] = scales
+        with pytest.raises(FormatError, match=rf"experts.2.{matrix}.*a scale is no number, or as small or large"):
+            convert(source, tmp_path / matrix, keep=True, in_place=True)
+
+
+def test_codes_and_scales_apart_become_the_rows_that_conversion_writes():
+    neurons, d_model, each = 192, 512, KINDS["MXFP4"]
+    layout = RowLayout(
+        encoding="mxfp4", d_model=d_model, d_ff=neurons, matrices=("up", "gate", "down"), down_encoding="codes_fp4"
+    )
+    random = np.random.default_rng(0)
+    above = random.integers(0, 256, (2 * neurons, d_model // 32, 16), np.uint8)
+    below = random.integers(0, 256, (d_model, neurons // 32, 16), np.uint8)
+    scales = random.integers(2, 253, above.shape[:2], np.uint8)
+
+    def blocks(codes, scales):
+        """As a GGUF file has them."""
+        values = np.stack([codes & 15, codes >> 4], -1).reshape(*codes.shape[:2], 32)
+        packed = values[..., :16] | values[..., 16:] << 4
+        return np.concatenate([scales[..., None], packed], -1).reshape(len(codes), -1)
+
+    whole, of_down = blocks(above, scales), blocks(below, np.full(below.shape[:2], 127, np.uint8))
+    vectors = {
+        matrix: PACKED_AS["mxfp4"].pack(each.quantised(whole[first::2])) for first, matrix in enumerate(("gate", "up"))
+    }
+    vectors["down"] = pack_codes(np.ascontiguousarray(each.quantised(of_down).codes.T), 4, unsigned=True)
+    expected, found = np.zeros((2, neurons, layout.stride), np.uint8)
+    pack_rows(layout, vectors, expected)
+    for matrix, kind, stored in (("up", "E2M1", above), ("gate", "E8M0", scales), ("down", "E2M1", below)):
+        count, length = (d_model, neurons) if matrix == "down" else (neurons, d_model)
+        rows = _core.BlockRows(kind, length, layout.native("float32"), matrix)
+        piece = stored.nbytes // count * 64
+        for first in reversed(range(0, stored.nbytes, piece)):
+            rows.unpack(stored.reshape(-1)[first : first + piece], first, found)
+    np.testing.assert_array_equal(found, expected)
+    for matrix, kind in (("gate", "E2M1"), ("up", "E8M0"), ("down", "E8M0")):
+        with pytest.raises(ValueError, match="do not fit the neurons' rows"):
+            _core.BlockRows(kind, d_model, layout.native("float32"), matrix)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("BF16", "bfloat16"), ("F16", "float16"), ("F32", "float32")])

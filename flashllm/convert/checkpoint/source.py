@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +59,15 @@ class MadeTensor:
         return None
 
 
+class Lying(NamedTuple):
+    """The place of a matrix in a file: its stored rows, one after the other."""
+
+    path: Path
+    offset: int
+    kind: str
+    nbytes: int
+
+
 class QuantisedTensor(Protocol):
     """A tensor that a file has in codes."""
 
@@ -74,8 +83,8 @@ class QuantisedTensor(Protocol):
     def transposed(self) -> bool:
         """True where the file has the tensor's columns as rows."""
 
-    def place(self) -> tuple[Path, int] | None:
-        """File and offset of the stored rows, one after the other; None where they do not lie so."""
+    def place(self) -> Lying | None:
+        """The place of the whole tensor; None where its rows do not lie one after the other."""
 
     def raw(self, first: int, count: int) -> NDArray[np.uint8]:
         """The stored bytes of those rows of the tensor, or columns of a transposed one, [count, bytes]."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from flashllm import _core
 from flashllm.base.codes.carried import SCALE_FORMS, WHOLE, Quantised, ScaleForm, zero_of
 
-_ONE, _LEAST_POWER, _LARGEST_POWER = 127, 2, 252  # scales of MXFP4 whose weights are normal fp32 numbers
+_ONE = 127  # a scale of MXFP4: that of zeros that have no usual one
 _SCALES = np.dtype(  # of a block; those that its kind has, the first of sixteen
     [
         *(("scales", "<f2"), ("minimums", "<f2"), ("powers", np.uint8)),
@@ -41,8 +41,8 @@ class Kind:
         parts = found.view(_SCALES)[:, 0]
         if self.form.is_power:
             powers = parts["powers"]
-            powers[~(stored & 7).any(axis=1)] = _ONE  # all zero: the scale does not matter
-            if not bool(np.all((powers >= _LEAST_POWER) & (powers <= _LARGEST_POWER))):
+            powers[~((stored & 7).any(axis=1) | usual_powers(powers))] = _ONE
+            if not usual_powers(powers).all():
                 raise OverflowError("a scale is no number, or as small or large as none of a model is")
         scales: dict[str, NDArray[np.generic]] = {}
         for name, (share, dtype) in self.form.parts().items():
@@ -57,6 +57,11 @@ class Kind:
         if not self.form.unsigned:
             codes = codes - np.int8(zero_of(self.bits))
         return Quantised(form=self.form, codes=codes, scales=scales)
+
+
+def usual_powers(powers: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """True for scales of MXFP4 whose weights are normal fp32 numbers."""
+    return (powers >= 2) & (powers <= 252)
 
 
 KINDS: Mapping[str, Kind] = {

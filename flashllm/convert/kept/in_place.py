@@ -13,11 +13,18 @@ from flashllm.arch.registry import Claim, bundle_names
 from flashllm.arch.spec import Architecture
 from flashllm.base.dtypes import WeightDtype
 from flashllm.convert.checkpoint.pieces import runs
-from flashllm.convert.checkpoint.source import Checkpoint
-from flashllm.convert.kept.weights import KeptWeights, Lying
+from flashllm.convert.checkpoint.source import Checkpoint, Lying
+from flashllm.convert.kept.blocks import usual_powers
+from flashllm.convert.kept.weights import KeptWeights
 from flashllm.errors import FormatError
 from flashllm.format.in_place import PIECE_ROWS, InPlace, LyingFile, SliceReader, Slices, block_rows
 from flashllm.format.rows import RowLayout
+
+_MIN_HASHED = 512  # bytes of a piece (csrc/io/xxh3.h)
+_OTHER_FORM = (
+    "they lie there in another form than here (fp8, inputs first, or another dtype than --dtype); a GGUF file of the "
+    "model can be used where it lies"
+)
 
 
 def choose_in_place(
@@ -42,9 +49,7 @@ def choose_in_place(
     ]
     paths = sorted({each.path for layer in found for matrix in layer for each in matrix})
     if not paths:
-        return (
-            "its experts do not lie there as they are stored" if kept is None else "its experts' codes are not all kept"
-        )
+        return _OTHER_FORM if kept is None else "its experts' codes are not all kept"
     places = {path: file for file, path in enumerate(paths)}
     layers = tuple(
         tuple(
@@ -63,11 +68,13 @@ def choose_in_place(
 def _of_layer(
     lies: Callable[[str], Lying | None], bundles: Sequence[str], matrices: Sequence[str]
 ) -> list[list[Lying]]:
-    """The places of a layer's experts, by matrix; an empty list if one cannot be read there, or kinds differ."""
+    """The places of a layer's experts, by matrix; an empty list if one cannot be read there, or is too short, or
+    kinds differ."""
     layer = []
     for matrix in matrices:
         found = [each for bundle in bundles if (each := lies(f"{bundle}{matrix}.weight")) is not None]
-        if len(found) < len(bundles) or len({(each.kind, each.nbytes) for each in found}) > 1:
+        forms = {(each.kind, each.nbytes) for each in found}
+        if len(found) < len(bundles) or len(forms) > 1 or found[0].nbytes < _MIN_HASHED:
             return []
         layer.append(found)
     return layer
@@ -85,7 +92,11 @@ def lies_plain(checkpoint: Checkpoint, source: str, claim: Claim, dtype: WeightD
 
 
 def slice_sums(
-    reader: SliceReader, plan: tuple[InPlace, Architecture, RowLayout], layer: int, report: Callable[[int], None]
+    reader: SliceReader,
+    plan: tuple[InPlace, Architecture, RowLayout],
+    layer: int,
+    report: Callable[[int], None],
+    kept: KeptWeights | None,
 ) -> NDArray[np.uint64]:
     """The checksums of the pieces of a layer's experts, in order; `report` is told of bytes that were read.
 
@@ -100,6 +111,8 @@ def slice_sums(
                 unpackings[matrix].unpack(stored, first, rows)
             except FormatError as error:
                 raise FormatError(f"{path}: layer {layer}, expert {expert}: {error}") from error
+            if kept is not None and in_place.layers[layer][matrix].kind == "E8M0" and not usual_powers(stored).all():
+                kept.check_scales(layer, expert)  # their codes lie apart
             sums.append(xxh3_64_rows(stored.reshape(1, -1)))
             report(stored.nbytes)
     return np.concatenate(sums)

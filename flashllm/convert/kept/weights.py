@@ -12,7 +12,6 @@ Knows kinds of codes by `blocks.KINDS`, and encodings by their names, no file fo
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,22 +33,13 @@ from flashllm.base.codes.carried import (
 )
 from flashllm.convert.checkpoint.coded import Vectors
 from flashllm.convert.checkpoint.pieces import runs
-from flashllm.convert.checkpoint.source import Checkpoint, QuantisedTensor
+from flashllm.convert.checkpoint.source import Checkpoint, Lying, QuantisedTensor
 from flashllm.convert.kept.blocks import KINDS, Kind
 from flashllm.errors import FormatError
 from flashllm.format.model_files import is_coded_matrix
 
 _ROWS_TOGETHER = 256  # taken apart at a time
 _ANEW = "Q8_0"  # the kind of what is coded anew
-
-
-class Lying(NamedTuple):
-    """The place of a matrix in a file: its stored rows, one after the other."""
-
-    path: Path
-    offset: int
-    kind: str
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,10 +98,13 @@ class KeptWeights:
     def lies(self, name: str) -> Lying | None:
         """The place of a matrix whose codes are kept; None if it is not in one piece."""
         tensor, claim = self._tensors[name], self._claims[name]
-        place, kind = tensor.place(), KINDS.get(tensor.kind)
-        if place is None or kind is None or tensor.transposed or runs(claim, 0, claim.rows) != [(0, claim.rows)]:
-            return None
-        return Lying(*place, tensor.kind, claim.rows * (claim.shape[1] // kind.weights * kind.nbytes))
+        return tensor.place() if runs(claim, 0, claim.rows) == [(0, claim.rows)] else None
+
+    def check_scales(self, layer: int, expert: int) -> None:
+        """FormatError where an expert's gate or up has a scale that no weights have."""
+        for matrix in ("gate", "up"):
+            name = f"{self._bundles[layer][expert]}{matrix}.weight"
+            self._taken(name, self._kind(name), 0, self._claims[name].rows)
 
     def _scales(self, name: str) -> dict[str, NDArray[Any]]:
         """The scales [groups of neurons, d_model] of a down projection by their names."""

@@ -112,7 +112,13 @@ BlockRows::BlockRows(const std::string& kind, std::size_t length, const RowForma
   format.check();
   bool fits = length % kind_.weights == 0 && length != 0;
   row_nbytes_ = length / kind_.weights * kind_.nbytes;
-  if (is_down_ && kind_.is_plain()) {
+  if (!is_down_ && kind_.is_apart()) {
+    row_nbytes_ *= 2;
+    gate_at_ = static_cast<std::size_t>(format.gate);
+    up_at_ = format.up;
+    fits = fits && format.codec == kind_.codec && length == format.d_model && format.gated() &&
+           (matrix == RowMatrixName::gate) == kind_.is_plain();
+  } else if (is_down_ && kind_.is_plain()) {
     at_ = format.down;
     fits = fits && kind_.codec == format.down_codec;
   } else if (is_down_) {
@@ -160,6 +166,7 @@ void BlockRows::unpack(const std::byte* stored, std::uint64_t first, std::uint64
   const auto* from = reinterpret_cast<const std::uint8_t*>(stored);
   auto* to = reinterpret_cast<std::uint8_t*>(rows) + at_;
   const std::size_t row = first / row_nbytes_, count = nbytes / row_nbytes_;
+  if (!is_down_ && kind_.is_apart()) return unpack_pairs(from, row, count, to);
   if (kind_.is_plain()) {
     if (!is_down_) {
       for (std::size_t r = 0; r < count; ++r)
@@ -181,6 +188,40 @@ void BlockRows::unpack(const std::byte* stored, std::uint64_t first, std::uint64
   const auto to_vector = unpackers_of(kind_).vector;
   for (std::size_t r = 0; r < count; ++r)
     to_vector(from + r * row_nbytes_, length_ / kind_.weights, to + (row + r) * stride_);
+}
+
+void BlockRows::unpack_pairs(const std::uint8_t* stored, std::size_t row, std::size_t count,
+                             std::uint8_t* rows) const {
+  constexpr std::size_t kTogether = 32;
+  const std::size_t groups = length_ / kCodeUnit;
+  std::uint8_t even[8 * kTogether], odd[8 * kTogether];
+  for (std::size_t r = row; r < row + count; ++r)
+    for (const std::size_t at : {gate_at_, up_at_}) {
+      std::uint8_t* to = rows + r * stride_ + at;
+      if (kind_.is_plain()) {
+        for (std::size_t g = 0; g < groups; ++g)
+          to[g] = is_usual_power(stored[g]) ? stored[g] : kPowerOfZeros;
+        stored += groups;
+        continue;
+      }
+      to += groups;
+      for (std::size_t g = 0; g < groups; g += kTogether) {
+        const std::size_t nbytes = 16 * std::min(kTogether, groups - g);
+        for (std::size_t i = 0; i < nbytes; i += 16) {  // codes i and i + 16 share a byte
+          const std::uint64_t lower = eight(stored + i), upper = eight(stored + i + 8);
+          const std::uint64_t bytes[] = {(lower & in_each(15)) | (upper & in_each(15)) << 4,
+                                         (lower >> 4 & in_each(15)) | (upper & in_each(0xF0))};
+          std::memcpy(even + i / 2, bytes, 8);
+          std::memcpy(odd + i / 2, bytes + 1, 8);
+        }
+        for (std::size_t i = 0; i < nbytes / 2; ++i) {
+          to[2 * i] = even[i];
+          to[2 * i + 1] = odd[i];
+        }
+        stored += nbytes;
+        to += nbytes;
+      }
+    }
 }
 
 // Each kCodeUnit stored rows' codes for a neuron are a unit of its column. All rows of some neurons go first,

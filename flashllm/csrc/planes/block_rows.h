@@ -4,6 +4,9 @@
 //
 // Stored rows of up and gate become vectors with their scales. Stored rows of down are its outputs, so that
 // their codes go across all neurons' rows, 32 outputs to a unit; their scales lie in the layer's plane.
+//
+// gpt-oss's safetensors have an expert's gates and ups in turn, codes in one tensor and scales in another.
+// Those codes go by the name of up, those scales by that of gate; a stored row is a gate and its up.
 #pragma once
 
 #include <cstddef>
@@ -39,13 +42,15 @@ class BlockRows final : public Unpacking {
               std::byte* rows) const override;
 
  private:
+  void unpack_pairs(const std::uint8_t* stored, std::size_t row, std::size_t count, std::uint8_t* rows) const;
   template <std::size_t bits>  // of a code in memory
   void unpack_outputs(const std::uint8_t* stored, std::size_t count, std::uint8_t* to) const;
 
   const BlockKind& kind_;
   const std::size_t length_, stride_, outputs_;
   const bool is_down_;
-  std::size_t at_ = 0;  // of the matrix, in a row
+  std::size_t at_ = 0;                   // of the matrix, in a row
+  std::size_t gate_at_ = 0, up_at_ = 0;  // where both are in turn
   std::size_t row_nbytes_ = 0;
   std::size_t bits_ = 0;    // of a code in memory
   std::uint8_t shift_ = 0;  // added to stored codes

@@ -160,6 +160,13 @@ void mxfp4(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
   nibbles<16>(block + 1, codes);
 }
 
+void e2m1(const std::uint8_t* block, Codes& codes, BlockScales&) {
+  std::uint16_t pairs[16];
+  for (std::size_t i = 0; i < 16; ++i)
+    pairs[i] = static_cast<std::uint16_t>((block[i] & 15) | (block[i] & 0xF0) << 4);
+  std::memcpy(codes, pairs, sizeof pairs);
+}
+
 void nvfp4(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
   constexpr std::uint8_t kNaN = 127;  // of E4M3, which ggml takes for 0
   for (std::size_t i = 0; i < 4; ++i) {
@@ -211,12 +218,14 @@ constexpr BlockKind kKinds[] = {
     {"TQ1_0", RowCodec::ternary, 2, 256, 54, 0, false, false, kIntegers, tq1_0},
     {"TQ2_0", RowCodec::ternary, 2, 256, 66, 0, false, false, kIntegers, tq2_0},
     {"MXFP4", RowCodec::mxfp4, 4, 32, 17, 0, false, true, RowCodec::codes_fp4, mxfp4},
+    {"E2M1", RowCodec::mxfp4, 4, 32, 16, 0, false, false, RowCodec::codes_fp4, e2m1},
     {"NVFP4", RowCodec::nvfp4, 4, 64, 36, 16, false, false, RowCodec::codes_fp4, nvfp4},
     {"BF16", RowCodec::bf16, 16, 1, 2, 0, false, false, kIntegers, nullptr},
     {"F16", RowCodec::f16, 16, 1, 2, 0, false, false, kIntegers, nullptr},
     {"F32", RowCodec::f32, 32, 1, 4, 0, false, false, kIntegers, nullptr},
+    {"E8M0", RowCodec::mxfp4, 8, 32, 1, 0, false, false, kIntegers, nullptr},
 };
-constexpr std::size_t kWholeKinds = std::size(kKinds) - 4;  // that are neither plain nor NVFP4
+constexpr std::size_t kWholeKinds = std::size(kKinds) - 5;  // that are neither plain nor NVFP4
 
 // The upper bits of 32 codes, of `mask` from `shift` on, four to a byte: those of code 8 i + k are in byte k.
 std::uint64_t apart(const std::uint8_t* codes, std::size_t shift, std::uint64_t mask) {
@@ -254,16 +263,14 @@ void check_half(std::uint16_t half) {
     throw CoreError(ErrorKind::format, "a scale is not finite: damaged; get the file again");
 }
 
-// All zero: the scale does not matter. Others are normal fp32 numbers (flashllm/convert/kept/blocks.py).
 std::uint8_t checked_power(std::uint8_t power, const Codes& codes) {
+  if (is_usual_power(power)) return power;
   std::uint8_t any = 0;
   for (std::size_t i = 0; i < kCodeUnit; ++i) any |= codes[i] & 7;
-  if (any == 0) return 127;
-  if (power < 2 || power > 252)
-    throw CoreError(ErrorKind::format,
-                    "a scale is no number, or as small or large as none of a model is: damaged; get the file "
-                    "again");
-  return power;
+  if (any == 0) return kPowerOfZeros;
+  throw CoreError(
+      ErrorKind::format,
+      "a scale is no number, or as small or large as none of a model is: damaged; get the file again");
 }
 
 // A stored row as a vector. The kind is known where this is compiled, so that it is one loop.

@@ -1,5 +1,6 @@
 // Weights in blocks as a GGUF file has them, and plain numbers. The layouts are ggml's (ggml-common.h,
-// block_q4_0 to block_q6_K, block_mxfp4, block_nvfp4, block_iq4_nl, block_iq4_xs, block_tq1_0, block_tq2_0).
+// block_q4_0 to block_q6_K, block_mxfp4, block_nvfp4, block_iq4_nl, block_iq4_xs, block_tq1_0, block_tq2_0);
+// or those of gpt-oss's safetensors: E2M1, codes of MXFP4 of which neighbours share a byte, and E8M0, scales.
 // Blocks become codes and scales; those of a stored row a vector, as a conversion writes it
 // (flashllm/convert/kept/blocks.py), or those of rows codes side by side.
 #pragma once
@@ -36,7 +37,13 @@ struct BlockKind {
   bool is_plain() const { return decode == nullptr; }
   bool of_table() const { return table != RowCodec::f32; }
   bool is_unsigned() const { return has_minimum || of_table(); }
+  // Codes, or scales, of MXFP4 in tensors of their own.
+  bool is_apart() const { return codec == RowCodec::mxfp4 && nbytes <= 16; }
 };
+
+// Scales of MXFP4 whose weights are normal fp32 numbers. Those of zeros may be any others, and become this.
+constexpr std::uint8_t kPowerOfZeros = 127;
+constexpr bool is_usual_power(std::uint8_t power) { return power >= 2 && power <= 252; }
 
 // Of ggml's name, plain ones are also safetensors'. Throws CoreError (usage) for another.
 const BlockKind& block_kind(const std::string& name);
@@ -45,9 +52,10 @@ const BlockKind& block_kind(const std::string& name);
 void take_apart(const BlockKind& kind, const std::uint8_t* blocks, std::size_t count, std::uint8_t* codes,
                 BlockScales* scales);
 
-// Of a kind that is not plain, and whose scales are all in its blocks.
+// Of a kind that is neither plain nor NVFP4.
 struct Unpackers {
-  // A stored row of `count` blocks as a vector. Throws CoreError (format) for scales that no weights have.
+  // A stored row of `count` blocks, which have all of its scales, as a vector. Throws CoreError (format) for
+  // scales that no weights have.
   void (*vector)(const std::uint8_t* blocks, std::size_t count, std::uint8_t* vector);
   // The codes of kCodeUnit stored rows, `row_nbytes` apart, of `count` blocks each, at most kBlockWeights
   // weights.

@@ -20,7 +20,7 @@ from flashllm.base.files import CHUNK_NBYTES, drop_page_cache, file_status, open
 from flashllm.convert.checkpoint.gguf.header import read_header
 from flashllm.convert.checkpoint.gguf.layout import PLAIN, dequantized, placed_tensors
 from flashllm.convert.checkpoint.gguf.metadata import Metadata
-from flashllm.convert.checkpoint.source import check_start
+from flashllm.convert.checkpoint.source import Lying, check_start
 from flashllm.convert.kept.blocks import KINDS
 from flashllm.errors import FormatError
 from flashllm.format.safetensors import TensorInfo
@@ -117,8 +117,10 @@ class GgufTensor:
         """True where the file has codes, whose values are the tensor's."""
         return self._stored.is_quantised and self._change is None
 
-    def place(self) -> tuple[Path, int] | None:
-        return (self.path, self._stored.offset) if self._order is None and not self.transposed else None
+    def place(self) -> Lying | None:
+        stored = self._stored
+        whole = self._order is None and not self.transposed
+        return Lying(self.path, stored.offset, stored.kind, stored.nbytes) if whole else None
 
     def raw(self, first: int, count: int) -> NDArray[np.uint8]:
         if self._order is None:

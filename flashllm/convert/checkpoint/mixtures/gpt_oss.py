@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from flashllm.base.codes.carried import FP4
 from flashllm.base.dtypes import WEIGHT_DTYPES, cast
-from flashllm.convert.checkpoint.source import Checkpoint, MadeTensor, TensorFile
+from flashllm.convert.checkpoint.source import Checkpoint, Lying, MadeTensor, TensorFile
 from flashllm.errors import FormatError
 from flashllm.format.safetensors import TensorInfo
 
@@ -76,6 +76,12 @@ class _Expert:
             self._last_blocks = (expert, whole.reshape(len(codes), -1))
         return self._last_blocks[1]
 
+    def lies(self, part: str, kind: str, expert: int) -> Lying | None:
+        """The place of an expert's codes or scales."""
+        name = f"{self._name}_{part}"
+        place, nbytes = self._checkpoint.extent(name), self._checkpoint.tensors[name].nbytes // self.shape[0]
+        return None if place is None else Lying(place[0], place[1] + expert * nbytes, kind, nbytes)
+
     def _check(self, info: TensorInfo) -> None:
         """FormatError for shapes that cannot be."""
         wrong = len(info.shape) != (4 if self.is_coded else 3)
@@ -119,8 +125,10 @@ class _Blocks:
     transposed: bool = False
     scale: float = 1.0
 
-    def place(self) -> None:
-        return None
+    def place(self) -> Lying | None:
+        """Of an up the codes of all ups and gates, which alternate, of a gate their scales; of down its codes alone."""
+        is_gate = (self.first, self.step) == (0, 2)
+        return self.whole.lies("scales" if is_gate else "blocks", "E8M0" if is_gate else "E2M1", self.expert)
 
     def raw(self, first: int, count: int) -> Matrix:
         return self.whole.blocks(self.expert)[self.first :: self.step][first : first + count]
