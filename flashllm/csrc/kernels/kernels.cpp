@@ -180,8 +180,9 @@ float relu(float value) { return value <= 0.0F ? 0.0F : value; }
 float squared_relu(float value) { return value <= 0.0F ? 0.0F : value * value; }
 float silu(float value) { return value / (1.0F + std::exp(-value)); }
 float gelu(float value) { return 0.5F * value * (1.0F + std::erf(value * 0.70710678F)); }
+// That is value / 2 * (1 + tanh(z / 2)), which takes seven times as long.
 float gelu_tanh(float value) {
-  return 0.5F * value * (1.0F + std::tanh(0.79788456F * (value + 0.044715F * value * value * value)));
+  return value / (1.0F + std::exp(-1.5957691F * (value + 0.044715F * value * value * value)));
 }
 float quick_gelu(float value) { return value / (1.0F + std::exp(-1.702F * value)); }
 // gpt-oss: gate and up are limited, and up is one more. A NaN stays one.
