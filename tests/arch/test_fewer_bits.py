@@ -105,10 +105,10 @@ def test_the_usual_activations(tmp_path):
     source = make_checkpoint(tmp_path / "hf", VARIANTS["opt"])
     convert(source, tmp_path / "model", encoding="int8_32", resident_encoding="int8_64")
     assert inspect(tmp_path / "model")["activations"] == "int16"
-    assert "int16, of single tokens" in format_inspection(inspect(tmp_path / "model"))
+    assert "int16 at most" in format_inspection(inspect(tmp_path / "model"))
     change_manifest(tmp_path / "model", activations=None)
     assert inspect(tmp_path / "model")["activations"] == "float32"
-    assert "of single tokens" not in format_inspection(inspect(tmp_path / "model"))
+    assert "at most" not in format_inspection(inspect(tmp_path / "model"))
     with pytest.raises(ValueError, match="activations must be int16, int8, not 'int4'"):
         change_manifest(tmp_path / "model", activations="int4")
 

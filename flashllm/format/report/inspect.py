@@ -109,7 +109,7 @@ def _activations(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     """A line where weights are multiplied by fewer than 32 bits."""
     if facts["activations"] == "float32":
         return []
-    return [("activations", f"{facts['activations']}, of single tokens; those of prompts float32")]
+    return [("activations", f"{facts['activations']} at most, a token's and, with AVX2, a prompt's")]
 
 
 def _row_encodings(rows: Mapping[str, Any]) -> str:
