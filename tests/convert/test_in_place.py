@@ -260,6 +260,8 @@ def test_folders_stay_where_memory_holds_their_experts_and_others_are_copied(tmp
     other = folder_of(tmp_path / "gpt_oss", "gpt_oss")  # gate and up rows alternate, as columns
     assert found(other, memory=10**9) is None
     assert "experts are copied, as they lie there in another form than here" in explained[-1]
+    mxfp4(other)
+    assert found(other, memory=10**9) is not None
     with_dtype = []
     convert(source, tmp_path / "half", dtype="float16", in_place=True, say=with_dtype.append)
     assert with_dtype[0].startswith("hf: experts are copied, as they lie there in another form")
