@@ -271,14 +271,10 @@ def chat_need(model: str) -> int:
 
 def lowered(group: MemoryGroup, limit: int) -> str:
     """Give the group another limit; why the kernel refuses, or nothing."""
-    names = ("limit", "limit_with_swap")  # version 1 wants the smaller one first
-    for name in names if "swap" not in group.names else ("limit",):
-        try:
-            (group.path / group.names[name]).write_text(str(limit))
-        except FileNotFoundError:  # kernels that do not count swap have no such file
-            continue
-        except OSError as error:
-            return str(error.strerror)
+    try:
+        group.limit_to(limit)
+    except OSError as error:
+        return str(error.strerror)
     return ""
 
 

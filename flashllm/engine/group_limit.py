@@ -1,5 +1,5 @@
-"""What may change while a model is loaded, looked at now and then: the memory limit of the process's control group, and
-how much memory other programs leave. The kernel tells nobody. Knows no models.
+"""Two limits that may change while a model is loaded: that of the process's control group, and the memory that other
+programs leave. The kernel does not tell, so both are read again now and then. Knows no models.
 """
 
 import math

@@ -201,7 +201,7 @@ def read_in_place(value: Any, experts: int) -> InPlace | None:
 
 
 def block_rows(slices: tuple[Slices, ...], layout: RowLayout, size: int) -> list[BlockRows]:
-    """What puts the slices of each matrix of experts of `size` neurons into rows."""
+    """For each matrix of experts of `size` neurons: puts its slices into neurons' rows."""
     fmt = layout.native("float32")
     return [
         BlockRows(each.kind, size if matrix == "down" else layout.d_model, fmt, matrix)
@@ -220,8 +220,8 @@ def lying_experts(architecture: Architecture, in_place: InPlace | None, layer: i
 
 
 def stored_layouts(architecture: Architecture, layout: RowLayout, in_place: InPlace | None) -> list[RowLayout | None]:
-    """What `ffn.safetensors` holds of each layer: all of its rows, or those behind experts that lie elsewhere; None
-    where that is none."""
+    """The layout of each layer's rows in `ffn.safetensors`: all of them, or those behind the experts that lie in
+    another file; None where it holds no row."""
     found: list[RowLayout | None] = []
     for layer, width in enumerate(architecture.every_width):
         left = width - lying_experts(architecture, in_place, layer) * architecture.unit_rows

@@ -205,7 +205,7 @@ class Manifest:
 
     @property
     def stored_layouts(self) -> list[RowLayout | None]:
-        """What `ffn.safetensors` holds of each layer, as `in_place.stored_layouts` says."""
+        """The layout of each layer's rows in `ffn.safetensors`; None where it holds no row."""
         return stored_layouts(self.architecture, self.rows, self.in_place)
 
     def lying_experts(self, layer: int) -> int:
@@ -225,14 +225,14 @@ class Manifest:
         return resident_encoding(name, self.dtype, self.resident_encoding, self.rows.encoding, self.other_encodings)
 
     def table_layout(self, block: BlockSpec) -> TableLayout | None:
-        """Of per-layer embeddings, where the model that computes so has them."""
+        """The layout of the table of per-layer embeddings; None for a model without them."""
         if block.per_layer is None:
             return None
         return TableLayout(block.per_layer.rows, block.token_row, self.encoding_of(TOKEN_TABLE))
 
     def embedding_layout(self, block: BlockSpec) -> TableLayout | None:
-        """Of the embedding in `resident.safetensors`, where all that a model needs of it are its tokens' rows; None
-        where the head is the embedding too, beside per-layer embeddings, and of rows that have no checksum."""
+        """The layout of the embedding in `resident.safetensors`, where its rows can be read one by one; None where the
+        head is the embedding too, the model has per-layer embeddings, or a row is too short for a checksum."""
         if block.tied_head or block.per_layer is not None or block.embed_dim != block.d_model or block.streams:
             return None
         layout = TableLayout(block.vocab_size, block.embed_dim, self.encoding_of(EMBEDDING), apart=False)

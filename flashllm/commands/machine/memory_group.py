@@ -23,7 +23,7 @@ from flashllm.errors import FlashError
 
 _V1 = {
     "limit": "memory.limit_in_bytes",
-    "limit_with_swap": "memory.memsw.limit_in_bytes",
+    "swap": "memory.memsw.limit_in_bytes",  # of both together
     "peak": "memory.max_usage_in_bytes",
     "events": "memory.oom_control",
 }
@@ -51,31 +51,33 @@ class MemoryGroup(Closing):
             except OSError as error:
                 reasons.append(f"{root}: {error.strerror}")
                 continue
+            self.path, self._names = path, names
             try:
-                (path / names["limit"]).write_text(str(limit_nbytes))
-                with contextlib.suppress(OSError):  # kernels that do not count swap have no such file
-                    if "swap" in names:
-                        (path / names["swap"]).write_text("0")
-                    else:
-                        (path / names["limit_with_swap"]).write_text(str(limit_nbytes))
+                self.limit_to(limit_nbytes)
             except OSError as error:
                 path.rmdir()
                 reasons.append(f"{root}: {error.strerror}")
                 continue
-            self.path, self.names = path, names
             return
         who = "" if os.geteuid() == 0 else "; run it as root"
         raise GroupError(f"no memory control group can be made here ({'; '.join(reasons)}){who}")
 
+    def limit_to(self, nbytes: int) -> None:
+        """Set the limit. OSError where the kernel refuses it."""
+        (self.path / self._names["limit"]).write_text(str(nbytes))
+        swap = self.path / self._names["swap"]
+        if swap.exists():  # not where the kernel does not count it
+            swap.write_text("0" if self._names is _V2 else str(nbytes))
+
     @property
     def peak_nbytes(self) -> int:
         """The most the group ever held, page cache included."""
-        return int((self.path / self.names["peak"]).read_text())
+        return int((self.path / self._names["peak"]).read_text())
 
     @property
     def kills(self) -> int:
         """Processes of the group that the kernel killed for the limit."""
-        for line in (self.path / self.names["events"]).read_text().splitlines():
+        for line in (self.path / self._names["events"]).read_text().splitlines():
             name, value = line.split()
             if name == "oom_kill":
                 return int(value)

@@ -20,6 +20,23 @@ inline float divisor(std::uint16_t scale) {
   return found > 0.0F ? found : __builtin_inff();
 }
 
+// Of `count` vectors, `stride` floats apart: the smallest and the largest number of each lane.
+struct Ends {
+  float low[Vec::kWidth], high[Vec::kWidth];
+};
+inline Ends ends_of(const float* values, std::size_t stride, std::size_t count) {
+  Vec smallest = Vec::load_f32(values), largest = smallest;
+  for (std::size_t i = 1; i < count; ++i) {
+    const Vec x = Vec::load_f32(values + i * stride);
+    smallest = min(smallest, x);
+    largest = max(largest, x);
+  }
+  Ends ends;
+  smallest.store(ends.low);
+  largest.store(ends.high);
+  return ends;
+}
+
 // Eight codes of 4 bits, a byte each, to four bytes: each step pairs up neighbours.
 inline std::uint64_t squeeze(std::uint64_t codes) {
   codes = (codes | codes >> 4) & 0x00FF00FF00FF00FFU;
@@ -62,18 +79,10 @@ template <int bits>
 void pack_columns(const float* values, std::size_t stride, std::size_t rows, std::size_t columns,
                   const GroupedRows& to) {
   for (std::size_t j = 0; j < columns; j += Vec::kWidth) {
-    Vec smallest = Vec::load_f32(values + j), largest = smallest;
-    for (std::size_t r = 1; r < rows; ++r) {
-      const Vec x = Vec::load_f32(values + r * stride + j);
-      smallest = min(smallest, x);
-      largest = max(largest, x);
-    }
-    float low[Vec::kWidth], high[Vec::kWidth];
-    smallest.store(low);
-    largest.store(high);
+    const Ends ends = ends_of(values + j, stride, rows);
     for (std::size_t i = 0; i < Vec::kWidth; ++i) {
-      to.scales[j + i] = half_scale(low[i], high[i], (1 << bits) - 1);
-      to.minimums[j + i] = half_minimum(low[i]);
+      to.scales[j + i] = half_scale(ends.low[i], ends.high[i], (1 << bits) - 1);
+      to.minimums[j + i] = half_minimum(ends.low[i]);
     }
   }
   encode_columns<bits>(values, stride, rows, columns, to);
@@ -115,15 +124,7 @@ void pack_rows(const float* values, std::size_t stride, std::size_t rows, std::s
     const float* row = values + r * stride;
     for (std::size_t g = 0; g < groups; ++g) {
       const std::size_t begin = g * kGroup, end = begin + kGroup < columns ? begin + kGroup : columns;
-      Vec smallest = Vec::load_f32(row + begin), largest = smallest;
-      for (std::size_t j = begin + Vec::kWidth; j < end; j += Vec::kWidth) {
-        const Vec x = Vec::load_f32(row + j);
-        smallest = min(smallest, x);
-        largest = max(largest, x);
-      }
-      float low[Vec::kWidth], high[Vec::kWidth];
-      smallest.store(low);
-      largest.store(high);
+      auto [low, high] = ends_of(row + begin, Vec::kWidth, (end - begin) / Vec::kWidth);
       for (std::size_t i = 1; i < Vec::kWidth; ++i) {
         low[0] = low[i] < low[0] ? low[i] : low[0];
         high[0] = high[i] > high[0] ? high[i] : high[0];

@@ -14,25 +14,27 @@ NamedTensors::NamedTensors(TensorSource tensors, Encodings encodings, Dtype dtyp
       level_(level),
       kernels_(kernel_table(level, dtype)) {}
 
-void NamedTensors::need(const std::string& name) const { require(contains(name), name + " is missing"); }
+Tensor NamedTensors::need(const std::string& name) const {
+  const std::optional<Tensor> found = tensors_(name);
+  require(found.has_value(), name + " is missing");
+  return *found;
+}
 
 // Where the elements lie, or the bytes of a grouped codec.
 const std::byte* NamedTensors::tensor(const std::string& name, std::size_t elements, RowCodec codec,
                                       std::size_t nbytes) {
-  need(name);
-  const std::optional<Tensor> found = tensors_(name);
-  require(is_coded(codec) ? found->element == Element::u8 && found->nbytes() == nbytes
-                          : found->size() == elements && found->itemsize == dtype_nbytes(dtype_of(codec)),
+  const Tensor found = need(name);
+  require(is_coded(codec) ? found.element == Element::u8 && found.nbytes() == nbytes
+                          : found.size() == elements && found.itemsize == dtype_nbytes(dtype_of(codec)),
           name + " does not fit the model");
-  return found->data;
+  return found.data;
 }
 
 ScalePlane NamedTensors::plane(const std::string& prefix, std::size_t neurons, std::size_t width) {
   constexpr std::size_t kUnit = 32;
   const auto part = [&](const char* name) { return tensors_(prefix + name); };
-  need(prefix + "scales");
-  const std::optional<Tensor> scales = part("scales"), minimums = part("minimums"), factors = part("factors"),
-                              minimum_factors = part("minimum_factors");
+  const std::optional<Tensor> scales = need(prefix + "scales"), minimums = part("minimums"),
+                              factors = part("factors"), minimum_factors = part("minimum_factors");
   // The values of a part, one for every `group` neurons; nullptr where there is no such part.
   const auto values = [&](const std::optional<Tensor>& found, std::size_t group,
                           Element element) -> const std::byte* {

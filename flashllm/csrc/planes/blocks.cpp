@@ -225,7 +225,8 @@ constexpr BlockKind kKinds[] = {
     {"F32", RowCodec::f32, 32, 1, 4, 0, false, false, kIntegers, nullptr},
     {"E8M0", RowCodec::mxfp4, 8, 32, 1, 0, false, false, kIntegers, nullptr},
 };
-constexpr std::size_t kWholeKinds = std::size(kKinds) - 5;  // that are neither plain nor NVFP4
+constexpr std::size_t kUnpacked = std::size(kKinds) - 5;  // the last ones have no Unpackers: NVFP4, and plain
+static_assert(kKinds[kUnpacked].codec == RowCodec::nvfp4 && kKinds[kUnpacked + 1].decode == nullptr);
 
 // The upper bits of 32 codes, of `mask` from `shift` on, four to a byte: those of code 8 i + k are in byte k.
 std::uint64_t apart(const std::uint8_t* codes, std::size_t shift, std::uint64_t mask) {
@@ -350,7 +351,7 @@ void take_apart(const BlockKind& kind, const std::uint8_t* blocks, std::size_t c
 }
 
 const Unpackers& unpackers_of(const BlockKind& kind) {
-  return unpackers_of(kind, std::make_index_sequence<kWholeKinds>());
+  return unpackers_of(kind, std::make_index_sequence<kUnpacked>());
 }
 
 }  // namespace flashllm
