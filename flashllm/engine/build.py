@@ -151,8 +151,7 @@ class _Builder:
     def _load_resident(self) -> Tensors:
         """Resident weights by canonical name. Meanwhile the neuron caches' memory is made real, so that the first
         prompt does not wait for it."""
-        rows = sum(self._plan.memory.cache_rows)
-        self._cache = _core.allocate(max(rows, 1) * self._manifest.rows.stride)
+        self._cache = _core.allocate(sum(self._plan.memory.cache_rows) * self._manifest.rows.stride)
         populating = threading.Thread(target=_core.populate, args=(self._cache,))
         populating.start()
         try:
@@ -193,7 +192,7 @@ class _Builder:
             cache_policy=memory.cache_policy if ablation.cached else "none",
             window=memory.window,
             unit_rows=manifest.architecture.unit_rows,
-            bypass_rows=_core.allocate(memory.bypass_rows * manifest.rows.stride) if memory.bypass_rows else None,
+            bypass_rows=_core.allocate(memory.bypass_rows * manifest.rows.stride),
             wait_first=not ablation.overlap,
             split_rows=not ablation.bundled,
         )

@@ -197,8 +197,7 @@ void init_compute(nb::module_& m) {
       .def(nb::init<int>(), nb::arg("threads"))
       .def(
           "set_side_work", [](ThreadPool& self, Reader* reader) { self.set_side_work(reader); },
-          nb::arg("reader"), nb::keep_alive<1, 2>())
-      .def_prop_ro("threads", &ThreadPool::threads);
+          nb::arg("reader"), nb::keep_alive<1, 2>());
 
   m.def(
       "read_bandwidth",

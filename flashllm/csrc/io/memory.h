@@ -12,7 +12,7 @@ class HugeBuffer {
   static constexpr std::size_t kAlignment = std::size_t{2} << 20;  // one x86-64 huge page
   static_assert(kAlignment % 4096 == 0, "direct reads need sector-aligned memory");
 
-  // Zeroed memory of at least `nbytes`. Throws std::bad_alloc.
+  // Zeroed memory of `nbytes`, which may be 0. Throws std::bad_alloc.
   explicit HugeBuffer(std::size_t nbytes);
   ~HugeBuffer();
   HugeBuffer(const HugeBuffer&) = delete;

@@ -236,7 +236,7 @@ def _copied(operand: Any) -> Any:
     """The same in other memory: what takes long to make is made once."""
     if isinstance(operand, tuple):
         return tuple(dataclasses.replace(one, array=_copied(one.array)) for one in operand)
-    copy = _core.allocate(operand.nbytes)[: operand.nbytes].view(operand.dtype).reshape(operand.shape)
+    copy = _core.allocate(operand.nbytes).view(operand.dtype).reshape(operand.shape)
     copy[...] = operand
     return copy
 

@@ -16,7 +16,7 @@ from flashllm.offload.runtime.ops import Matrix
 from flashllm.offload.runtime.tiers.scratch import Scratch
 from flashllm.offload.runtime.tiers.source import WeightSource
 from flashllm.offload.runtime.tiers.weight_plan import CPU, DEVICE, DISK, Bundle, TieredTensor, WeightPlan
-from flashllm.offload.runtime.tiers.weights import Bytes, WeightStore, allocate, loaded_tensors
+from flashllm.offload.runtime.tiers.weights import Bytes, WeightStore, loaded_tensors
 
 
 class DeviceWeights(WeightStore):
@@ -51,8 +51,8 @@ class DeviceWeights(WeightStore):
         super().close()
 
     def _reserve(self) -> None:
-        self._memory[CPU] = allocate(self.plan.cpu_nbytes)
-        self._buffers = [allocate(self.plan.read_nbytes) for _ in range(self.plan.staging_buffers)]
+        self._memory[CPU] = _core.allocate(self.plan.cpu_nbytes)
+        self._buffers = [_core.allocate(self.plan.read_nbytes) for _ in range(self.plan.staging_buffers)]
         self._home_tensor = self._device.bytes(self.plan.device_nbytes - self.plan.small_nbytes)
         self._staging = [self._device.bytes(self.plan.buffer_nbytes) for _ in range(self.plan.staging_buffers)]
 
@@ -63,7 +63,7 @@ class DeviceWeights(WeightStore):
         if not mine:
             return np.empty(0, np.uint8), 0
         first = min(one.start for one in mine)
-        self._arriving = allocate(max(one.start + one.room for one in mine) - first)
+        self._arriving = _core.allocate(max(one.start + one.room for one in mine) - first)
         return self._arriving, first
 
     def _settle(self, bundle: Bundle) -> None:

@@ -4,8 +4,6 @@ Those of the device stay where the layer left them. Those of the CPU tier, and o
 and back before the next.
 """
 
-import numpy as np
-
 from flashllm import _core
 from flashllm.offload.runtime.ops import Array, HostArray, Ops
 from flashllm.offload.runtime.tasks import BUFFERS
@@ -23,15 +21,13 @@ class Activations:
         self._arrangement, self._ops, self._width, self._disk = arrangement, ops, width, disk
         self._dtype = dtype = ops.storage
         self._offsets: list[int] = []
+        most = 0
         for batch in range(len(arrangement.batches)):
+            region = self._region_nbytes(arrangement, batch, width, dtype.itemsize)
             self._offsets.append(offset)
-            offset += self._region_nbytes(arrangement, batch, width, dtype.itemsize)
-        regions = (self._region_nbytes(arrangement, b, width, dtype.itemsize) for b in range(len(self._offsets)))
-        most = max(regions, default=0)
-        self._inbox = [
-            np.asarray(_core.allocate(most))[:most] if most else np.empty(0, np.uint8) for _ in range(BUFFERS)
-        ]
-        self._outbox = np.asarray(_core.allocate(most))[:most] if most else np.empty(0, np.uint8)
+            offset, most = offset + region, max(most, region)
+        self._inbox = [_core.allocate(most) for _ in range(BUFFERS)]
+        self._outbox = _core.allocate(most)
         self._device: dict[int, Array] = {}  # batch -> states of the device tier
         self._cpu: dict[int, HostArray] = {}
         self._loaded: dict[int, list[Array]] = {}  # buffer -> parts that have arrived

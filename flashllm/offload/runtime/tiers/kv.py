@@ -229,12 +229,11 @@ class KvCache:
 
 def _arenas(slots: int, nbytes: Sequence[int]) -> list[Bytes]:
     """[slots, bytes of a block] of each layer, one behind the other in one piece of memory."""
-    sizes = [max(slots, 1) * each for each in nbytes]
-    parts = np.split(np.asarray(_core.allocate(sum(sizes)))[: sum(sizes)], np.cumsum(sizes)[:-1].tolist())
+    parts = np.split(_core.allocate(slots * sum(nbytes)), np.cumsum(nbytes)[:-1] * slots)
     return [part.reshape(-1, each) for part, each in zip(parts, nbytes, strict=True)]
 
 
 def _shared(slots: int, nbytes: Sequence[int]) -> list[Bytes]:
     """The same for each layer in the same memory."""
-    memory = np.asarray(_core.allocate(max(slots, 1) * max(nbytes)))
-    return [memory[: max(slots, 1) * each].reshape(-1, each) for each in nbytes]
+    memory = _core.allocate(slots * max(nbytes))
+    return [memory[: slots * each].reshape(-1, each) for each in nbytes]

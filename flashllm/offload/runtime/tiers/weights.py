@@ -76,7 +76,7 @@ class WeightStore(Closing):
         self._buffers: list[Bytes] = []
         self._lent: dict[tuple[int | None, int | None], Tensors] = {}  # by layer and buffer, where they lie
         self._reserve()
-        self._gathered = allocate(self.plan.gather_nbytes)
+        self._gathered = _core.allocate(self.plan.gather_nbytes)
         self._small: dict[str, Array] = {name: self._read_small(source, name) for name in small_tensors(source)}
         self._planes = [
             source.plane(layer) if (one := bundle.tensors["down"].packing) is not None and one.has_plane else {}
@@ -155,9 +155,9 @@ class WeightStore(Closing):
 
     def _reserve(self) -> None:
         """Allocate the tiers' memory and the staging buffers."""
-        self._memory[DEVICE] = allocate(self.plan.device_nbytes - self.plan.small_nbytes)
-        self._memory[CPU] = allocate(self.plan.cpu_nbytes)
-        self._buffers = [allocate(self.plan.buffer_nbytes) for _ in range(self.plan.staging_buffers)]
+        self._memory[DEVICE] = _core.allocate(self.plan.device_nbytes - self.plan.small_nbytes)
+        self._memory[CPU] = _core.allocate(self.plan.cpu_nbytes)
+        self._buffers = [_core.allocate(self.plan.buffer_nbytes) for _ in range(self.plan.staging_buffers)]
 
     def _home(self, bundle: Bundle, tier: str) -> tuple[Bytes, int]:
         """Memory that a bundle's tensors of a tier are brought to, and the tier's byte that it begins with."""
@@ -175,7 +175,7 @@ class WeightStore(Closing):
 
     def _fill(self, source: WeightSource) -> None:
         """Bring every tensor to its tier, a layer at a time."""
-        image = self._buffers[0] if self._buffers else allocate(self.plan.buffer_nbytes)
+        image = self._buffers[0] if self._buffers else _core.allocate(self.plan.buffer_nbytes)
         for bundle in self.plan.bundles:
             # 1. What is read as it is, into memory; files of the disk tier are opened to see that they are there.
             found = [one for one in bundle.tensors.values() if one.extent is not None]
@@ -212,8 +212,7 @@ class WeightStore(Closing):
             if packing is not None:
                 to_pack[one.name] = packing
                 # Not from the heap, which would keep the room of what it has once freed.
-                size = one.rows * one.columns * self._dtype.itemsize
-                place = allocate(size)[:size]
+                place = _core.allocate(one.rows * one.columns * self._dtype.itemsize)
             targets[one.name] = place.view(self._dtype.storage).reshape(one.rows, one.columns)
         source.read(targets)
         for one in made:
@@ -328,8 +327,3 @@ def pack(weights: NDArray[Any], dtype: str, packing: Packing, to: Bytes, pool: _
         turned = np.empty((min(_TURNED, count - first), length), weights.dtype)
         transpose(weights[:, first : first + len(turned)], turned)
         _core.encode_rows(turned, dtype, packing.encoding, vectors[first : first + len(turned)], pool)
-
-
-def allocate(nbytes: int) -> Bytes:
-    """Aligned memory, or none."""
-    return _core.allocate(nbytes) if nbytes else np.empty(0, np.uint8)
