@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,6 @@ from flashllm.config import Backend, RunConfig
 from flashllm.engine.resident import Tensors, read_tensors
 from flashllm.engine.state import KeptRows, NeuronCache
 from flashllm.format.in_place import block_rows, slice_rows
-from flashllm.format.manifest import Manifest
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import FFN, PREDICTORS, RESIDENT, TABLE, TABLE_CHECKSUMS, checksums_tensor, ffn_tensor
 from flashllm.format.predictors import PREFETCH, relu_encodings
@@ -67,16 +66,11 @@ class _Builder:
             for layer in range(self._manifest.architecture.num_layers)
         ]
         table = self._token_table(tensors)
-        offsets = _row_offsets(self._path / FFN, self._manifest)
-        experts = self._lying_experts(checksums)
+        layers = self._layer_rows(checksums)
         stream = _core.RowStream(
             self._stream_reader,
             self._file,
-            [
-                (offsets[layer], num_rows, checksums[layer], self._manifest.checksum_rows_of(layer))
-                for layer, num_rows in enumerate(self._manifest.num_rows)
-            ],
-            experts=experts,
+            layers,
             stride=self._manifest.rows.stride,
             block_rows=self._manifest.stream_block_rows,
             ahead=self._plan.memory.read_ahead,
@@ -95,7 +89,8 @@ class _Builder:
             row_format=self._manifest.rows.native(inputs),
             stream=stream,
             source=self._neuron_source(),
-            caches=self._caches(checksums, offsets, experts),
+            layers=layers,
+            caches=self._caches(),
             table=table,
             pool=self._pool,
             counters=self._counters,
@@ -217,6 +212,20 @@ class _Builder:
             simd="auto" if self._config.ablation.kernels else "scalar",
         )
 
+    def _layer_rows(self, checksums: list[NDArray[np.uint64]]) -> list[_core.LayerRows]:
+        """The places of each layer's rows on flash."""
+        tensors, experts = read_header(self._path / FFN).tensors, self._lying_experts(checksums)
+        return [
+            _core.LayerRows(
+                offset=tensors[ffn_tensor(layer)].offset if ffn_tensor(layer) in tensors else 0,
+                count=count,
+                checksums=checksums[layer],
+                checksum_rows=self._manifest.checksum_rows_of(layer),
+                experts=experts[layer],
+            )
+            for layer, count in enumerate(self._manifest.num_rows)
+        ]
+
     def _lying_experts(self, checksums: list[NDArray[np.uint64]]) -> list[_core.LyingExperts | None]:
         """The experts of each layer that lie in another file."""
         manifest, in_place = self._manifest, self._manifest.in_place
@@ -248,24 +257,17 @@ class _Builder:
 
         return [of_layer(layer) for layer in range(manifest.architecture.num_layers)]
 
-    def _caches(
-        self, checksums: list[NDArray[np.uint64]], offsets: list[int], experts: list[_core.LyingExperts | None]
-    ) -> list[_core.LayerRows | None]:
-        """Rows of each layer that has a neuron cache."""
-        manifest, popularity = self._manifest, self._plan.popularity
-        unit = manifest.architecture.unit_rows
+    def _caches(self) -> list[_core.LayerCache | None]:
+        """The neuron cache of each layer that has one."""
+        architecture, popularity = self._manifest.architecture, self._plan.popularity
+        unit = architecture.unit_rows
         return [
             None
             if layer in self._plan.memory.dense_layers
-            else _core.LayerRows(
-                memory=self._rows_of(layer),
-                offset=offsets[layer],
-                checksums=checksums[layer],
-                checksum_rows=manifest.checksum_rows_of(layer),
-                experts=experts[layer],
-                popularity=None if popularity is None else np.ascontiguousarray(popularity[layer][::unit]),
+            else _core.LayerCache(
+                self._rows_of(layer), None if popularity is None else np.ascontiguousarray(popularity[layer][::unit])
             )
-            for layer in range(manifest.architecture.num_layers)
+            for layer in range(architecture.num_layers)
         ]
 
     def _rows_of(self, layer: int) -> NDArray[np.uint8]:
@@ -314,10 +316,3 @@ class _Builder:
             )
             for start in (0, nbytes)
         ]
-
-
-def _row_offsets(path: Any, manifest: Manifest) -> list[int]:
-    """Byte offset of each layer's first row in the file; 0 where it has none there."""
-    header, layers = read_header(path), range(manifest.architecture.num_layers)
-    tensors = [header.tensors.get(ffn_tensor(layer)) for layer in layers]
-    return [0 if tensor is None else tensor.offset for tensor in tensors]

@@ -215,7 +215,8 @@ def test_predictors_of_other_shapes_are_refused(tmp_path, a, b, bias):
         ({"down": 260}, "shorter than its weights"),
         ({"gate": 280}, "shorter than its weights"),
         ({"ffn.gate_bias": np.zeros(24, np.float32)}, "no gate bias"),
-        ({"checksums": np.zeros(23, np.uint64)}, "too few checksums"),
+        ({"checksums": np.zeros(23, np.uint64)}, "one checksum for every"),
+        ({"count": 23, "checksums": np.zeros(23, np.uint64)}, "needs neurons with rows"),
         ({"ffn.up_bias": np.zeros(23, np.float32)}, "up_bias does not fit"),
         ({"ffn.down_bias": np.zeros(63, np.float32)}, "down_bias does not fit"),
         ({"gate": 256, "down": 512, "stride": 1024, "gate.weight": np.zeros((24, 64), np.float32)}, "rows that hold"),
@@ -248,7 +249,8 @@ def _layer(ffn, **change):
     biases |= parts(**{"gate.weight": None})
     source = parts(reader=_core.Reader(1), file=_core.DirectFile(str(ffn.path)), cache_policy="window", window=1)
     source |= parts(bypass_rows=None)
-    rows = parts(memory=_core.allocate(4096), offset=FILE_OFFSET, checksums=ffn.checksums, popularity=None)
+    rows = parts(offset=FILE_OFFSET, count=24, checksums=ffn.checksums)
+    cache = parts(memory=_core.allocate(4096), popularity=None)
     layout = parts(encoding="float32", stride=512, d_model=64, up=0, gate=-1, down=256)
     layer = parts(neurons=24, activation="relu")
     assert not change
@@ -258,6 +260,7 @@ def _layer(ffn, **change):
         row_format=_core.RowFormat(**layout, down_encoding="float32", inputs="float32"),
         source=_core.NeuronSource(**source),
         rows=_core.LayerRows(**rows),
+        cache=_core.LayerCache(**cache),
         pool=_core.ThreadPool(1),
         counters=_core.Counters(),
         **layer,

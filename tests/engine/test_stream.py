@@ -22,7 +22,10 @@ def flash(tmp_path):
         path.write_bytes(bytes(4096) + data.tobytes())
         file = _core.DirectFile(str(path), direct=True)
         offsets = [4096 + index * num_rows * STRIDE for index in range(LAYERS)]
-        layers = [(at, num_rows, row_checksums(layer), 1) for at, layer in zip(offsets, data, strict=True)]
+        layers = [
+            _core.LayerRows(offset=at, count=num_rows, checksums=row_checksums(layer))
+            for at, layer in zip(offsets, data, strict=True)
+        ]
         reader = _core.Reader(threads, verify=verify)
         return _core.RowStream(reader, file, layers, stride=STRIDE, block_rows=block_rows, ahead=ahead), data, file
 

@@ -47,8 +47,8 @@ struct Flash {
     result.num_neurons = kNeurons;
     result.capacity = capacity;
     result.window = window;
-    result.file_offset = kOffset;
-    result.checksums = sums.data();
+    result.rows.file_offset = kOffset;
+    result.rows.checksums = sums.data();
     result.simd = best_simd_level();
     result.neuron_norm = norm;
     return result;
@@ -58,8 +58,8 @@ struct Flash {
                         std::int32_t bypass, const std::string& policy) const {
     FfnLayerOptions result = options(capacity, 2);
     result.unit_rows = rows;
-    result.checksum_rows = checksum_rows;
-    result.checksums = checksum_rows == 1 ? sums.data() : sums_of_two.data();
+    result.rows.checksum_rows = checksum_rows;
+    result.rows.checksums = checksum_rows == 1 ? sums.data() : sums_of_two.data();
     result.bypass_capacity = bypass;
     result.cache_policy = policy;
     return result;

@@ -51,45 +51,33 @@ std::vector<std::int32_t> checked_ids(const IdArray& active, std::int32_t units)
 }
 
 PyFfnLayer::PyFfnLayer(FfnLayerOptions options, std::shared_ptr<NamedTensors> tensors,
-                       std::shared_ptr<NeuronSource> source, LayerRows rows, std::shared_ptr<ThreadPool> pool,
-                       std::shared_ptr<FfnCounters> counters)
+                       std::shared_ptr<NeuronSource> source, LayerRows rows, const LayerCache& cache,
+                       std::shared_ptr<ThreadPool> pool, std::shared_ptr<FfnCounters> counters)
     : tensors_(std::move(tensors)),
       source_(std::move(source)),
       rows_(std::move(rows)),
+      memory_(cache.memory),
       pool_(std::move(pool)),
       counters_(std::move(counters)) {
   static_cast<UnitRule&>(options) = *source_;
-  options.file_offset = rows_.offset;
-  options.checksums = rows_.checksums.data();
-  options.checksum_rows = rows_.checksum_rows;
-  require(options.num_neurons > 0 && options.unit_rows > 0 && options.checksum_rows > 0,
-          "an FFN layer needs neurons, in units that have some");
+  options.rows = rows_.source(options.format.stride);
+  require(options.num_neurons > 0 && options.unit_rows > 0 &&
+              static_cast<std::size_t>(options.num_neurons) <= rows_.count,
+          "an FFN layer needs neurons with rows, in units that have some");
   const RowUnits units = options.units();
-  const auto neurons = static_cast<std::size_t>(options.num_neurons);
-  std::size_t own = neurons;
-  if (rows_.experts) {
-    options.experts = rows_.experts.get();
-    options.checksums = skip_experts(rows_.checksums, rows_.experts.get());
-    own -= std::min(own, static_cast<std::size_t>(options.experts->num_rows()));
-  }
-  const auto sums =
-      static_cast<std::size_t>(rows_.checksums.data() + rows_.checksums.shape(0) - options.checksums);
-  require(sums * static_cast<std::size_t>(options.checksum_rows) >= own, "too few checksums");
-  if (rows_.popularity) {
-    require(rows_.popularity->shape(0) == static_cast<std::size_t>(units.count()),
+  if (cache.popularity) {
+    require(cache.popularity->shape(0) == static_cast<std::size_t>(units.count()),
             "popularity has the wrong length");
-    options.popularity = rows_.popularity->data();
+    options.popularity = cache.popularity->data();
   }
   const std::size_t nbytes = static_cast<std::size_t>(units.size) * options.format.stride;
   const auto& bypass = source_->bypass_rows;
-  options.capacity = units_in(rows_.memory, nbytes, units.count(), "the neuron cache");
+  options.capacity = units_in(memory_, nbytes, units.count(), "the neuron cache");
   if (bypass) options.bypass_capacity = units_in(*bypass, nbytes, units.count(), "bypass rows");
   require(options.capacity + options.bypass_capacity > 0, "the neuron cache needs room for at least one row");
-  layer_ =
-      std::make_unique<FfnLayer>(options, *source_->reader, *source_->file, *pool_, bytes_of(rows_.memory),
-                                 bypass ? bytes_of(*bypass) : nullptr, *counters_);
+  layer_ = std::make_unique<FfnLayer>(options, *source_->reader, *source_->file, *pool_, bytes_of(memory_),
+                                      bypass ? bytes_of(*bypass) : nullptr, *counters_);
   if (options.gate != nullptr) layer_->predict_by_gate();
-  rows_.popularity.reset();  // read by the constructor alone
 }
 
 void PyFfnLayer::set_predictor(const nb::dict& tensors, const std::string& prefix,
@@ -177,12 +165,9 @@ void init_ffn(nb::module_& m) {
           nb::arg("wait_first") = false, nb::arg("split_rows") = false, nb::arg("reader"), nb::arg("file"),
           nb::arg("bypass_rows").none() = nb::none());
 
-  nb::class_<LayerRows>(m, "LayerRows")
-      .def(nb::init<ByteArray, std::uint64_t, ChecksumArray, std::int32_t, std::optional<FloatArray>,
-                    std::shared_ptr<LyingExperts>>(),
-           nb::kw_only(), nb::arg("memory"), nb::arg("offset"), nb::arg("checksums"),
-           nb::arg("checksum_rows") = 1, nb::arg("popularity").none() = nb::none(),
-           nb::arg("experts").none() = nb::none());
+  nb::class_<LayerCache>(m, "LayerCache")
+      .def(nb::init<ByteArray, std::optional<FloatArray>>(), nb::arg("memory"),
+           nb::arg("popularity").none() = nb::none());
 
   nb::class_<GatheredProducts>(m, "GatheredProducts")
       .def(

@@ -74,9 +74,10 @@ class PyModel {
   // caches: of each layer whose neurons `source` reads; None: every token computes every neuron of it.
   PyModel(nb::handle block, std::shared_ptr<NamedTensors> tensors, const RowFormat& rows,
           std::shared_ptr<RowStream> stream, std::shared_ptr<NeuronSource> source,
-          const std::vector<std::optional<LayerRows>>& caches, std::shared_ptr<TokenTable> table,
-          std::shared_ptr<ThreadPool> pool, std::shared_ptr<FfnCounters> counters, std::size_t block_tokens,
-          std::size_t fill_tokens, bool prefetch)
+          const std::vector<LayerRows>& layers, const std::vector<std::optional<LayerCache>>& caches,
+          std::shared_ptr<TokenTable> table, std::shared_ptr<ThreadPool> pool,
+          std::shared_ptr<FfnCounters> counters, std::size_t block_tokens, std::size_t fill_tokens,
+          bool prefetch)
       : tensors_(std::move(tensors)),
         stream_(std::move(stream)),
         source_(std::move(source)),
@@ -89,10 +90,11 @@ class PyModel {
     spec.fill_tokens = fill_tokens;
     spec.prefetch = prefetch;
     d_model_ = spec.block.d_model;
-    require(caches.size() == of.layers.size(), "every layer needs a cache, or None");
+    require(layers.size() == of.layers.size() && caches.size() == of.layers.size(),
+            "every layer needs its rows, and a cache or None");
     ModelWeights weights = read_ends(*tensors_, of);
-    for (std::size_t i = 0; i < caches.size(); ++i)
-      weights.blocks.push_back(block_weights(of, i, rows, caches[i]));
+    for (std::size_t i = 0; i < layers.size(); ++i)
+      weights.blocks.push_back(block_weights(of, i, rows, layers[i], caches[i]));
     model_ = std::make_unique<Model>(spec, weights, rows, *stream_, table_.get(), *pool_, *counters_,
                                      tensors_->level(), [this] { check(); });
   }
@@ -164,16 +166,16 @@ class PyModel {
     return tokens;
   }
 
-  BlockWeights block_weights(const Architecture& of, std::size_t index, const RowFormat& rows,
-                             const std::optional<LayerRows>& cache) {
+  BlockWeights block_weights(const Architecture& of, std::size_t index, const RowFormat& format,
+                             const LayerRows& rows, const std::optional<LayerCache>& cache) {
     const std::string layer = "layers." + std::to_string(index) + ".";
     BlockWeights weights = read_block(*tensors_, layer, of, index);
-    FfnLayerOptions ffn = read_ffn(*tensors_, rows, index, weights.spec.neurons, weights.spec.activation);
+    FfnLayerOptions ffn = read_ffn(*tensors_, format, index, weights.spec.neurons, weights.spec.activation);
     ffn.neuron_norm = weights.neuron_norm;
     static_cast<NeuronWeights&>(weights) = ffn;
-    ffns_.push_back(cache ? std::make_shared<PyFfnLayer>(ffn, tensors_, source_, *cache, pool_, counters_)
-                          : nullptr);
+    ffns_.push_back(nullptr);
     if (!cache) return weights;
+    ffns_.back() = std::make_shared<PyFfnLayer>(ffn, tensors_, source_, rows, *cache, pool_, counters_);
     weights.ffn = &ffns_.back()->layer();
     if (auto router = read_router(*tensors_, layer, weights.spec.experts, d_model_))
       weights.ffn->set_router(std::move(router));
@@ -257,11 +259,12 @@ void init_model(nb::module_& m) {
            nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>());
   nb::class_<PyModel>(m, "Model")
       .def(nb::init<nb::handle, std::shared_ptr<NamedTensors>, const RowFormat&, std::shared_ptr<RowStream>,
-                    std::shared_ptr<NeuronSource>, const std::vector<std::optional<LayerRows>>&,
-                    std::shared_ptr<TokenTable>, std::shared_ptr<ThreadPool>, std::shared_ptr<FfnCounters>,
-                    std::size_t, std::size_t, bool>(),
+                    std::shared_ptr<NeuronSource>, const std::vector<LayerRows>&,
+                    const std::vector<std::optional<LayerCache>>&, std::shared_ptr<TokenTable>,
+                    std::shared_ptr<ThreadPool>, std::shared_ptr<FfnCounters>, std::size_t, std::size_t,
+                    bool>(),
            nb::kw_only(), nb::arg("block"), nb::arg("tensors"), nb::arg("row_format"), nb::arg("stream"),
-           nb::arg("source"), nb::arg("caches"), nb::arg("table").none(), nb::arg("pool"),
+           nb::arg("source"), nb::arg("layers"), nb::arg("caches"), nb::arg("table").none(), nb::arg("pool"),
            nb::arg("counters"), nb::arg("block_tokens"), nb::arg("fill_tokens"), nb::arg("prefetch"))
       .def_prop_ro("ffns", &PyModel::ffns)
       .def(

@@ -9,34 +9,13 @@ namespace {
 
 using Self = nb::pointer_and_handle<RowStream>;
 using RowsView = nb::ndarray<nb::numpy, const std::uint8_t, Two>;
-// A layer: offset of row 0, rows, checksums, and how many rows share one.
-using StreamedRows = std::tuple<std::uint64_t, std::size_t, ChecksumArray, std::size_t>;
-// Of each layer, or of none where there are fewer.
-using LayersExperts = std::vector<std::optional<std::shared_ptr<LyingExperts>>>;
 
-void make_stream(Self self, Reader& reader, const DirectFile& file, const std::vector<StreamedRows>& layers,
-                 std::uint32_t stride, std::size_t block_rows, std::size_t ahead, LayersExperts experts) {
-  experts.resize(layers.size());
-  std::vector<RowSource> streamed;
-  for (const auto& [offset, rows, checksums, checksum_rows] : layers) {
-    const LyingExperts* lying = experts[streamed.size()].value_or(nullptr).get();
-    const auto passed = static_cast<std::size_t>(lying == nullptr ? 0 : lying->num_rows());
-    const std::uint64_t* own = skip_experts(checksums, lying);
-    const auto sums = static_cast<std::size_t>(checksums.data() + checksums.shape(0) - own);
-    require(
-        checksum_rows > 0 && passed <= rows && sums == (rows - passed + checksum_rows - 1) / checksum_rows,
-        "a streamed layer has one checksum for every `checksum_rows` rows");
-    streamed.push_back({{static_cast<std::int32_t>(rows), 1},
-                        offset,
-                        stride,
-                        own,
-                        static_cast<std::int32_t>(checksum_rows),
-                        0,
-                        lying});
-  }
-  new (self.p) RowStream(reader, file, std::move(streamed), block_rows, ahead);
-  for (const auto& layer : layers) keep(self.h, std::get<ChecksumArray>(layer));
-  for (const auto& each : experts) keep(self.h, each);
+void make_stream(Self self, Reader& reader, const DirectFile& file, const std::vector<LayerRows>& layers,
+                 std::uint32_t stride, std::size_t block_rows, std::size_t ahead) {
+  std::vector<RowSource> sources;
+  for (const LayerRows& each : layers) sources.push_back(each.source(stride));
+  new (self.p) RowStream(reader, file, std::move(sources), block_rows, ahead);
+  for (const LayerRows& each : layers) keep(self.h, each);
 }
 
 void begin(RowStream& self, int layer, std::optional<int> then) {
@@ -70,11 +49,28 @@ void keep_rows(RowStream& self, std::size_t layer, const ByteArray& memory) {
 
 }  // namespace
 
+RowSource LayerRows::source(std::uint32_t stride) const {
+  std::size_t of_experts = 0, sums = 0;  // rows, and their checksums
+  if (experts) {
+    of_experts = static_cast<std::size_t>(experts->num_rows());
+    sums = static_cast<std::size_t>(experts->count) * experts->pieces();
+  }
+  require(checksum_rows > 0 && of_experts <= count &&
+              checksums.shape(0) == sums + (count - of_experts + checksum_rows - 1) / checksum_rows,
+          "a layer has one checksum for every `checksum_rows` rows");
+  return {{static_cast<std::int32_t>(count), 1},    offset, stride,       checksums.data() + sums,
+          static_cast<std::int32_t>(checksum_rows), 0,      experts.get()};
+}
+
 void init_stream(nb::module_& m) {
+  nb::class_<LayerRows>(m, "LayerRows")
+      .def(nb::init<std::uint64_t, std::size_t, ChecksumArray, std::size_t, std::shared_ptr<LyingExperts>>(),
+           nb::kw_only(), nb::arg("offset"), nb::arg("count"), nb::arg("checksums"),
+           nb::arg("checksum_rows") = 1, nb::arg("experts").none() = nb::none());
   nb::class_<RowStream>(m, "RowStream")
       .def("__init__", &make_stream, nb::arg("reader"), nb::arg("file"), nb::arg("layers"), nb::kw_only(),
-           nb::arg("stride"), nb::arg("block_rows"), nb::arg("ahead"), nb::arg("experts") = LayersExperts(),
-           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
+           nb::arg("stride"), nb::arg("block_rows"), nb::arg("ahead"), nb::keep_alive<1, 2>(),
+           nb::keep_alive<1, 3>())
       .def("begin", &begin, nb::arg("layer"), nb::arg("then").none() = nb::none())
       .def("next", &next)
       .def("keep", &keep_rows, nb::arg("layer"), nb::arg("memory"), nb::keep_alive<1, 3>())

@@ -141,13 +141,17 @@ void keep(nb::handle owner, const Kept& kept) {
   nb::keep_alive_obj(owner, nb::cast(kept));
 }
 
-// The checksums of the rows behind `experts` (nullptr: all). Throws CoreError where there are too few.
-inline const std::uint64_t* skip_experts(const ChecksumArray& checksums, const LyingExperts* experts) {
-  const std::size_t passed =
-      experts == nullptr ? 0 : static_cast<std::size_t>(experts->count) * experts->pieces();
-  require(passed <= checksums.shape(0), "too few checksums");
-  return checksums.data() + passed;
-}
+// Where a layer's rows lie in a file.
+struct LayerRows {
+  std::uint64_t offset = 0;  // of row 0, or of the first behind the experts
+  std::size_t count = 0;     // of rows
+  ChecksumArray checksums;   // of the experts' pieces, then of every `checksum_rows` rows behind them
+  std::size_t checksum_rows = 1;
+  std::shared_ptr<LyingExperts> experts;  // whose rows are the first ones
+
+  // Points to what this holds. Throws CoreError where the checksums are not those of the rows.
+  RowSource source(std::uint32_t stride) const;
+};
 
 void init_io(nb::module_& m);
 void init_compute(nb::module_& m);

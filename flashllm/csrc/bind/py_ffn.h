@@ -13,14 +13,9 @@ struct NeuronSource : UnitRule {
   std::optional<ByteArray> bypass_rows;  // from allocate(), as all memory below
 };
 
-// Where a layer's rows lie in that file, and the memory of its cache.
-struct LayerRows {
+struct LayerCache {
   ByteArray memory;
-  std::uint64_t offset = 0;  // of row 0
-  ChecksumArray checksums;
-  std::int32_t checksum_rows = 1;        // that share one
   std::optional<FloatArray> popularity;  // of each unit
-  std::shared_ptr<LyingExperts> experts;
 };
 
 // Throws CoreError for others than ascending ids below `units`.
@@ -30,8 +25,8 @@ class PyFfnLayer {
  public:
   // `options`: as read_ffn. Throws CoreError for what does not fit.
   PyFfnLayer(FfnLayerOptions options, std::shared_ptr<NamedTensors> tensors,
-             std::shared_ptr<NeuronSource> source, LayerRows rows, std::shared_ptr<ThreadPool> pool,
-             std::shared_ptr<FfnCounters> counters);
+             std::shared_ptr<NeuronSource> source, LayerRows rows, const LayerCache& cache,
+             std::shared_ptr<ThreadPool> pool, std::shared_ptr<FfnCounters> counters);
 
   FfnLayer& layer() const { return *layer_; }
   const NamedTensors& tensors() const { return *tensors_; }
@@ -47,7 +42,8 @@ class PyFfnLayer {
  private:
   std::shared_ptr<NamedTensors> tensors_;
   std::shared_ptr<NeuronSource> source_;
-  LayerRows rows_;
+  const LayerRows rows_;
+  const ByteArray memory_;
   std::shared_ptr<ThreadPool> pool_;
   std::shared_ptr<FfnCounters> counters_;
   std::vector<nb::dict> predictors_;  // the arrays that they point to

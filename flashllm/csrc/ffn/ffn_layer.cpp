@@ -13,20 +13,19 @@ namespace {
 constexpr std::size_t kCopyGrain = 4;  // units a thread copies at a time
 
 RowSource source_of(const FfnLayerOptions& options) {
-  const RowUnits units = options.units();
+  RowSource source = options.rows;
+  source.stride = options.format.stride;
+  const RowUnits units = source.units = options.units();
   const auto whole = [&](std::int32_t rows) {
     return rows >= 1 && (units.size == 1 ? rows == 1 : units.size % rows == 0);
   };
-  require(units.size >= 1 && whole(options.checksum_rows) && units.num_rows % options.checksum_rows == 0,
+  require(units.size >= 1 && whole(source.checksum_rows) && units.num_rows % source.checksum_rows == 0,
           "a layer's units must have rows, and whole checksums");
   require(units.size == 1 || !options.neuron_norm, "a norm over neurons is not for experts");
-  RowSource source{
-      units, options.file_offset, options.format.stride, options.checksums, options.checksum_rows,
-      0,     options.experts};
-  require(options.experts == nullptr || options.experts->size == units.size,
+  require(source.experts == nullptr || source.experts->size == units.size,
           "experts that lie in another file must be units");
   if (options.split_rows) {
-    require(options.experts == nullptr && options.format.codec == options.format.down_codec,
+    require(source.experts == nullptr && options.format.codec == options.format.down_codec,
             "rows whose down column is stored otherwise cannot be read in pieces");
     source.piece_nbytes =
         static_cast<std::uint32_t>(vector_nbytes(options.format.codec, options.format.d_model));

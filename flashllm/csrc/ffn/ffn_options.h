@@ -42,11 +42,7 @@ struct FfnLayerOptions : NeuronWeights, UnitRule {
   std::int32_t capacity = 0;          // units that the memory handed over holds
   std::int32_t bypass_capacity = 0;   // of those read for one token alone, which layers may share
   const float* popularity = nullptr;  // of each unit, or nullptr; read by the constructor alone
-  // The rows on flash.
-  std::uint64_t file_offset = 0;  // as in RowSource, as are these
-  const std::uint64_t* checksums = nullptr;
-  std::int32_t checksum_rows = 1;
-  const LyingExperts* experts = nullptr;
+  RowSource rows;                     // on flash; units and stride are told above
   SimdLevel simd = SimdLevel::scalar;
 
   RowUnits units() const { return {num_neurons, unit_rows}; }

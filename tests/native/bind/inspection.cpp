@@ -65,12 +65,12 @@ void fill_from(PyFfnLayer& self, const ConstBytes& rows, std::int32_t first_neur
 // A layer by itself: a model's are inside it.
 void make_layer(PyFfnLayer* self, std::size_t layer, std::shared_ptr<NamedTensors> tensors,
                 const RowFormat& format, std::size_t neurons, const std::string& activation, float cut,
-                std::shared_ptr<NeuronSource> source, const LayerRows& rows, std::shared_ptr<ThreadPool> pool,
-                std::shared_ptr<FfnCounters> counters) {
+                std::shared_ptr<NeuronSource> source, const LayerRows& rows, const LayerCache& cache,
+                std::shared_ptr<ThreadPool> pool, std::shared_ptr<FfnCounters> counters) {
   const FfnLayerOptions options =
       read_ffn(*tensors, format, layer, neurons, parse_activation(activation, 0.0F, cut));
-  new (self)
-      PyFfnLayer(options, std::move(tensors), std::move(source), rows, std::move(pool), std::move(counters));
+  new (self) PyFfnLayer(options, std::move(tensors), std::move(source), rows, cache, std::move(pool),
+                        std::move(counters));
 }
 
 nb::dict take(RowStream& self) {
@@ -129,7 +129,7 @@ void init_inspection(nb::module_& m) {
   bound<PyFfnLayer>(m, "FfnLayer")
       .def("__init__", &make_layer, nb::kw_only(), nb::arg("layer"), nb::arg("tensors"),
            nb::arg("row_format"), nb::arg("neurons"), nb::arg("activation"), nb::arg("activation_cut") = 0.0F,
-           nb::arg("source"), nb::arg("rows"), nb::arg("pool"), nb::arg("counters"))
+           nb::arg("source"), nb::arg("rows"), nb::arg("cache"), nb::arg("pool"), nb::arg("counters"))
       .def("set_trace", &set_trace, nb::arg("activity"), nb::arg("layer"), nb::keep_alive<1, 2>())
       .def("forward_active", &forward_active, nb::arg("x"), nb::arg("active"), nb::arg("y"))
       .def(
