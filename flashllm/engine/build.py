@@ -17,7 +17,7 @@ from flashllm.arch.tensors import EMBEDDING, TOKEN_TABLE
 from flashllm.config import Backend, RunConfig
 from flashllm.engine.resident import Tensors, read_tensors
 from flashllm.engine.state import KeptRows, NeuronCache
-from flashllm.format.in_place import block_rows, slice_rows
+from flashllm.format.in_place import Slices, block_rows, slice_rows
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import FFN, PREDICTORS, RESIDENT, TABLE, TABLE_CHECKSUMS, checksums_tensor, ffn_tensor
 from flashllm.format.predictors import PREFETCH, relu_encodings
@@ -214,7 +214,7 @@ class _Builder:
 
     def _layer_rows(self, checksums: list[NDArray[np.uint64]]) -> list[_core.LayerRows]:
         """The places of each layer's rows on flash."""
-        tensors, experts = read_header(self._path / FFN).tensors, self._lying_experts(checksums)
+        tensors, experts = read_header(self._path / FFN).tensors, self._lying_experts()
         return [
             _core.LayerRows(
                 offset=tensors[ffn_tensor(layer)].offset if ffn_tensor(layer) in tensors else 0,
@@ -226,7 +226,7 @@ class _Builder:
             for layer, count in enumerate(self._manifest.num_rows)
         ]
 
-    def _lying_experts(self, checksums: list[NDArray[np.uint64]]) -> list[_core.LyingExperts | None]:
+    def _lying_experts(self) -> list[_core.LyingExperts | None]:
         """The experts of each layer that lie in another file."""
         manifest, in_place = self._manifest, self._manifest.in_place
         if in_place is None:
@@ -235,10 +235,7 @@ class _Builder:
         self._note_buffered(files)
         size, rows_of = manifest.architecture.unit_rows, slice_rows(manifest.architecture, manifest.rows)
 
-        def of_layer(layer: int) -> _core.LyingExperts | None:
-            slices = in_place.layers[layer]
-            if not slices:
-                return None
+        def of_layer(slices: tuple[Slices, ...]) -> _core.LyingExperts:
             parts = zip(slices, rows_of, block_rows(slices, manifest.rows, size), strict=True)
             return _core.LyingExperts(
                 [
@@ -252,10 +249,9 @@ class _Builder:
                 ],
                 count=manifest.architecture.experts,
                 size=size,
-                checksums=checksums[layer],
             )
 
-        return [of_layer(layer) for layer in range(manifest.architecture.num_layers)]
+        return [of_layer(slices) if slices else None for slices in in_place.layers]
 
     def _caches(self) -> list[_core.LayerCache | None]:
         """The neuron cache of each layer that has one."""

@@ -47,9 +47,8 @@ void unpack(const BlockRows& self, const ConstBytes& stored, std::uint64_t first
 using Place = std::pair<std::shared_ptr<DirectFile>, std::uint64_t>;
 using Slices = std::tuple<std::vector<Place>, std::uint64_t, std::uint64_t, std::shared_ptr<BlockRows>>;
 
-// The first of `checksums`, which may be more, are those of the experts.
 void make_experts(nb::pointer_and_handle<LyingExperts> self, const std::vector<Slices>& matrices,
-                  std::int32_t count, std::int32_t size, const ChecksumArray& checksums) {
+                  std::int32_t count, std::int32_t size) {
   require(count > 0 && size > 0, "experts need rows");
   LyingExperts made;
   made.count = count;
@@ -65,8 +64,6 @@ void make_experts(nb::pointer_and_handle<LyingExperts> self, const std::vector<S
     for (const Place& place : places)
       made.matrices.back().places.push_back({place.first.get(), place.second});
   }
-  made.checksums = checksums.data();
-  require(checksums.shape(0) >= static_cast<std::size_t>(count) * made.pieces(), "too few checksums");
   new (self.p) LyingExperts(std::move(made));
   for (const Slices& each : matrices) {
     for (const Place& place : std::get<std::vector<Place>>(each)) keep(self.h, place.first);
@@ -93,8 +90,7 @@ void init_slices(nb::module_& m) {
           },
           nb::arg("stored"), nb::arg("first"), nb::arg("rows"));
   nb::class_<LyingExperts>(m, "LyingExperts")
-      .def("__init__", &make_experts, nb::arg("matrices"), nb::kw_only(), nb::arg("count"), nb::arg("size"),
-           nb::arg("checksums"), nb::keep_alive<1, 5>());
+      .def("__init__", &make_experts, nb::arg("matrices"), nb::kw_only(), nb::arg("count"), nb::arg("size"));
 }
 
 }  // namespace flashllm

@@ -58,7 +58,7 @@ RowSource LayerRows::source(std::uint32_t stride) const {
   require(checksum_rows > 0 && of_experts <= count &&
               checksums.shape(0) == sums + (count - of_experts + checksum_rows - 1) / checksum_rows,
           "a layer has one checksum for every `checksum_rows` rows");
-  return {{static_cast<std::int32_t>(count), 1},    offset, stride,       checksums.data() + sums,
+  return {{static_cast<std::int32_t>(count), 1},    offset, stride,       checksums.data(),
           static_cast<std::int32_t>(checksum_rows), 0,      experts.get()};
 }
 

@@ -49,8 +49,7 @@ struct ExpertSlices {
 // The experts of a layer that lie so, each with the rows of a unit. Behind them come rows of the usual file.
 struct LyingExperts {
   std::vector<ExpertSlices> matrices;
-  std::int32_t count = 0, size = 0;          // experts, rows of one
-  const std::uint64_t* checksums = nullptr;  // of every expert, matrix by matrix, piece by piece; or nullptr
+  std::int32_t count = 0, size = 0;  // experts, rows of one
 
   std::int32_t num_rows() const { return count * size; }
   std::size_t pieces() const {  // of an expert
@@ -58,9 +57,9 @@ struct LyingExperts {
     for (const ExpertSlices& each : matrices) total += each.pieces();
     return total;
   }
-  void add_jobs(std::int32_t expert, std::byte* rows, std::vector<ReadJob>& jobs) const {
-    const std::uint64_t* sum =
-        checksums == nullptr ? nullptr : checksums + static_cast<std::size_t>(expert) * pieces();
+  // `sum`: the first of its checksums, matrix by matrix, piece by piece; or nullptr.
+  void add_jobs(std::int32_t expert, std::byte* rows, const std::uint64_t* sum,
+                std::vector<ReadJob>& jobs) const {
     for (const ExpertSlices& each : matrices)
       for (std::uint64_t first = 0; first < each.nbytes; first += each.piece) {
         ReadJob job;
@@ -80,10 +79,11 @@ struct LyingExperts {
 
 struct RowSource {
   RowUnits units;
-  std::uint64_t file_offset = 0;             // of row 0, or of the first behind lying experts
-  std::uint32_t stride = 0;                  // bytes of a row
-  const std::uint64_t* checksums = nullptr;  // of every `checksum_rows` rows; nullptr: not checked
-  std::int32_t checksum_rows = 1;            // of which units are whole multiples
+  std::uint64_t file_offset = 0;  // of row 0, or of the first behind lying experts
+  std::uint32_t stride = 0;       // bytes of a row
+  // Of each expert's pieces, then of every `checksum_rows` rows behind them; nullptr: not checked.
+  const std::uint64_t* checksums = nullptr;
+  std::int32_t checksum_rows = 1;  // of which units are whole multiples
   // 0: a unit is one read. Otherwise pieces of so many bytes, unchecked, as if a neuron's matrices lay apart
   // (what bundling is worth: paper A, section 3.2).
   std::uint32_t piece_nbytes = 0;
@@ -114,7 +114,8 @@ struct RowSource {
     for (; first < lying_rows() && count > 0; first += experts->size, count -= experts->size) {
       if (first % experts->size != 0 || count < experts->size)
         throw CoreError(ErrorKind::usage, "experts are read whole");
-      experts->add_jobs(first / experts->size, destination, jobs);
+      const std::int32_t expert = first / experts->size;
+      experts->add_jobs(expert, destination, sums_from(expert), jobs);
       destination += static_cast<std::size_t>(experts->size) * stride;
     }
     if (count == 0) return;
@@ -127,7 +128,7 @@ struct RowSource {
       if (behind % checksum_rows != 0 || count % checksum_rows != 0)
         throw CoreError(ErrorKind::usage, "rows that are read must be whole runs of " +
                                               std::to_string(checksum_rows) + ", which share a checksum");
-      job.checksums = checksums + behind / checksum_rows;
+      job.checksums = sums_from(experts == nullptr ? 0 : experts->count) + behind / checksum_rows;
       job.row_nbytes = static_cast<std::uint32_t>(checksum_rows) * stride;
     }
     jobs.push_back(job);
@@ -159,6 +160,11 @@ struct RowSource {
 
  private:
   std::int32_t lying_rows() const { return experts == nullptr ? 0 : experts->num_rows(); }
+  // The checksums from an expert's on; from those of the rows behind the last.
+  const std::uint64_t* sums_from(std::int32_t expert) const {
+    if (checksums == nullptr || experts == nullptr) return checksums;
+    return checksums + static_cast<std::size_t>(expert) * experts->pieces();
+  }
   void split(std::vector<ReadJob>& jobs) const {
     const ReadJob whole = jobs.back();
     jobs.pop_back();
