@@ -157,7 +157,7 @@ class Ffn:
                 window=window,
                 bypass_rows=_core.allocate(bypass * ffn.stride) if bypass else None,
             ),
-            rows=_core.LayerRows(offset=FILE_OFFSET, count=ffn.num_neurons, checksums=ffn.checksums),
+            rows=_core.FileRows(offset=FILE_OFFSET, count=ffn.num_neurons, checksums=ffn.checksums),
             cache=_core.LayerCache(self.rows, popularity),
             pool=_core.ThreadPool(threads),
             counters=self.counters,

@@ -222,7 +222,7 @@ def bench_sparse(dtype: str, shape: tuple[int, int, float, int], rounds: Rounds)
                     cache_policy="window",
                     window=2**30,
                 ),
-                rows=_core.LayerRows(offset=0, count=d_ff, checksums=_core.xxh3_64_rows(rows)),
+                rows=_core.FileRows(offset=0, count=d_ff, checksums=_core.xxh3_64_rows(rows)),
                 cache=_core.LayerCache(_core.allocate(d_ff * stride)),
                 pool=rounds.pool,
                 counters=counters,

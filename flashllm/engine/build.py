@@ -200,23 +200,24 @@ class _Builder:
         name, rows, sums = (TABLE, TOKEN_TABLE, TABLE_CHECKSUMS) if table.apart else (RESIDENT, EMBEDDING, EMBEDDING)
         self._table_file = _core.DirectFile(str(self._path / name), direct=self._config.direct)
         self._note_buffered([self._table_file])
+        checksums = np.asarray(tensors.pop(sums), np.uint64)
+        offset = read_header(self._path / name).tensors[rows].offset
         return _core.TokenTable(
             reader=self._reader,
             file=self._table_file,
-            offset=read_header(self._path / name).tensors[rows].offset,
+            rows=_core.FileRows(offset=offset, count=len(checksums), checksums=checksums),
             columns=table.columns,
             encoding=table.encoding.name,
             stride=table.stride,
-            checksums=np.asarray(tensors.pop(sums), np.uint64),
             memory=_core.allocate(self._plan.memory.table_rows * table.stride),
             simd="auto" if self._config.ablation.kernels else "scalar",
         )
 
-    def _layer_rows(self, checksums: list[NDArray[np.uint64]]) -> list[_core.LayerRows]:
+    def _layer_rows(self, checksums: list[NDArray[np.uint64]]) -> list[_core.FileRows]:
         """The places of each layer's rows on flash."""
         tensors, experts = read_header(self._path / FFN).tensors, self._lying_experts()
         return [
-            _core.LayerRows(
+            _core.FileRows(
                 offset=tensors[ffn_tensor(layer)].offset if ffn_tensor(layer) in tensors else 0,
                 count=count,
                 checksums=checksums[layer],

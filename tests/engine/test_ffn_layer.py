@@ -259,7 +259,7 @@ def _layer(ffn, **change):
         tensors=resident({name: values for name, values in biases.items() if values is not None}, "float32"),
         row_format=_core.RowFormat(**layout, down_encoding="float32", inputs="float32"),
         source=_core.NeuronSource(**source),
-        rows=_core.LayerRows(**rows),
+        rows=_core.FileRows(**rows),
         cache=_core.LayerCache(**cache),
         pool=_core.ThreadPool(1),
         counters=_core.Counters(),

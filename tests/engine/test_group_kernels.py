@@ -92,7 +92,7 @@ def ffn_layer(tmp_path, rows, *, d_model, encoding, threads, simd, gated):
         source=_core.NeuronSource(
             reader=_core.Reader(threads=2), file=_core.DirectFile(str(path), False), cache_policy="window", window=2
         ),
-        rows=_core.LayerRows(offset=FILE_OFFSET, count=len(rows), checksums=_core.xxh3_64_rows(rows)),
+        rows=_core.FileRows(offset=FILE_OFFSET, count=len(rows), checksums=_core.xxh3_64_rows(rows)),
         cache=_core.LayerCache(_core.allocate(len(rows) * stride)),
         pool=_core.ThreadPool(threads),
         counters=_core.Counters(),

@@ -23,7 +23,7 @@ def flash(tmp_path):
         file = _core.DirectFile(str(path), direct=True)
         offsets = [4096 + index * num_rows * STRIDE for index in range(LAYERS)]
         layers = [
-            _core.LayerRows(offset=at, count=num_rows, checksums=row_checksums(layer))
+            _core.FileRows(offset=at, count=num_rows, checksums=row_checksums(layer))
             for at, layer in zip(offsets, data, strict=True)
         ]
         reader = _core.Reader(threads, verify=verify)

@@ -16,8 +16,7 @@ namespace {
 std::int32_t units_in(const ByteArray& memory, std::size_t nbytes, std::int32_t most,
                       const std::string& what) {
   require(nbytes != 0, what + " needs units that have bytes");
-  require(reinterpret_cast<std::uintptr_t>(memory.data()) % kHashedMultiple == 0,
-          what + " must start at a multiple of 64 bytes; take the memory from allocate()");
+  require_aligned(memory, kHashedMultiple, what);
   return static_cast<std::int32_t>(
       std::min<std::size_t>(memory.nbytes() / nbytes, static_cast<std::size_t>(most)));
 }
@@ -51,7 +50,7 @@ std::vector<std::int32_t> checked_ids(const IdArray& active, std::int32_t units)
 }
 
 PyFfnLayer::PyFfnLayer(FfnLayerOptions options, std::shared_ptr<NamedTensors> tensors,
-                       std::shared_ptr<NeuronSource> source, LayerRows rows, const LayerCache& cache,
+                       std::shared_ptr<NeuronSource> source, FileRows rows, const LayerCache& cache,
                        std::shared_ptr<ThreadPool> pool, std::shared_ptr<FfnCounters> counters)
     : tensors_(std::move(tensors)),
       source_(std::move(source)),

@@ -8,7 +8,7 @@ namespace flashllm {
 
 namespace {
 
-using Checksums = nb::ndarray<nb::numpy, std::uint64_t, nb::ndim<1>>;
+using Checksums = Given<std::uint64_t, One>;
 
 Bytes allocate(std::size_t nbytes) { return owned<Bytes>(std::make_unique<HugeBuffer>(nbytes), {nbytes}); }
 

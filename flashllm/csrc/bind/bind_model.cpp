@@ -11,7 +11,7 @@ namespace flashllm {
 
 namespace {
 
-using Logits = nb::ndarray<nb::numpy, float, nb::ndim<2>>;
+using Logits = Given<float, Two>;
 using States = Array<float, Two>;
 
 constexpr Named<Pass> kPasses[] = {
@@ -30,18 +30,16 @@ class PyTap final : public Tap {
   void input(std::size_t layer, const float* x, std::size_t tokens) override {
     const nb::gil_scoped_acquire locked;
     tokens_ = tokens;
-    observer_.attr("input")(layer, View(x, {tokens, d_model_}, nb::none()));
+    observer_.attr("input")(layer, given_rows(x, tokens, d_model_));
   }
   void activations(std::size_t layer, std::size_t first, std::size_t count, float* h,
                    std::size_t stride) override {
     const nb::gil_scoped_acquire locked;
     const auto row = static_cast<std::int64_t>(stride);
-    observer_.attr("activations")(layer, first, Activations(h, {count, tokens_}, nb::none(), {row, 1}));
+    observer_.attr("activations")(layer, first, Given<float, Two>(h, {count, tokens_}, nb::none(), {row, 1}));
   }
 
  private:
-  using View = nb::ndarray<nb::numpy, const float, nb::ndim<2>>;
-  using Activations = nb::ndarray<nb::numpy, float, nb::ndim<2>>;
   nb::object observer_;
   const std::size_t d_model_;
   std::size_t tokens_ = 0;
@@ -49,21 +47,16 @@ class PyTap final : public Tap {
 
 constexpr std::chrono::milliseconds kCheckAfter(50);
 
-// What the table refers to (reader, file, checksums, memory) lives as long as its object.
-void make_table(TokenTable* self, Reader& reader, const DirectFile& file, std::uint64_t offset,
+// What the table refers to (reader, file, rows, memory) lives as long as its object.
+void make_table(TokenTable* self, Reader& reader, const DirectFile& file, const FileRows& rows,
                 std::size_t columns, const std::string& encoding, std::uint32_t stride,
-                const ChecksumArray& checksums, const ByteArray& memory, const std::string& simd) {
+                const ByteArray& memory, const std::string& simd) {
   const RowCodec codec = parse_codec(encoding);
-  RowSource rows;
-  rows.units.num_rows = static_cast<std::int32_t>(checksums.shape(0));
-  rows.file_offset = offset;
-  rows.stride = stride;
-  rows.checksums = checksums.data();
   require(stride != 0 && vector_nbytes(codec, columns) <= stride && memory.nbytes() >= stride,
           "a table's rows must fit their stride, and memory at least one of them");
-  const std::size_t kept = std::min(memory.nbytes() / stride, checksums.shape(0));
-  new (self) TokenTable(rows, codec, columns, static_cast<std::int32_t>(kept), bytes_of(memory), reader, file,
-                        parse_simd(simd));
+  const std::size_t kept = std::min(memory.nbytes() / stride, rows.count);
+  new (self) TokenTable(rows.source(stride), codec, columns, static_cast<std::int32_t>(kept),
+                        bytes_of(memory), reader, file, parse_simd(simd));
 }
 
 // New ids of a sequence.
@@ -74,7 +67,7 @@ class PyModel {
   // caches: of each layer whose neurons `source` reads; None: every token computes every neuron of it.
   PyModel(nb::handle block, std::shared_ptr<NamedTensors> tensors, const RowFormat& rows,
           std::shared_ptr<RowStream> stream, std::shared_ptr<NeuronSource> source,
-          const std::vector<LayerRows>& layers, const std::vector<std::optional<LayerCache>>& caches,
+          const std::vector<FileRows>& layers, const std::vector<std::optional<LayerCache>>& caches,
           std::shared_ptr<TokenTable> table, std::shared_ptr<ThreadPool> pool,
           std::shared_ptr<FfnCounters> counters, std::size_t block_tokens, std::size_t fill_tokens,
           bool prefetch)
@@ -135,6 +128,18 @@ class PyModel {
     model_->run_block(layer, 0, tokens, states.data(), asked);
   }
 
+  static std::vector<Token> tokens_of(const std::vector<Entry>& entries) {
+    std::vector<Token> tokens;
+    for (const auto& [sequence, ids] : entries) {
+      require(sequence != nullptr && !ids.empty(), "every sequence of a pass needs a new token");
+      for (const Token& other : tokens) require(other.sequence != sequence, "a sequence is twice in a pass");
+      for (std::size_t i = 0; i < ids.size(); ++i)
+        tokens.push_back({sequence, sequence->length() + i, ids[i]});
+    }
+    require(!tokens.empty(), "a pass needs a token");
+    return tokens;
+  }
+
   // From any thread: until it is taken back, a prompt's pass ends between two blocks.
   void cancel(bool on) { cancelled_.store(on, std::memory_order_relaxed); }
 
@@ -153,21 +158,8 @@ class PyModel {
     throw nb::python_error();
   }
 
-  friend class PyPass;
-  static std::vector<Token> tokens_of(const std::vector<Entry>& entries) {
-    std::vector<Token> tokens;
-    for (const auto& [sequence, ids] : entries) {
-      require(sequence != nullptr && !ids.empty(), "every sequence of a pass needs a new token");
-      for (const Token& other : tokens) require(other.sequence != sequence, "a sequence is twice in a pass");
-      for (std::size_t i = 0; i < ids.size(); ++i)
-        tokens.push_back({sequence, sequence->length() + i, ids[i]});
-    }
-    require(!tokens.empty(), "a pass needs a token");
-    return tokens;
-  }
-
   BlockWeights block_weights(const Architecture& of, std::size_t index, const RowFormat& format,
-                             const LayerRows& rows, const std::optional<LayerCache>& cache) {
+                             const FileRows& rows, const std::optional<LayerCache>& cache) {
     const std::string layer = "layers." + std::to_string(index) + ".";
     BlockWeights weights = read_block(*tensors_, layer, of, index);
     FfnLayerOptions ffn = read_ffn(*tensors_, format, index, weights.spec.neurons, weights.spec.activation);
@@ -253,13 +245,12 @@ class PyPass {
 
 void init_model(nb::module_& m) {
   nb::class_<TokenTable>(m, "TokenTable")
-      .def("__init__", &make_table, nb::kw_only(), nb::arg("reader"), nb::arg("file"), nb::arg("offset"),
-           nb::arg("columns"), nb::arg("encoding"), nb::arg("stride"), nb::arg("checksums"),
-           nb::arg("memory"), nb::arg("simd"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
-           nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>());
+      .def("__init__", &make_table, nb::kw_only(), nb::arg("reader"), nb::arg("file"), nb::arg("rows"),
+           nb::arg("columns"), nb::arg("encoding"), nb::arg("stride"), nb::arg("memory"), nb::arg("simd"),
+           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 8>());
   nb::class_<PyModel>(m, "Model")
       .def(nb::init<nb::handle, std::shared_ptr<NamedTensors>, const RowFormat&, std::shared_ptr<RowStream>,
-                    std::shared_ptr<NeuronSource>, const std::vector<LayerRows>&,
+                    std::shared_ptr<NeuronSource>, const std::vector<FileRows>&,
                     const std::vector<std::optional<LayerCache>>&, std::shared_ptr<TokenTable>,
                     std::shared_ptr<ThreadPool>, std::shared_ptr<FfnCounters>, std::size_t, std::size_t,
                     bool>(),

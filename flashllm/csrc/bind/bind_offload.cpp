@@ -26,14 +26,6 @@ void require_dtype(const Array& array, Dtype dtype, const char* what) {
           std::string(what) + " must be of the model's dtype");
 }
 
-// Scales, pairs and words are read in place.
-template <typename Array>
-void require_aligned(const Array& array, const char* what) {
-  constexpr std::uintptr_t kAlignment = 16;
-  require(reinterpret_cast<std::uintptr_t>(array.data()) % kAlignment == 0,
-          std::string(what) + " must lie at a multiple of 16 bytes");
-}
-
 // Keys and values are the caller's: `attend(first, queries, keys, values, out)` keeps those of the tokens
 // from number `first` of the call on, and fills `out`; arrays [tokens, width] of values of the dtype in fp32,
 // valid during the call.
@@ -48,13 +40,10 @@ class PyMemory final : public AttentionMemory {
   void attend(const AttentionShape& shape, const Part& part, const float* queries, const float* keys,
               const float* values, float* out) override {
     const std::size_t attended = shape.heads * shape.head_dim, cached = shape.kv_heads * shape.head_dim;
-    const auto array = [&](auto* rows, std::size_t width) {
-      using Row = std::remove_pointer_t<decltype(rows)>;
-      return nb::cast(nb::ndarray<nb::numpy, Row, nb::ndim<2>>(rows, {part.count, width}, nb::none()));
-    };
+    const std::size_t n = part.count;
     const nb::gil_scoped_acquire locked;
-    attend_(first_, array(queries, attended), array(keys, cached), array(values, cached),
-            array(out, attended));
+    attend_(first_, given_rows(queries, n, attended), given_rows(keys, n, cached),
+            given_rows(values, n, cached), given_rows(out, n, attended));
     first_ += part.count;
   }
 
@@ -96,27 +85,7 @@ class PyBatchModel {
                                           bool down_by_inputs) const {
     require(number < of_.layers.size(), "a layer beyond those there are");
     auto lent = std::make_unique<PyLentLayer>(std::move(tensors), encodings, of_.model.block.dtype, simd_);
-    NamedTensors& from = lent->tensors;
-    LentLayer& weights = lent->weights;
-    weights.number = number;
-    weights.block = read_block(from, "", of_, number);
-    const std::size_t count = weights.block.spec.neurons, width = of_.model.block.d_model;
-    LentNeurons& neurons = weights.neurons;
-    neurons.up = from.linear("up", count, width);
-    neurons.up.bias = from.floats("ffn.up_bias", count);
-    if (of_.gated) {
-      neurons.gate = from.linear("gate", count, width);
-      neurons.gate.bias = from.floats("ffn.gate_bias", count);
-    }
-    neurons.down_by_inputs = down_by_inputs;
-    neurons.down = down_by_inputs ? from.linear("down", count, width) : from.linear("down", width, count);
-    neurons.down.bias = from.floats("ffn.down_bias", width);
-    if (has_plane(neurons.down.codec)) neurons.plane = from.plane("down.", count, width);
-    weights.router = read_router(from, "", weights.block.spec.experts, width);
-    require(down_by_inputs || !has_plane(neurons.down.codec),
-            "columns with scales apart are an input's each");
-    require(weights.router == nullptr || down_by_inputs || !is_coded(neurons.down.codec),
-            "the columns of an expert cannot be taken out of rows of codes");
+    lent->weights = read_lent(lent->tensors, of_, number, down_by_inputs);
     return lent;
   }
 
@@ -152,7 +121,7 @@ class PyBatchModel {
     } else {
       model_.set_watch([&](const float* x, std::size_t count, std::size_t width, std::ptrdiff_t neuron) {
         const nb::gil_scoped_acquire locked;
-        watch(nb::ndarray<nb::numpy, const float, nb::ndim<2>>(x, {count, width}, nb::none()), neuron);
+        watch(given_rows(x, count, width), neuron);
       });
     }
     memory_.begin(std::move(attend));
@@ -215,7 +184,7 @@ void make_attention(BatchAttention* self, std::size_t heads, std::size_t kv_head
 template <typename Array>
 auto arena_of(const BatchAttention& self, const Array& array, bool is_sealed = false) {
   const std::size_t nbytes = is_sealed ? self.format().sealed_nbytes() : self.format().block_nbytes();
-  require_aligned(array, "an arena");
+  require_aligned(array, 16, "an arena");  // scales, pairs and words are read in place
   require(array.shape(1) == nbytes, std::string("an arena of ") + (is_sealed ? "sealed" : "plain") +
                                         " blocks must be [slots, " + std::to_string(nbytes) + "]");
   return Arena<std::remove_pointer_t<decltype(bytes_of(array))>>{bytes_of(array), array.shape(0), nbytes};

@@ -11,7 +11,7 @@ namespace {
 constexpr Named<RowMatrixName> kMatrices[] = {
     {"up", RowMatrixName::up}, {"gate", RowMatrixName::gate}, {"down", RowMatrixName::down}};
 
-using OwnedBytes = nb::ndarray<nb::numpy, std::uint8_t, Two>;
+using OwnedBytes = Given<std::uint8_t, Two>;
 
 // Blocks [n, bytes of one]: codes [n, weights of one], and [n, bytes] of BlockScales, whose fields are those
 // of _SCALES in flashllm/convert/kept/blocks.py.
@@ -32,10 +32,9 @@ std::pair<OwnedBytes, OwnedBytes> block_codes(const std::string& name, const Con
 
 // As BlockRows::unpack of a piece that begins at byte `first` of a slice, into the rows [neurons, stride] of
 // the slice.
-void unpack(const BlockRows& self, const ConstBytes& stored, std::uint64_t first, const ByteRows& rows,
-            std::size_t stride) {
+void unpack(const BlockRows& self, const ConstBytes& stored, std::uint64_t first, const ByteRows& rows) {
   const std::size_t grain = self.row_nbytes() * self.grain(), nbytes = stored.nbytes();
-  require(nbytes % grain == 0 && first % grain == 0 && rows.shape(1) == stride &&
+  require(nbytes % grain == 0 && first % grain == 0 && rows.shape(1) == self.stride() &&
               rows.shape(0) >= self.neurons((first + nbytes) / self.row_nbytes()) &&
               self.outputs_fit((first + nbytes) / self.row_nbytes()),
           "a piece must be whole stored rows, and fit the rows it goes to");
@@ -83,12 +82,7 @@ void init_slices(nb::module_& m) {
             new (self) BlockRows(kind, length, format, by_name("a matrix", matrix, kMatrices));
           },
           nb::arg("kind"), nb::arg("length"), nb::arg("row_format"), nb::arg("matrix"))
-      .def(
-          "unpack",
-          [](const BlockRows& self, const ConstBytes& stored, std::uint64_t first, const ByteRows& rows) {
-            unpack(self, stored, first, rows, self.stride());
-          },
-          nb::arg("stored"), nb::arg("first"), nb::arg("rows"));
+      .def("unpack", &unpack, nb::arg("stored"), nb::arg("first"), nb::arg("rows"));
   nb::class_<LyingExperts>(m, "LyingExperts")
       .def("__init__", &make_experts, nb::arg("matrices"), nb::kw_only(), nb::arg("count"), nb::arg("size"));
 }

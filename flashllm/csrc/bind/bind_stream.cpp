@@ -8,14 +8,13 @@ namespace flashllm {
 namespace {
 
 using Self = nb::pointer_and_handle<RowStream>;
-using RowsView = nb::ndarray<nb::numpy, const std::uint8_t, Two>;
 
-void make_stream(Self self, Reader& reader, const DirectFile& file, const std::vector<LayerRows>& layers,
+void make_stream(Self self, Reader& reader, const DirectFile& file, const std::vector<FileRows>& layers,
                  std::uint32_t stride, std::size_t block_rows, std::size_t ahead) {
   std::vector<RowSource> sources;
-  for (const LayerRows& each : layers) sources.push_back(each.source(stride));
+  for (const FileRows& each : layers) sources.push_back(each.source(stride));
   new (self.p) RowStream(reader, file, std::move(sources), block_rows, ahead);
-  for (const LayerRows& each : layers) keep(self.h, each);
+  for (const FileRows& each : layers) keep(self.h, each);
 }
 
 void begin(RowStream& self, int layer, std::optional<int> then) {
@@ -36,20 +35,19 @@ nb::object next(Self self) {
   }
   if (!more) return nb::none();
   const auto* rows = reinterpret_cast<const std::uint8_t*>(block.rows);
-  return nb::make_tuple(block.first_row, RowsView(rows, {block.count, self.p->stride()}, self.h));
+  return nb::make_tuple(block.first_row, given_rows(rows, block.count, self.p->stride(), self.h));
 }
 
 // Whole rows of `memory`, from allocate(), keep the layer's first ones.
 void keep_rows(RowStream& self, std::size_t layer, const ByteArray& memory) {
   require(layer < self.num_layers(), "a layer beyond those there are");
-  require(reinterpret_cast<std::uintptr_t>(memory.data()) % kHashedMultiple == 0,
-          "memory that keeps rows must come from allocate()");
+  require_aligned(memory, kHashedMultiple, "memory that keeps rows");
   self.keep(layer, bytes_of(memory), memory.nbytes() / self.stride());
 }
 
 }  // namespace
 
-RowSource LayerRows::source(std::uint32_t stride) const {
+RowSource FileRows::source(std::uint32_t stride) const {
   std::size_t of_experts = 0, sums = 0;  // rows, and their checksums
   if (experts) {
     of_experts = static_cast<std::size_t>(experts->num_rows());
@@ -57,13 +55,13 @@ RowSource LayerRows::source(std::uint32_t stride) const {
   }
   require(checksum_rows > 0 && of_experts <= count &&
               checksums.shape(0) == sums + (count - of_experts + checksum_rows - 1) / checksum_rows,
-          "a layer has one checksum for every `checksum_rows` rows");
+          "there must be one checksum for every `checksum_rows` rows");
   return {{static_cast<std::int32_t>(count), 1},    offset, stride,       checksums.data(),
           static_cast<std::int32_t>(checksum_rows), 0,      experts.get()};
 }
 
 void init_stream(nb::module_& m) {
-  nb::class_<LayerRows>(m, "LayerRows")
+  nb::class_<FileRows>(m, "FileRows")
       .def(nb::init<std::uint64_t, std::size_t, ChecksumArray, std::size_t, std::shared_ptr<LyingExperts>>(),
            nb::kw_only(), nb::arg("offset"), nb::arg("count"), nb::arg("checksums"),
            nb::arg("checksum_rows") = 1, nb::arg("experts").none() = nb::none());

@@ -49,7 +49,16 @@ using Array = Exact<nb::ndarray<Of..., nb::device::cpu, nb::c_contig>>;
 using One = nb::ndim<1>;
 using Two = nb::ndim<2>;
 
-using Bytes = nb::ndarray<nb::numpy, std::uint8_t, One>;  // handed to Python
+// Handed to Python.
+template <typename T, typename Dimensions>
+using Given = nb::ndarray<nb::numpy, T, Dimensions>;
+using Bytes = Given<std::uint8_t, One>;
+
+// An array [rows, width] that Python may use as long as `owner` is there, by default during the call.
+template <typename T>
+Given<T, Two> given_rows(T* data, std::size_t rows, std::size_t width, nb::handle owner = nb::none()) {
+  return {data, {rows, width}, owner};
+}
 
 using AnyArray = Array<>;
 using ByteArray = Array<std::uint8_t>;
@@ -75,6 +84,14 @@ template <typename Array>
 void require_rows(const Array& array, std::size_t rows, std::size_t width, const char* what) {
   require(array.ndim() == 2 && array.shape(0) == rows && array.shape(1) == width,
           std::string(what) + " must be [" + std::to_string(rows) + ", " + std::to_string(width) + "]");
+}
+
+// Throws CoreError for memory that begins elsewhere than at a multiple of so many bytes.
+template <typename Array>
+void require_aligned(const Array& array, std::uintptr_t multiple, const std::string& what) {
+  require(reinterpret_cast<std::uintptr_t>(array.data()) % multiple == 0,
+          what + " must start at a multiple of " + std::to_string(multiple) +
+              " bytes; take the memory from allocate()");
 }
 
 template <typename T>
@@ -141,8 +158,8 @@ void keep(nb::handle owner, const Kept& kept) {
   nb::keep_alive_obj(owner, nb::cast(kept));
 }
 
-// Where a layer's rows lie in a file.
-struct LayerRows {
+// Where rows lie in a file: a layer's, or a table's.
+struct FileRows {
   std::uint64_t offset = 0;  // of row 0, or of the first behind the experts
   std::size_t count = 0;     // of rows
   ChecksumArray checksums;   // of the experts' pieces, then of every `checksum_rows` rows behind them

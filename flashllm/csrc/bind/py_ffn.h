@@ -25,7 +25,7 @@ class PyFfnLayer {
  public:
   // `options`: as read_ffn. Throws CoreError for what does not fit.
   PyFfnLayer(FfnLayerOptions options, std::shared_ptr<NamedTensors> tensors,
-             std::shared_ptr<NeuronSource> source, LayerRows rows, const LayerCache& cache,
+             std::shared_ptr<NeuronSource> source, FileRows rows, const LayerCache& cache,
              std::shared_ptr<ThreadPool> pool, std::shared_ptr<FfnCounters> counters);
 
   FfnLayer& layer() const { return *layer_; }
@@ -42,7 +42,7 @@ class PyFfnLayer {
  private:
   std::shared_ptr<NamedTensors> tensors_;
   std::shared_ptr<NeuronSource> source_;
-  const LayerRows rows_;
+  const FileRows rows_;
   const ByteArray memory_;
   std::shared_ptr<ThreadPool> pool_;
   std::shared_ptr<FfnCounters> counters_;

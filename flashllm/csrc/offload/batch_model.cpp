@@ -18,6 +18,29 @@ ModelSpec unrounded(ModelSpec spec) {
 
 }  // namespace
 
+LentLayer read_lent(NamedTensors& tensors, const Architecture& of, std::size_t number, bool down_by_inputs) {
+  LentLayer weights;
+  weights.number = number;
+  weights.block = read_block(tensors, "", of, number);
+  const std::size_t count = weights.block.spec.neurons, width = of.model.block.d_model;
+  LentNeurons& neurons = weights.neurons;
+  neurons.up = tensors.linear("up", count, width);
+  neurons.up.bias = tensors.floats("ffn.up_bias", count);
+  if (of.gated) {
+    neurons.gate = tensors.linear("gate", count, width);
+    neurons.gate.bias = tensors.floats("ffn.gate_bias", count);
+  }
+  neurons.down_by_inputs = down_by_inputs;
+  neurons.down = down_by_inputs ? tensors.linear("down", count, width) : tensors.linear("down", width, count);
+  neurons.down.bias = tensors.floats("ffn.down_bias", width);
+  if (has_plane(neurons.down.codec)) neurons.plane = tensors.plane("down.", count, width);
+  weights.router = read_router(tensors, "", weights.block.spec.experts, width);
+  require(down_by_inputs || !has_plane(neurons.down.codec), "columns with scales apart are an input's each");
+  require(weights.router == nullptr || down_by_inputs || !is_coded(neurons.down.codec),
+          "the columns of an expert cannot be taken out of rows of codes");
+  return weights;
+}
+
 LentNeurons LentNeurons::run(std::size_t first, std::size_t count) const {
   LentNeurons part = *this;
   part.first += static_cast<std::ptrdiff_t>(first);

@@ -16,6 +16,7 @@
 #include "model/ends.h"
 #include "model/layer.h"
 #include "model/spec.h"
+#include "model/weights.h"
 #include "planes/scale_planes.h"
 
 namespace flashllm {
@@ -37,6 +38,10 @@ struct LentLayer {
   LentNeurons neurons;
   std::unique_ptr<Router> router;  // of a mixture of experts
 };
+
+// The model's layer of this number, out of tensors by their names without the layer's. `down_by_inputs`: as
+// in LentNeurons. Throws CoreError where they do not fit.
+LentLayer read_lent(NamedTensors& tensors, const Architecture& of, std::size_t number, bool down_by_inputs);
 
 // A layer's feed-forward part over whole matrices: every product is rounded to the model's dtype. Of a
 // mixture of experts each that any token goes to is computed once, for those tokens.

@@ -65,7 +65,7 @@ void fill_from(PyFfnLayer& self, const ConstBytes& rows, std::int32_t first_neur
 // A layer by itself: a model's are inside it.
 void make_layer(PyFfnLayer* self, std::size_t layer, std::shared_ptr<NamedTensors> tensors,
                 const RowFormat& format, std::size_t neurons, const std::string& activation, float cut,
-                std::shared_ptr<NeuronSource> source, const LayerRows& rows, const LayerCache& cache,
+                std::shared_ptr<NeuronSource> source, const FileRows& rows, const LayerCache& cache,
                 std::shared_ptr<ThreadPool> pool, std::shared_ptr<FfnCounters> counters) {
   const FfnLayerOptions options =
       read_ffn(*tensors, format, layer, neurons, parse_activation(activation, 0.0F, cut));
