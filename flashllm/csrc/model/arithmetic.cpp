@@ -126,6 +126,21 @@ void Arithmetic::round(float* values, std::size_t n) {
   });
 }
 
+void Arithmetic::add(float* x, const float* y, std::size_t n) {
+  for (std::size_t i = 0; i < n; ++i) x[i] += y[i];
+  round(x, n);
+}
+
+void Arithmetic::multiply(float* x, const float* y, std::size_t n) {
+  for (std::size_t i = 0; i < n; ++i) x[i] *= y[i];
+  round(x, n);
+}
+
+void Arithmetic::scale(float* x, float by, std::size_t n) {
+  for (std::size_t i = 0; i < n; ++i) x[i] *= by;
+  round(x, n);
+}
+
 std::byte* Arithmetic::narrow_scratch(std::size_t n) {
   narrow_.resize(n * dtype_nbytes(dtype_));
   return narrow_.data();

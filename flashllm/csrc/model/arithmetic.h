@@ -22,8 +22,8 @@ class Arithmetic {
  public:
   static constexpr std::size_t kTokenGrain = 4;  // tokens a thread takes, of what is done token by token
 
-  // `batches`: few tokens are each of a sequence of
-  // its own, so many that matrices of the dtype are multiplied as by a prompt. Keeps a reference to the pool.
+  // `batches`: few tokens are each of a sequence of its own, so many that matrices of the dtype are
+  // multiplied as by a prompt. Keeps a reference to the pool.
   Arithmetic(Dtype dtype, ThreadPool& pool, SimdLevel level, bool batches = false);
 
   ThreadPool& pool() const { return pool_; }
@@ -40,6 +40,12 @@ class Arithmetic {
                    std::ptrdiff_t neuron = -1);
   // out [count, rows]: the inputs taken times the weights; rounded, or as they are summed.
   void project(const RowMatrix& weights, std::size_t count, float* out, bool rounded = true);
+  // The same of inputs x [count, columns], which are taken.
+  void project(const RowMatrix& weights, const float* x, std::size_t count, bool many, float* out,
+               bool rounded = true) {
+    take_inputs(x, count, weights.columns, many);
+    project(weights, count, out, rounded);
+  }
   // out [count, heads, out_stride], as it is summed: each head's rows of the weights times its own inputs,
   // the first of x [count, heads, x_stride], which take the place of the inputs taken.
   void project_heads(const RowMatrix& weights, std::size_t heads, const float* x, std::size_t x_stride,
@@ -52,6 +58,10 @@ class Arithmetic {
   void set_watch(Watch watch) { watch_ = std::move(watch); }
 
   void round(float* values, std::size_t n);
+  // x += y, x *= y, x *= by; rounded.
+  void add(float* x, const float* y, std::size_t n);
+  void multiply(float* x, const float* y, std::size_t n);
+  void scale(float* x, float by, std::size_t n);
   // Room for n values of the dtype, which holds until the next call or the next inputs; and values put there.
   std::byte* narrow_scratch(std::size_t n);
   std::byte* narrowed(const float* values, std::size_t n);

@@ -58,8 +58,7 @@ void BlockAttention::attend(const BlockWeights& weights, const Part& part, float
   }
   if (weights.mixed_norm.width != 0) arithmetic_.normalize(weights.mixed_norm, count, outputs, outputs);
   if (spec_.rounded_inputs) arithmetic_.round_inputs(count, mixed, outputs);
-  arithmetic_.take_inputs(outputs, count, mixed, part.is_prompt());
-  arithmetic_.project(weights.out, count, out);
+  arithmetic_.project(weights.out, outputs, count, part.is_prompt(), out);
   for (std::size_t i = 0; spec.out_scale != 1.0F && i < count * weights.out.rows; ++i)
     out[i] *= spec.out_scale;
 }
@@ -81,10 +80,7 @@ void BlockAttention::project_heads(const BlockWeights& weights, const Part& part
 // values_, as they are projected: their scale, and zeros behind each head, where the cache keeps more of it.
 void BlockAttention::widen_values(const AttentionSpec& spec, std::size_t count) {
   const std::size_t width = spec.value_width(), heads = count * spec.kv_heads;
-  if (spec.value_scale != 1.0F) {
-    for (std::size_t i = 0; i < heads * width; ++i) values_[i] *= spec.value_scale;
-    arithmetic_.round(values_.data(), heads * width);
-  }
+  if (spec.value_scale != 1.0F) arithmetic_.scale(values_.data(), spec.value_scale, heads * width);
   if (width == spec.head_dim) return;
   for (std::size_t h = heads; h-- > 0;) {  // backward, and never over what is still to come
     float* head = values_.data() + h * spec.head_dim;

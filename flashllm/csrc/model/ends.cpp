@@ -12,12 +12,9 @@ void Ends::embed(const Token* tokens, std::size_t count, float* states) {
   const std::size_t width = spec_.embed_dim;
   std::vector<float> rows(width == spec_.block.d_model ? 0 : count * width);
   float* to = rows.empty() ? states : rows.data();
-  for (std::size_t t = 0; t < count; ++t) {
-    require(tokens[t].id >= 0 && static_cast<std::size_t>(tokens[t].id) < spec_.vocab,
-            "a token id beyond the vocabulary");
+  for (std::size_t t = 0; t < count; ++t)
     widen_row(weights_.embedding, static_cast<std::size_t>(tokens[t].id), to + t * width,
               arithmetic_.level());
-  }
   embed_rows(to, tokens, count, states);
 }
 
@@ -25,10 +22,7 @@ void Ends::embed_rows(float* rows, const Token* tokens, std::size_t count, float
   const std::size_t width = spec_.block.d_model;
   float scale = spec_.embedding_scale;
   arithmetic_.round(&scale, 1);
-  if (scale != 1.0F) {
-    for (std::size_t i = 0; i < count * spec_.embed_dim; ++i) rows[i] *= scale;
-    arithmetic_.round(rows, count * spec_.embed_dim);
-  }
+  if (scale != 1.0F) arithmetic_.scale(rows, scale, count * spec_.embed_dim);
   if (spec_.embed_dim != width) {
     // Once a token, few at a time: the kernel of one token, whose bits depend on nothing else.
     linear(weights_.project_in, rows, count, states, arithmetic_.pool(), arithmetic_.level());
@@ -49,17 +43,10 @@ void Ends::embed_rows(float* rows, const Token* tokens, std::size_t count, float
   arithmetic_.round(states, count * width);
 }
 
-// x, rounded, times a number of the dtype.
-void Ends::scale(float by, float* x, std::size_t n) {
-  for (std::size_t i = 0; i < n; ++i) x[i] *= by;
-  arithmetic_.round(x, n);
-}
-
 void Ends::project_rows(const float* states, std::size_t count, bool many, float* rows) {
   const BlockSpec& block = spec_.block;
-  arithmetic_.take_inputs(states, count, block.d_model, many);
-  arithmetic_.project(weights_.per_layer_projection, count, rows);
-  scale(1.0F / std::sqrt(static_cast<float>(block.d_model)), rows, count * block.row_width());
+  arithmetic_.project(weights_.per_layer_projection, states, count, many, rows);
+  arithmetic_.scale(rows, 1.0F / std::sqrt(static_cast<float>(block.d_model)), count * block.row_width());
   arithmetic_.normalize(weights_.per_layer_norm, count * block.layers, rows, rows);
 }
 
@@ -67,10 +54,9 @@ void Ends::add_row(float* row, float* to) {
   const std::size_t n = spec_.block.row_width();
   float root = std::sqrt(static_cast<float>(spec_.block.per_layer));
   arithmetic_.round(&root, 1);
-  scale(root, row, n);
-  for (std::size_t i = 0; i < n; ++i) to[i] += row[i];
-  arithmetic_.round(to, n);
-  scale(std::sqrt(0.5F), to, n);
+  arithmetic_.scale(row, root, n);
+  arithmetic_.add(to, row, n);
+  arithmetic_.scale(to, std::sqrt(0.5F), n);
 }
 
 namespace {
@@ -94,8 +80,7 @@ void Ends::project_as_long(const RowMatrix& weights, const float* x, const float
                            bool many, float* to) {
   constexpr float kLeast = 1e-5F;  // of the mean of a product's squares
   const std::size_t width = spec_.block.d_model;
-  arithmetic_.take_inputs(x, count, width, many);
-  arithmetic_.project(weights, count, to);
+  arithmetic_.project(weights, x, count, many, to);
   std::vector<float> squares;
   for (std::size_t t = 0; t < count; ++t) {
     float* row = to + t * width;
@@ -103,7 +88,7 @@ void Ends::project_as_long(const RowMatrix& weights, const float* x, const float
     float own = std::sqrt(std::max(kLeast, mean_square(arithmetic_, row, width, squares)));
     arithmetic_.round(&length, 1);
     arithmetic_.round(&own, 1);
-    scale(length, row, width);
+    arithmetic_.scale(row, length, width);
     for (std::size_t j = 0; j < width; ++j) row[j] /= own;
     arithmetic_.round(row, width);
   }
@@ -124,21 +109,18 @@ void Ends::gather(float* states, std::size_t count, bool many) {
     for (std::size_t i = 0; i < n; ++i) sum[i] += made[i];
   }
   std::copy_n(sum.data(), n, states);
-  scale(1.0F / static_cast<float>(spec_.block.streams), states, n);
+  arithmetic_.scale(states, 1.0F / static_cast<float>(spec_.block.streams), n);
 }
 
 void Ends::head(float* states, std::size_t count, bool many, float* logits) {
-  const std::size_t width = spec_.block.d_model;
   if (weights_.final_norm.width != 0) arithmetic_.normalize(weights_.final_norm, count, states, states);
   std::vector<float> projected;
   if (weights_.project_out.data != nullptr) {
     projected.resize(count * spec_.embed_dim);
-    arithmetic_.take_inputs(states, count, width, many);
-    arithmetic_.project(weights_.project_out, count, projected.data());
+    arithmetic_.project(weights_.project_out, states, count, many, projected.data());
     states = projected.data();
   }
-  arithmetic_.take_inputs(states, count, spec_.embed_dim, many);
-  arithmetic_.project(weights_.head, count, logits, spec_.rounded_logits);
+  arithmetic_.project(weights_.head, states, count, many, logits, spec_.rounded_logits);
   const std::size_t n = count * spec_.vocab;
   if (spec_.logit_scale != 1.0F) {
     for (std::size_t i = 0; i < n; ++i) logits[i] *= spec_.logit_scale;

@@ -15,7 +15,7 @@ class Ends {
   Ends(const ModelSpec& spec, const ModelWeights& weights, Arithmetic& arithmetic)
       : spec_(spec), weights_(weights), arithmetic_(arithmetic) {}
 
-  // states [tokens, d_model] that enter the first layer
+  // states [tokens, d_model] that enter the first layer, of tokens of the vocabulary
   void embed(const Token* tokens, std::size_t count, float* states);
   // The same of tokens whose rows of the embedding [count, embed_dim] are given; they are changed, and may be
   // the states.
@@ -35,7 +35,6 @@ class Ends {
  private:
   void project_as_long(const RowMatrix& weights, const float* x, const float* like, std::size_t count,
                        bool many, float* to);
-  void scale(float by, float* x, std::size_t n);
 
   const ModelSpec& spec_;
   const ModelWeights& weights_;

@@ -72,7 +72,7 @@ void FeedForward::give_up() noexcept {
 
 // Active neurons
 
-// Each token with its own active set. For tokens that go through a layer in one group the next is prefetched.
+// Those that the layer names. For tokens that go through it in one group the next layer's are prefetched.
 void FeedForward::run_active(const FfnTurn& turn) {
   const std::size_t width = spec_.block.d_model, count = turn.part.count;
   FfnLayer& ffn = *blocks_[turn.layer].ffn;
@@ -81,12 +81,7 @@ void FeedForward::run_active(const FfnTurn& turn) {
       spec_.prefetch && count <= FfnTokens::kMost && next != nullptr && next->can_prefetch();
   active_.resize(std::max(active_.size(), count));
   for (std::size_t t = 0; t < count; ++t) active_[t] = ffn.predict(seen(turn) + t * width, t);
-  for (std::size_t t = 0; t < count; t += FfnTokens::kMost) {
-    ffn.begin(together(turn, t, true));
-    if (prefetches) next->prefetch(turn.x, count);
-    ffn.finish(turn.y + t * width);
-  }
-  watch_.restart();  // the layer has counted its own time
+  run_sets(turn, true, prefetches ? next : nullptr);
 }
 
 // The neurons that really fire, computed as the sparse pass does. A resident gate names them; without one
@@ -94,13 +89,9 @@ void FeedForward::run_active(const FfnTurn& turn) {
 void FeedForward::run_firing(const FfnTurn& turn) {
   if (blocks_[turn.layer].gate != nullptr) return run_active(turn);
   find_firing(turn);
-  FfnLayer& ffn = *blocks_[turn.layer].ffn;
-  require(ffn.units().size == 1, "the router says which experts are active, not what fires");
-  for (std::size_t t = 0; t < turn.part.count; t += FfnTokens::kMost) {
-    ffn.begin(together(turn, t, false));
-    ffn.finish(turn.y + t * spec_.block.d_model);
-  }
-  watch_.restart();
+  require(blocks_[turn.layer].ffn->units().size == 1,
+          "the router says which experts are active, not what fires");
+  run_sets(turn, false, nullptr);
 }
 
 // Of every token: active_.
@@ -131,11 +122,18 @@ void FeedForward::find_firing(const FfnTurn& turn) {
   });
 }
 
-// Tokens of a part from the `first` on, over the neurons in active_; `predicted`: by the layer itself.
-FfnTokens FeedForward::together(const FfnTurn& turn, std::size_t first, bool predicted) const {
-  const std::size_t count = std::min(turn.part.count - first, FfnTokens::kMost);
-  const float* x = turn.x + first * spec_.block.d_model;
-  return {x, active_.data() + first, count, first, turn.part.drafted, predicted};
+// Each token with its own set, active_; `predicted`: by the layer itself. `next`: the layer of which units
+// are prefetched meanwhile, or nullptr.
+void FeedForward::run_sets(const FfnTurn& turn, bool predicted, FfnLayer* next) {
+  const std::size_t width = spec_.block.d_model, count = turn.part.count;
+  FfnLayer& ffn = *blocks_[turn.layer].ffn;
+  for (std::size_t t = 0; t < count; t += FfnTokens::kMost) {
+    const std::size_t group = std::min(count - t, FfnTokens::kMost);
+    ffn.begin({turn.x + t * width, active_.data() + t, group, t, turn.part.drafted, predicted});
+    if (next != nullptr) next->prefetch(turn.x, count);
+    ffn.finish(turn.y + t * width);
+  }
+  watch_.restart();  // the layer has counted its own time
 }
 
 // Every neuron

@@ -72,8 +72,8 @@ class FeedForward final : public FfnPart {
   void add_neurons(FfnStretch& stretch, std::size_t layer, const Part& last, const RowBlock& block,
                    const std::function<void()>& look);
 
-  FfnTokens together(const FfnTurn& turn, std::size_t first, bool predicted) const;
   void find_firing(const FfnTurn& turn);
+  void run_sets(const FfnTurn& turn, bool predicted, FfnLayer* next);
   void begin_fill(const FfnStretch& stretch, const FfnTurn& turn);
   void begin_fill(const FfnStretch& stretch, std::size_t layer, const Part& last, const float* x,
                   std::size_t recent);

@@ -97,10 +97,7 @@ void Layer::add_ffn(std::size_t layer, const BlockWeights& weights, const Part& 
   if (weights.spec.norms == NormPlace::sum) arithmetic_.normalize(weights.ffn_norm, count, states, states);
   if (spec_.streams != 0) correct_streams(weights, part, states);
   if (spec_.per_layer != 0) add_per_layer(layer, weights, part, states);
-  if (weights.scale != 1.0F) {
-    for (std::size_t i = 0; i < n; ++i) states[i] *= weights.scale;
-    arithmetic_.round(states, n);
-  }
+  if (weights.scale != 1.0F) arithmetic_.scale(states, weights.scale, n);
   check_finite(layer, states + (spec_.streams == 0 ? 0 : n), count * std::max<std::size_t>(1, spec_.streams));
 }
 
@@ -125,10 +122,8 @@ void Layer::add_beside(const BlockWeights& weights, const Part& part, const floa
   arithmetic_.project(weights.beside_up, count, up_.data());
   arithmetic_.project(weights.beside_gate, count, gate_.data());
   activate_rows(weights, count, width, gate_.data());
-  for (std::size_t i = 0; i < count * width; ++i) up_[i] *= gate_[i];
-  arithmetic_.round(up_.data(), count * width);
-  arithmetic_.take_inputs(up_.data(), count, width, part.is_prompt());
-  arithmetic_.project(weights.beside_down, count, normed_.data());
+  arithmetic_.multiply(up_.data(), gate_.data(), count * width);
+  arithmetic_.project(weights.beside_down, up_.data(), count, part.is_prompt(), normed_.data());
   arithmetic_.normalize(weights.beside_output_norm, count, normed_.data(), normed_.data());
   for (std::size_t i = 0; i < n; ++i) projected_[i] += normed_[i];
 }
@@ -141,8 +136,7 @@ void Layer::route_streams(const BlockWeights& weights, const Part& part, const f
   for (std::size_t i = 0; i < count * width; ++i) normed_[i] /= static_cast<float>(width);
   arithmetic_.round(normed_.data(), count * width);
   routed_.resize(count * spec_.streams);
-  arithmetic_.take_inputs(normed_.data(), count, width, part.is_prompt());
-  arithmetic_.project(weights.stream_router, count, routed_.data());
+  arithmetic_.project(weights.stream_router, normed_.data(), count, part.is_prompt(), routed_.data());
   for (float& each : routed_) each = std::tanh(each);
   arithmetic_.round(routed_.data(), routed_.size());
 }
@@ -170,8 +164,7 @@ void Layer::predict_streams(const BlockWeights& weights, const Part& part, float
     }
   }
   arithmetic_.round(streams_.data(), all * n);
-  for (std::size_t i = 0; i < all * n; ++i) streams[i] += streams_[i];
-  arithmetic_.round(streams, all * n);
+  arithmetic_.add(streams, streams_.data(), all * n);
   std::copy_n(streams, n, states);
 }
 
@@ -198,8 +191,7 @@ void Layer::correct_streams(const BlockWeights& weights, const Part& part, float
         streams_[to * n + j] = states[j] * factors[to];
   }
   arithmetic_.round(streams_.data(), all * n);
-  for (std::size_t i = 0; i < all * n; ++i) streams[i] += streams_[i];
-  arithmetic_.round(streams, all * n);
+  arithmetic_.add(streams, streams_.data(), all * n);
 }
 
 // laurel_: the mixer's inputs (Gemma 3n: a learned augmented residual layer), and a map of low rank of them.
@@ -207,19 +199,15 @@ void Layer::make_laurel(const BlockWeights& weights, const Part& part) {
   const std::size_t count = part.count, n = count * spec_.d_model;
   laurel_.resize(n);
   gate_.resize(count * spec_.laurel);
-  arithmetic_.take_inputs(normed_.data(), count, spec_.d_model, part.is_prompt());
-  arithmetic_.project(weights.laurel_in, count, gate_.data());
-  arithmetic_.take_inputs(gate_.data(), count, spec_.laurel, part.is_prompt());
-  arithmetic_.project(weights.laurel_out, count, laurel_.data());
+  arithmetic_.project(weights.laurel_in, normed_.data(), count, part.is_prompt(), gate_.data());
+  arithmetic_.project(weights.laurel_out, gate_.data(), count, part.is_prompt(), laurel_.data());
   arithmetic_.normalize(weights.laurel_norm, count, laurel_.data(), laurel_.data());
-  for (std::size_t i = 0; i < n; ++i) laurel_[i] += normed_[i];
-  arithmetic_.round(laurel_.data(), n);
+  arithmetic_.add(laurel_.data(), normed_.data(), n);
 }
 
 void Layer::add_laurel(std::size_t count, float* states) {
   const std::size_t n = count * spec_.d_model;
-  for (std::size_t i = 0; i < n; ++i) states[i] += laurel_[i];
-  arithmetic_.round(states, n);
+  arithmetic_.add(states, laurel_.data(), n);
   for (std::size_t i = 0; i < n; ++i) states[i] /= std::sqrt(2.0F);
   arithmetic_.round(states, n);
 }
@@ -233,34 +221,25 @@ void Layer::add_per_layer(std::size_t layer, const BlockWeights& weights, const 
     states[i] = states[n + i] * weights.stream_scale[i % spec_.d_model];
   if (spec_.streams != 0) arithmetic_.round(states, n);
   gate_.resize(count * width);
-  arithmetic_.take_inputs(states, count, spec_.d_model, part.is_prompt());
-  arithmetic_.project(weights.per_layer_gate, count, gate_.data());
+  arithmetic_.project(weights.per_layer_gate, states, count, part.is_prompt(), gate_.data());
   activate_rows(weights, count, width, gate_.data());
   for (std::size_t t = 0; t < count; ++t) {
     const float* row = part.per_layer + t * spec_.row_width() + layer * width;
     for (std::size_t i = 0; i < width; ++i) gate_[t * width + i] *= row[i];
   }
   arithmetic_.round(gate_.data(), count * width);
-  arithmetic_.take_inputs(gate_.data(), count, width, part.is_prompt());
-  arithmetic_.project(weights.per_layer_out, count, projected_.data());
+  arithmetic_.project(weights.per_layer_out, gate_.data(), count, part.is_prompt(), projected_.data());
   arithmetic_.normalize(weights.per_layer_norm, count, projected_.data(), projected_.data());
   if (spec_.streams == 0) return add_projected(count, states);
-  for (std::size_t s = 2; s <= spec_.streams; ++s) {
-    for (std::size_t i = 0; i < n; ++i) states[s * n + i] += projected_[i];
-    arithmetic_.round(states + s * n, n);
-  }
+  for (std::size_t s = 2; s <= spec_.streams; ++s) arithmetic_.add(states + s * n, projected_.data(), n);
 }
 
 // states += projected_
 void Layer::add_projected(std::size_t count, float* states) {
   const std::size_t n = count * spec_.d_model;
   arithmetic_.round(projected_.data(), n);
-  if (spec_.residual_scale != 1.0F) {
-    for (std::size_t i = 0; i < n; ++i) projected_[i] *= spec_.residual_scale;
-    arithmetic_.round(projected_.data(), n);
-  }
-  for (std::size_t i = 0; i < n; ++i) states[i] += projected_[i];
-  arithmetic_.round(states, n);
+  if (spec_.residual_scale != 1.0F) arithmetic_.scale(projected_.data(), spec_.residual_scale, n);
+  arithmetic_.add(states, projected_.data(), n);
 }
 
 // Of `count` tokens' states: whatever followed would be nonsense without a sign of it.

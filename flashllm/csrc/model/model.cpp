@@ -41,28 +41,20 @@ Model::Model(const ModelSpec& spec, const ModelWeights& weights, const RowFormat
 }
 
 void Model::embed(const Token* tokens, std::size_t count, float* states) {
+  for (std::size_t t = 0; t < count; ++t)
+    require(tokens[t].id >= 0 && static_cast<std::size_t>(tokens[t].id) < spec_.vocab,
+            "a token id beyond the vocabulary");
   if (!reads_embedding()) return ends_.embed(tokens, count, states);
+  const std::size_t width = spec_.embed_dim;
   try {
-    request_embedding(tokens, count);
-    take_embedding(tokens, count, states);
+    table_->request(tokens, count);
+    watch_.charge(counters_.compute_ns);
+    table_->take([&](std::size_t token, float* row) { std::copy_n(row, width, states + token * width); },
+                 counters_);
   } catch (...) {
     interrupt();
     throw;
   }
-}
-
-void Model::request_embedding(const Token* tokens, std::size_t count) {
-  for (std::size_t t = 0; t < count; ++t)
-    require(tokens[t].id >= 0 && static_cast<std::size_t>(tokens[t].id) < spec_.vocab,
-            "a token id beyond the vocabulary");
-  table_->request(tokens, count);
-}
-
-void Model::take_embedding(const Token* tokens, std::size_t count, float* states) {
-  const std::size_t width = spec_.embed_dim;
-  watch_.charge(counters_.compute_ns);
-  table_->take([&](std::size_t token, float* row) { std::copy_n(row, width, states + token * width); },
-               counters_);
   watch_.charge(counters_.io_ns);
   ends_.embed_rows(states, tokens, count, states);
 }
@@ -200,12 +192,11 @@ void RunningPass::start_stretch() {
   });
   const bool has_rows = model_.spec_.block.row_width() != 0;
   if (has_rows) model_.table_->request(whole.tokens, whole.count);
-  if (model_.reads_embedding()) model_.request_embedding(whole.tokens, whole.count);
   hidden_.resize(whole.count * model_.spec_.block.state_width());
   if (model_.reads_embedding())
-    model_.take_embedding(whole.tokens, whole.count, hidden_.data());
+    model_.embed(whole.tokens, whole.count, hidden_.data());
   else
-    for (const Part& part : stretch_) model_.ends_.embed(part.tokens, part.count, of_part(hidden_, part));
+    for (const Part& part : stretch_) model_.embed(part.tokens, part.count, of_part(hidden_, part));
   if (has_rows) take_rows();
   for (const Part& part : stretch_)
     if (model_.spec_.block.streams != 0)

@@ -62,8 +62,6 @@ class Model {
  private:
   friend class RunningPass;
   bool reads_embedding() const { return table_ != nullptr && spec_.block.row_width() == 0; }
-  void request_embedding(const Token* tokens, std::size_t count);
-  void take_embedding(const Token* tokens, std::size_t count, float* states);
   void look();  // calls `check`
 
   const ModelSpec spec_;

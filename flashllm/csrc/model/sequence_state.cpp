@@ -71,10 +71,9 @@ StateShape::StateShape(const std::vector<LayerKv>& layers, std::size_t context, 
   state_nbytes_ = round_up(floats * sizeof(float), kSystemPage);
 }
 
-const LayerKv& StateShape::layer(std::size_t number) const {
-  const Place& place = layers_.at(number);
-  require(place.kind != kNone, "the layer has no keys and values");
-  return kinds_[place.kind].layer;
+const StateShape::Place& StateShape::place(std::size_t layer) const {
+  require(layer < layers_.size() && layers_[layer].kind != kNone, "there is no such layer of a KV cache");
+  return layers_[layer];
 }
 
 std::size_t StateShape::block_nbytes() const {
@@ -329,17 +328,16 @@ void SequenceState::record(std::size_t layer, std::size_t position, std::size_t 
 }
 
 void SequenceState::append(std::size_t layer, std::size_t position, const float* key, const float* value) {
-  require(layer < shape().layers().size() && shape().layers()[layer].kind != StateShape::kNone &&
-              position >= length_ && position / kKvBlock < tables_[shape().layers()[layer].kind].plain.size(),
+  const StateShape::Place& place = shape().place(layer);
+  require(position >= length_ && position / kKvBlock < tables_[place.kind].plain.size(),
           "a position of the KV cache must be reserved before it is written");
-  const StateShape::Place& place = shape().layers()[layer];
   const KvBlockFormat& format = kind(place.kind).format;
   std::byte* page = tables_[place.kind].plain.pages[position / kKvBlock].get();
   format.write(key, value, position, page + place.index * format.plain_nbytes());
 }
 
 bool SequenceState::seal(std::size_t layer, std::size_t page) {
-  const StateShape::Place& place = shape().layers()[layer];
+  const StateShape::Place& place = shape().place(layer);
   const KvBlockFormat& format = kind(place.kind).format;
   require(format.is_packed() && page < tables_[place.kind].packed.size(), "only a full page is packed");
   std::byte* to = tables_[place.kind].packed.pages[page].get() + place.index * format.packed_nbytes();
@@ -347,9 +345,7 @@ bool SequenceState::seal(std::size_t layer, std::size_t page) {
 }
 
 KvView SequenceState::view(std::size_t layer) const {
-  require(layer < shape().layers().size() && shape().layers()[layer].kind != StateShape::kNone,
-          "a KV cache's layer beyond those there are");
-  const StateShape::Place& place = shape().layers()[layer];
+  const StateShape::Place& place = shape().place(layer);
   const KvBlockFormat& format = kind(place.kind).format;
   KvView view = format.view(tables_[place.kind].plain.addresses.data(), place.index * format.plain_nbytes());
   if (!format.is_packed()) return view;

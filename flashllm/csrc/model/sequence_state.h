@@ -73,7 +73,9 @@ class StateShape {
 
   const std::vector<Kind>& kinds() const { return kinds_; }
   const std::vector<Place>& layers() const { return layers_; }
-  const LayerKv& layer(std::size_t number) const;
+  // Of a layer with keys and values; throws CoreError for another.
+  const Place& place(std::size_t layer) const;
+  const LayerKv& layer(std::size_t number) const { return kinds_[place(number).kind].layer; }
   std::size_t state_nbytes() const { return state_nbytes_; }  // of all recurrent states, in whole pages
   std::size_t context() const { return context_; }
   Dtype dtype() const { return dtype_; }

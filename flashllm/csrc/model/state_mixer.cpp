@@ -78,8 +78,7 @@ void StateMixer::mix(const StateSpec& spec, const StateWeights& weights, const P
   });
   finish(spec, weights, count);
   arithmetic_.round(mixed_.data(), mixed_.size());
-  arithmetic_.take_inputs(mixed_.data(), count, values, part.is_prompt());
-  arithmetic_.project(weights.out, count, out);
+  arithmetic_.project(weights.out, mixed_.data(), count, part.is_prompt(), out);
   multiply_all(out, count * weights.out.rows, spec.out_scale);
 }
 
@@ -89,8 +88,7 @@ void StateMixer::convolve_alone(const StateSpec& spec, const StateWeights& weigh
   for (std::vector<float>* each : {&inputs_, &convolved_, &gate_}) each->resize(n);
   const auto multiply_by = [&](const RowMatrix& gate, std::vector<float>& values) {
     arithmetic_.project(gate, count, gate_.data());
-    for (std::size_t i = 0; i < n; ++i) values[i] *= gate_[i];
-    arithmetic_.round(values.data(), n);
+    arithmetic_.multiply(values.data(), gate_.data(), n);
   };
   arithmetic_.project(weights.value, count, inputs_.data());
   multiply_by(weights.key, inputs_);
@@ -98,8 +96,7 @@ void StateMixer::convolve_alone(const StateSpec& spec, const StateWeights& weigh
            0, inputs_.data(), convolved_.data(), arithmetic_.pool());
   arithmetic_.round(convolved_.data(), n);
   multiply_by(weights.query, convolved_);
-  arithmetic_.take_inputs(convolved_.data(), count, spec.values(), part.is_prompt());
-  arithmetic_.project(weights.out, count, out);
+  arithmetic_.project(weights.out, convolved_.data(), count, part.is_prompt(), out);
 }
 
 // decay_ and gate_ of projections of two halves: other inputs are taken.
@@ -109,10 +106,8 @@ void StateMixer::project_by_halves(const StateSpec& spec, const StateWeights& we
   float *of_decay = low_.data(), *of_gate = low_.data() + count * rank;
   arithmetic_.project(weights.decay_down, count, of_decay);
   arithmetic_.project(weights.gate_down, count, of_gate);
-  arithmetic_.take_inputs(of_decay, count, rank, part.is_prompt());
-  arithmetic_.project(weights.decay, count, decay_.data());
-  arithmetic_.take_inputs(of_gate, count, rank, part.is_prompt());
-  arithmetic_.project(weights.out_gate, count, gate_.data());
+  arithmetic_.project(weights.decay, of_decay, count, part.is_prompt(), decay_.data());
+  arithmetic_.project(weights.out_gate, of_gate, count, part.is_prompt(), gate_.data());
 }
 
 // The decay of each token's heads, and how much a value counts; of a delta rule queries and keys of length 1.
