@@ -300,8 +300,7 @@ class _Run:
     def _compute(self, task: Task, batch: _Batch) -> None:
         step, runner = task.step, self.r
         if step.layer == 0 and step.token > 0:
-            positions = [position for position in batch.positions(step.token) if position is not None]
-            self._kv.begin_step(step.batch, step.token, batch.active, positions)
+            self._kv.begin_step(step.batch, step.token, batch.active, self._positions(batch, step.token).tolist())
         embeds = step.layer == 0 and runner.stage.is_first
         x = self._embed(batch, step.token) if embeds else self._activations.take(step.batch, task.square)
         if step.layer == runner.num_layers:

@@ -20,6 +20,7 @@ from flashllm.offload.runtime.tiers.scratch import ScratchFile
 
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
+Written = list[tuple[int, Array]]  # (offset in the file, blocks), to be written
 _OPEN, _SEALED, _STAGED = range(3)  # arenas, as tables name them
 
 
@@ -111,20 +112,16 @@ class KvCache:
 
     def store_prompt(self, task: Task) -> None:
         """Move what `prompt` left in the buffer: full blocks to their tier, the rest to the tail."""
-        written: list[tuple[int, Array]] = []
+        written: Written = []
         layer = task.step.layer
-        attention, arena, outbox = self._attention[layer], self._prompt[task.square][layer], self._outbox[layer]
+        arena = self._prompt[task.square][layer]
         for place in self._arrangement.batches[task.step.batch]:
             if not place.moves:
                 continue
-            full, tail = place.prompt // KV_BLOCK, place.prompt % KV_BLOCK
-            source = np.arange(place.prompt_slot, place.prompt_slot + full, dtype=np.int32)
-            if full and place.on_disk:
-                attention.seal(arena, source, outbox, source)
-                sealed = outbox[place.prompt_slot : place.prompt_slot + full]
-                written.append((self._disk_offset(place, layer, 0), sealed))
-            elif full:
-                attention.seal(arena, source, self._sealed[layer], source - place.prompt_slot + place.sealed_slot)
+            full, tail = divmod(place.prompt, KV_BLOCK)
+            slots = range(place.prompt_slot, place.prompt_slot + full)
+            if full:
+                self._seal(layer, place, arena, slots, first=0, written=written)
             if tail:
                 self._open[layer][place.open_slot] = arena[place.prompt_slot + full]
         if written:
@@ -200,23 +197,27 @@ class KvCache:
     def store_step(self, task: Task) -> None:
         """Seal the tails that the step filled, and move them to their tier."""
         batch, layer = task.step.batch, task.step.layer
-        step, attention, outbox = self._steps[batch, task.step.token], self._attention[layer], self._outbox[layer]
-        written: list[tuple[int, Array]] = []
+        step = self._steps[batch, task.step.token]
+        written: Written = []
         for row, position in zip(step.rows, step.positions.tolist(), strict=True):
             place = self._arrangement.batches[batch][row]
-            if not place.moves or (position + 1) % KV_BLOCK:
-                continue
-            tail = np.array([place.open_slot], np.int32)
-            block = position // KV_BLOCK
-            if place.on_disk:
-                slot = len(written)
-                attention.seal(self._open[layer], tail, outbox, np.array([slot], np.int32))
-                written.append((self._disk_offset(place, layer, block), outbox[slot : slot + 1]))
-            else:
-                home = np.array([place.sealed_slot + block], np.int32)
-                attention.seal(self._open[layer], tail, self._sealed[layer], home)
+            if place.moves and (position + 1) % KV_BLOCK == 0:
+                first = position // KV_BLOCK
+                self._seal(layer, place, self._open[layer], [place.open_slot], first=first, written=written)
         if written:
             self._on_disk().write(written)
+
+    def _seal(
+        self, layer: int, place: Place, arena: Bytes, slots: Sequence[int], *, first: int, written: Written
+    ) -> None:
+        """Seal the full blocks in these slots, the sequence's from number `first` on: into their place in memory, or
+        into the outbox, behind what `written` has of it, to which they are added."""
+        attention, begin, to = self._attention[layer], place.sealed_slot + first, self._sealed[layer]
+        if place.on_disk:
+            begin, to = sum(len(blocks) for _, blocks in written), self._outbox[layer]
+            written.append((self._disk_offset(place, layer, first), to[begin : begin + len(slots)]))
+        homes = np.arange(begin, begin + len(slots), dtype=np.int32)
+        attention.seal(arena, np.array(slots, np.int32), to, homes)
 
     def _disk_offset(self, place: Place, layer: int, block: int) -> int:
         return self._disk_first[layer] + (place.sealed_slot + block) * self._attention[layer].sealed_nbytes

@@ -75,17 +75,9 @@ class WeightPlan:
     bundles: tuple[Bundle, ...] = field(repr=False)  # of the layers, then that of head and embedding
 
     @property
-    def staging_nbytes(self) -> int:
-        return self.staging_buffers * self.buffer_nbytes + self.gather_nbytes
-
-    @property
-    def resident_nbytes(self) -> int:
-        return self.device_nbytes + self.cpu_nbytes
-
-    @property
     def memory_nbytes(self) -> int:
         """All the memory that the weights take while a run lasts, where the device tier is of the same memory."""
-        return self.resident_nbytes + self.staging_nbytes
+        return self.device_nbytes + self.cpu_nbytes + self.staging_buffers * self.buffer_nbytes + self.gather_nbytes
 
     @property
     def accelerator_nbytes(self) -> int:

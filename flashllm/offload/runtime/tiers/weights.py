@@ -131,7 +131,9 @@ class WeightStore(Closing):
         """Rows [n, embed_dim] of the embedding, in the model's dtype; read from the disk where it lies there."""
         outer = self.plan.bundles[-1].tensors
         table = outer["table"] if "table" in outer else outer["head"]
-        return self._in_memory(table)[ids] if table.home != DISK else self._gathered_rows(table, ids)
+        if table.home == DISK:
+            return self._gathered_rows(table, ids)
+        return self._array(table, self._memory[table.home], table.start + table.skip)[ids]
 
     def _gathered_rows(self, table: TieredTensor, ids: NDArray[np.integer[Any]]) -> NDArray[Any]:
         distinct, inverse = np.unique(ids, return_inverse=True)
@@ -297,14 +299,11 @@ class WeightStore(Closing):
         memory, start = self._memory[DEVICE], one.start + one.skip
         if one.home != DEVICE:
             memory, start = self._buffers[buffer], one.staged_at if one.home == CPU else start
-        data = memory[start : start + one.nbytes]
-        array = data if one.packing else data.view(self._dtype.storage).reshape(one.rows, one.columns)
-        return Matrix(array, one.rows, one.columns, one.packing, bias)
+        return Matrix(self._array(one, memory, start), one.rows, one.columns, one.packing, bias)
 
-    def _in_memory(self, one: TieredTensor) -> Array:
-        start = one.start + one.skip
-        data = self._memory[one.home][start : start + one.nbytes]
-        return data.view(self._dtype.storage).reshape(one.rows, one.columns)
+    def _array(self, one: TieredTensor, memory: Bytes, start: int) -> Array:
+        data = memory[start : start + one.nbytes]
+        return data if one.packing else data.view(self._dtype.storage).reshape(one.rows, one.columns)
 
 
 def bias_name(layer: int, matrix: str) -> str:

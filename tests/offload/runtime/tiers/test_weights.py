@@ -211,7 +211,7 @@ def test_a_plan_says_what_a_store_holds(folders):
         assert on_disk.device_nbytes == on_disk.small_nbytes
         everything = plan_weights(source, policy(1, 0, 0))
         assert everything.buffer_nbytes == everything.scratch_nbytes == everything.gather_nbytes == 0
-        assert everything.resident_nbytes - everything.small_nbytes >= 3 * layer + 2 * 2 * 300 * 64
+        assert everything.memory_nbytes - everything.small_nbytes >= 3 * layer + 2 * 2 * 300 * 64
     with open_weights(directory) as source:
         assert plan_weights(source, policy(0, 0, 1)).scratch_nbytes == 3 * 3 * 3 * 4096  # layers, matrices, blocks
         with pytest.raises(UsageError, match="the widths are"):
