@@ -282,7 +282,7 @@ def bench_prompt(dtype: str, shape: tuple[int, int, int], pool: _core.ThreadPool
     inputs, out = stored(x, dtype), stored(torch.zeros(tokens, rows), dtype)
     native = _core.Linear(as_loaded(weight), None, dtype, pool)
     ways: dict[str, Callable[[], Any]] = {
-        "native": lambda: native.forward_many(inputs, out),
+        "native": lambda: native.forward(inputs, out, many=True),
         "torch": lambda: x @ weight.T,
         "torch_widened": lambda: x.float() @ weight.float().T,
     }
@@ -312,8 +312,8 @@ def bench_tokens(
     ways: dict[str, tuple[int, Callable[[], Any]]] = {}
     for tokens in (*PASS_TOKENS, *PROMPT_TOKENS):
         x = np.random.default_rng(tokens).standard_normal((tokens, columns), np.float32)
-        run = linear.forward if tokens in PASS_TOKENS else linear.forward_many
-        ways[str(tokens)] = tokens, functools.partial(run, x, np.empty((tokens, rows), np.float32))
+        out, many = np.empty((tokens, rows), np.float32), tokens not in PASS_TOKENS
+        ways[str(tokens)] = tokens, functools.partial(linear.forward, x, out, many)
     ways["torch_fp32"] = tokens, functools.partial(torch.matmul, torch.from_numpy(x), weight.T)
     codes8 = torch.randint(-127, 128, (columns, rows), dtype=torch.int8)
     inputs8 = torch.randint(-127, 128, (max(tokens, 32), columns), dtype=torch.int8)

@@ -65,8 +65,13 @@ class GroupCode:
         """Groups of a vector of `length` weights; the last one is filled up with zeros."""
         return -(-length // self.group)
 
+    @property
+    def scale_nbytes(self) -> int:
+        """Bytes of a group's scale and minimum."""
+        return 4 if self.has_minimum else 2
+
     def vector_nbytes(self, length: int) -> int:
-        return self.groups(length) * ((4 if self.has_minimum else 2) + self.group * self.bits // 8)
+        return self.groups(length) * (self.scale_nbytes + self.group * self.bits // 8)
 
     def encode(self, values: Floats) -> Bytes:
         """uint8 [n, vector_nbytes(k)] of the weights [n, k], row by row. OverflowError where a weight is not finite, or
@@ -81,32 +86,13 @@ class GroupCode:
         if rows.dtype != np.uint8 or rows.ndim != 2 or rows.shape[1] != self.vector_nbytes(length):
             raise ValueError(f"rows must be uint8 [n, {self.vector_nbytes(length)}], not {rows.dtype} {rows.shape}")
         n, groups = len(rows), self.groups(length)
-        halves = np.ascontiguousarray(rows[:, : groups * (4 if self.has_minimum else 2)]).view("<f2")
-        codes = unpack_codes(rows[:, halves.shape[1] * 2 :], self.bits, groups * self.group, unsigned=True)
-        minimums = halves[:, groups:, None] if self.has_minimum else None
-        grid = self._grid(halves[:, :groups, None], minimums)
-        weights = grid.weights(codes.astype(np.float32).reshape(n, groups, self.group))
+        codes = unpack_codes(rows[:, groups * self.scale_nbytes :], self.bits, groups * self.group, unsigned=True)
+        weights = self._grid(rows, groups).weights(codes.astype(np.float32).reshape(n, groups, self.group))
         return np.ascontiguousarray(weights.reshape(n, -1)[:, :length])
 
-    def grouped(self, values: Floats) -> Floats:
-        """Vectors [n, length] as groups [n, groups, group], the last one of a vector filled up with zeros."""
-        n, length = values.shape
-        padded = np.zeros((n, self.groups(length) * self.group), np.float32)
-        padded[:, :length] = values
-        return padded.reshape(n, -1, self.group)
-
-    def fit(self, grouped: Floats) -> Grid:
-        """The scales (and minimums), [n, groups, 1], that suit weights [n, groups, group] best.
-
-        OverflowError where a weight is not finite, or too large for an fp16 scale.
-        """
-        if not bool(np.all(np.isfinite(grouped))):
-            raise OverflowError("a weight is not finite")
-        weights = np.ascontiguousarray(grouped.reshape(-1, self.group))
-        scales = np.empty((*grouped.shape[:-1], 1), np.float16)
-        minimums = np.empty_like(scales) if self.has_minimum else None
-        _core.fit_groups(weights, self.name, _bits(scales), None if minimums is None else _bits(minimums))
-        return self._grid(scales, minimums)
+    def fit(self, values: Floats) -> Grid:
+        """The scales (and minimums), [n, groups, 1], that suit the weights [n, length] best. Raises as `encode`."""
+        return self._grid(self.encode(values), self.groups(values.shape[1]))
 
     def pack(self, codes: Floats, grid: Grid) -> Bytes:
         """uint8 [n, vector_nbytes] of codes [n, groups, group] on a grid of [n, groups, 1]."""
@@ -115,14 +101,17 @@ class GroupCode:
         parts.append(pack_codes(codes.reshape(len(codes), -1).astype(np.int8), self.bits, unsigned=True))
         return np.concatenate(parts, axis=1)
 
-    @property
-    def _zero(self) -> int:
-        """The code of weight 0, of an encoding without minimums."""
-        return 0 if self.bits == 8 else 8
-
-    def _grid(self, scales: NDArray[np.float16], minimums: NDArray[np.float16] | None = None) -> Grid:
+    def _grid(self, rows: Bytes, groups: int) -> Grid:
+        """The scales (and minimums), [n, groups, 1], of encoded rows."""
+        halves = np.ascontiguousarray(rows[:, : groups * self.scale_nbytes]).view("<f2")[..., None]
         lowest, highest = (-128, 127) if self.bits == 8 else (0, (1 << self.bits) - 1)
-        return Grid(lowest=lowest, highest=highest, zero=self._zero, scales=scales, minimums=minimums)
+        return Grid(
+            lowest=lowest,
+            highest=highest,
+            zero=0 if self.bits == 8 else 8,
+            scales=halves[:, :groups],
+            minimums=halves[:, groups:] if self.has_minimum else None,
+        )
 
 
 def usual_activations(encodings: Iterable[str | None]) -> str | None:
@@ -130,10 +119,6 @@ def usual_activations(encodings: Iterable[str | None]) -> str | None:
     "int16" (by 8 bits what is not multiplied by 16) where there are codes, which inputs of 32 bits would slow down two
     to four times; else fp32, None."""
     return "int16" if any(encoding in GROUP_CODES or encoding in CARRIED_CODES for encoding in encodings) else None
-
-
-def _bits(halves: NDArray[np.float16]) -> NDArray[np.uint16]:
-    return halves.reshape(-1).view(np.uint16)
 
 
 def _rounded(values: Floats, scale: Floats, lowest: int, highest: int) -> Floats:

@@ -44,7 +44,7 @@ def code_rows(weights: Floats, hessians: Hessians, code: GroupCode) -> Bytes:
 
         def round_input(i: int, ahead: Floats, of_span: NDArray[np.int16] = of_span) -> Floats:
             if i % code.group == 0:
-                grids.append(code.fit(code.grouped(ahead[: code.group].T)))
+                grids.append(code.fit(ahead[: code.group].T))
             chosen = grids[-1].codes(ahead[0][:, None, None])
             of_span[:, i] = chosen[:, 0, 0]
             return grids[-1].weights(chosen)[:, 0, 0]

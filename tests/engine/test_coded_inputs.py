@@ -114,7 +114,7 @@ def of_a_prompt(x, name, level):
 def prompts(name, rows, x, *, level="auto", threads=1, inputs="int8"):
     linear = _core.Linear(rows, None, "float32", _core.ThreadPool(threads), level, name, x.shape[1], inputs)
     out = np.empty((len(x), len(rows)), np.float32)
-    linear.forward_many(x, out)
+    linear.forward(x, out, many=True)
     return out
 
 

@@ -20,7 +20,7 @@ def random(*shape, seed=0):
 def products(weight, x, simd, *, threads=1, many=False, encoding=None, columns=None):
     native = _core.Linear(weight, None, "float32", _core.ThreadPool(threads), simd, encoding, columns)
     out = np.full((len(x), len(weight)), np.nan, np.float32)
-    (native.forward_many if many else native.forward)(x, out)
+    native.forward(x, out, many)
     return out
 
 
@@ -52,12 +52,12 @@ def test_products_by_inputs_are_one_sum_whatever_the_tokens(simd, dtype):
             for threads in (1, 3)
         )
         found = np.empty((20, width), np.float32)
-        one.forward_many(x, found)
+        one.forward(x, found, many=True)
         expected = x.astype(np.float64) @ code.decode(rows, width) + bias
         np.testing.assert_allclose(found, expected, atol=1e-3)
         for first, last in ((0, 20), (0, 1), (3, 10), (12, 20)):
             out = np.empty((last - first, width), np.float32)
-            several.forward_many(x[first:last], out)
+            several.forward(x[first:last], out, many=True)
             np.testing.assert_array_equal(out, found[first:last])
             few = np.empty(out.shape, dtype)
             several.forward(x[first:last], few)

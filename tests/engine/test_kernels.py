@@ -79,9 +79,9 @@ def test_weights_that_cannot_be_used_are_refused(weight, bias, error):
 def test_inputs_and_outputs_that_do_not_fit_are_refused():
     linear = _core.Linear(np.zeros((4, 8), np.float32), None, "float32", _core.ThreadPool(1))
     for x, out in (((1, 8), (2, 4)), ((1, 4), (1, 4)), ((1, 8), (1, 8))):
-        for forward in (linear.forward, linear.forward_many):
+        for many in (False, True):
             with pytest.raises(ValueError, match=r"\[tokens, inputs\], outputs \[tokens, outputs\]"):
-                forward(np.zeros(x, np.float32), np.zeros(out, np.float32))
+                linear.forward(np.zeros(x, np.float32), np.zeros(out, np.float32), many)
     with pytest.raises(ValueError, match="dtype"):
         linear.forward(np.zeros((1, 8), np.float16), np.zeros((1, 4), np.float32))
 

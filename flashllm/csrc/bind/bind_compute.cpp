@@ -6,7 +6,6 @@
 #include "kernels/matmul.h"
 #include "kernels/rows.h"
 #include "model/arithmetic.h"
-#include "pack/group_fit.h"
 #include "pack/row_encode.h"
 
 namespace flashllm {
@@ -104,7 +103,6 @@ TensorSource tensors_of(nb::dict arrays) {
 namespace {
 
 using Rows = Array<Two>;
-using Halves = Array<std::uint16_t, One>;
 
 // OverflowError in Python.
 void throw_unless_whole(Encoded result) {
@@ -125,25 +123,6 @@ struct Linear {
 
   std::size_t inputs() const { return by_inputs ? weights.rows : weights.columns; }
   std::size_t width() const { return by_inputs ? weights.columns : weights.rows; }
-
-  void few(const Rows& x, const Rows& out, Dtype to) const {
-    const std::size_t tokens = x.shape(0);
-    const auto* from = static_cast<const std::byte*>(x.data());
-    auto* last = static_cast<std::byte*>(out.data());
-    if (by_inputs) return linear_by_columns(weights, from, tokens, dtype, to, last, pool, simd);
-    std::vector<float> wide(tokens * inputs()), made(tokens * width());
-    Arithmetic arithmetic(dtype, pool, simd);
-    arithmetic.widen(from, wide.size(), wide.data());
-    linear(weights, wide.data(), tokens, made.data(), pool, simd);
-    arithmetic.narrow(made.data(), made.size(), last);
-  }
-
-  void check(const Rows& x, const Rows& out, Dtype out_dtype) const {
-    require(x.itemsize() == dtype_nbytes(dtype) && out.itemsize() == dtype_nbytes(out_dtype),
-            "inputs and outputs must be of the weights' dtype");
-    require(x.shape(1) == inputs() && out.shape(0) == x.shape(0) && out.shape(1) == width(),
-            "inputs must be [tokens, inputs], outputs [tokens, outputs]");
-  }
 };
 
 void make_linear(Linear* self, const Rows& weight, const std::optional<FloatArray>& bias,
@@ -170,22 +149,29 @@ void make_linear(Linear* self, const Rows& weight, const std::optional<FloatArra
   if (bias) self->weights.bias = bias->data();
 }
 
-// x: [tokens, inputs], out: [tokens, outputs]; as for few tokens, where memory is the limit.
-void forward(const Linear& self, const Rows& x, const Rows& out) {
-  self.check(x, out, self.dtype);
-  self.few(x, out, self.dtype);
-}
-
-// The same for a prompt, where arithmetic is the limit. Outputs in fp32 are not rounded.
-void forward_many(const Linear& self, const Rows& x, const Rows& out) {
+// x: [tokens, inputs], out: [tokens, outputs]; as for few tokens, where memory is the limit. `many`: as for a
+// prompt, where arithmetic is; outputs in fp32 are then not rounded.
+void forward(const Linear& self, const Rows& x, const Rows& out, bool many) {
   const RowMatrix& weights = self.weights;
-  const Dtype to = out.dtype() == nb::dtype<float>() ? Dtype::f32 : self.dtype;
-  self.check(x, out, to);
-  if (self.by_inputs) return self.few(x, out, to);
-  const TokenForm form = form_of_many(weights.codec, weights.inputs, self.dtype, weights.columns, self.simd);
-  const PackedTokens packed(static_cast<const std::byte*>(x.data()), x.shape(0), weights.columns, self.dtype,
-                            form, self.pool, self.simd);
-  linear_many(weights, packed, to, static_cast<std::byte*>(out.data()), self.pool, self.simd);
+  const Dtype dtype = self.dtype, to = many && out.dtype() == nb::dtype<float>() ? Dtype::f32 : dtype;
+  const std::size_t tokens = x.shape(0);
+  require(x.itemsize() == dtype_nbytes(dtype) && out.itemsize() == dtype_nbytes(to),
+          "inputs and outputs must be of the weights' dtype");
+  require(x.shape(1) == self.inputs() && out.shape(0) == tokens && out.shape(1) == self.width(),
+          "inputs must be [tokens, inputs], outputs [tokens, outputs]");
+  const auto* from = static_cast<const std::byte*>(x.data());
+  auto* last = static_cast<std::byte*>(out.data());
+  if (self.by_inputs) return linear_by_columns(weights, from, tokens, dtype, to, last, self.pool, self.simd);
+  if (many) {
+    const TokenForm form = form_of_many(weights.codec, weights.inputs, dtype, weights.columns, self.simd);
+    const PackedTokens packed(from, tokens, weights.columns, dtype, form, self.pool, self.simd);
+    return linear_many(weights, packed, to, last, self.pool, self.simd);
+  }
+  std::vector<float> wide(tokens * self.inputs()), made(tokens * self.width());
+  Arithmetic arithmetic(dtype, self.pool, self.simd);
+  arithmetic.widen(from, wide.size(), wide.data());
+  linear(weights, wide.data(), tokens, made.data(), self.pool, self.simd);
+  arithmetic.narrow(made.data(), made.size(), last);
 }
 
 }  // namespace
@@ -208,21 +194,6 @@ void init_compute(nb::module_& m) {
       },
       nb::arg("pool"), nb::arg("nbytes"), nb::arg("seconds"), nb::arg("simd") = "auto");
 
-  m.def(
-      "fit_groups",
-      [](const FloatRows& weights, const std::string& encoding, const Halves& scales,
-         const std::optional<Halves>& minimums) {
-        const GroupShape shape = group_shape(parse_codec(encoding));
-        require(weights.shape(1) == shape.group && shape.has_minimum == minimums.has_value() &&
-                    scales.shape(0) == weights.shape(0) &&
-                    (!shape.has_minimum || minimums->shape(0) == weights.shape(0)),
-                "groups are of the encoding's size, with a scale and, where it has them, a minimum each");
-        const nb::gil_scoped_release unlocked;
-        if (!fit_groups(shape, weights.data(), weights.shape(0), scales.data(),
-                        shape.has_minimum ? minimums->data() : nullptr))
-          throw_unless_whole(Encoded::too_large);
-      },
-      nb::arg("weights"), nb::arg("encoding"), nb::arg("scales"), nb::arg("minimums").none());
   m.def(
       "encode_rows",
       [](const Rows& weights, const std::string& dtype, const std::string& encoding, const ByteRows& out,
@@ -247,8 +218,7 @@ void init_compute(nb::module_& m) {
            nb::arg("columns").none() = nb::none(), nb::arg("inputs") = "float32",
            nb::arg("by_inputs") = false, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
            nb::keep_alive<1, 5>())
-      .def("forward", &forward, nb::arg("x"), nb::arg("out"), nb::call_guard<nb::gil_scoped_release>())
-      .def("forward_many", &forward_many, nb::arg("x"), nb::arg("out"),
+      .def("forward", &forward, nb::arg("x"), nb::arg("out"), nb::arg("many") = false,
            nb::call_guard<nb::gil_scoped_release>());
 }
 

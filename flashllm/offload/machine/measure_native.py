@@ -223,12 +223,12 @@ def multiply(matrix: Matrix, x: Array, dtype: str, pool: _core.ThreadPool, *, de
     """x [rows, columns] times the transpose of a matrix, by the product that a layer takes."""
     out, packing = np.empty((len(x), matrix.rows), x.dtype), matrix.packing
     if packing is None:
-        _core.Linear(matrix.array, None, dtype, pool).forward_many(x, out)
+        _core.Linear(matrix.array, None, dtype, pool).forward(x, out, many=True)
         return out
     count, length = packing.vectors(matrix.rows, matrix.columns)
     codes = matrix.array.reshape(count, -1)
     native = _core.Linear(codes, None, dtype, pool, "auto", packing.encoding, length, "int16", packing.by_inputs)
-    (native.forward if decoding else native.forward_many)(x, out)
+    native.forward(x, out, many=not decoding)
     return out
 
 
