@@ -125,7 +125,7 @@ class PyModel {
     PyTap tap(observer, d_model_);
     Tap* asked = observer.is_none() ? nullptr : &tap;
     const nb::gil_scoped_release unlocked;
-    model_->run_block(layer, 0, tokens, states.data(), asked);
+    model_->run_block(layer, tokens, states.data(), asked);
   }
 
   static std::vector<Token> tokens_of(const std::vector<Entry>& entries) {

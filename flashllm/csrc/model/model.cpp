@@ -59,19 +59,18 @@ void Model::embed(const Token* tokens, std::size_t count, float* states) {
   ends_.embed_rows(states, tokens, count, states);
 }
 
-void Model::run_block(std::size_t layer, std::size_t kv_layer, const std::vector<Token>& tokens,
-                      float* states, Tap* tap) {
+void Model::run_block(std::size_t layer, const std::vector<Token>& tokens, float* states, Tap* tap) {
   require(layer < num_layers(), "a layer beyond those there are");
   const LayerSpec& spec = weights_.blocks[layer].spec;
   for (const Token& token : tokens) {
-    const LayerKv& kept = token.sequence->shape().layer(kv_layer);
+    const LayerKv& kept = token.sequence->shape().layer(0);
     require(spec.attention.heads != 0 && spec.state.value_heads == 0 && spec.attention.shared < 0 &&
                 kept.kv_heads == spec.attention.kv_heads && kept.head_dim == spec.attention.head_dim &&
                 kept.keys_alone == spec.attention.is_latent() && spec_.block.streams == 0,
             "a sequence must have room for this layer's keys and values");
   }
   watch_.restart();
-  const Part part{tokens.data(), tokens.size(), Pass::prompt, false, true, true, tap, kv_layer, 0};
+  const Part part{tokens.data(), tokens.size(), Pass::prompt, tap};
   layer_.set_positions(part);
   for (const Token& token : tokens) token.sequence->reserve(token.position + 1);
   try {
@@ -182,8 +181,8 @@ void RunningPass::start_stretch() {
   for (std::size_t p = begins; p < ends; ++p) {
     const std::size_t begin = count * p / parts_, end = count * (p + 1) / parts_;
     const bool fills = pass_ == Pass::prompt && model_.spec_.fill_tokens != 0 && p + 1 == parts_;
-    stretch_.push_back({tokens_.data() + begin, end - begin, pass_, fills, number_ + 1 == stretches_, false,
-                        tap_, 0, drafted_, stretch_.size(), begin - first_});
+    stretch_.push_back({tokens_.data() + begin, end - begin, pass_, tap_, fills, number_ + 1 == stretches_,
+                        false, drafted_, p - begins, begin - first_});
   }
   Part whole = stretch_[0];
   whole.count = stretch_tokens();

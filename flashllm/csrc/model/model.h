@@ -48,10 +48,9 @@ class Model {
   void accept(std::size_t count) { ffn_.accept(count); }
 
   // The parts of a prompt pass, for those who go through a model layer by layer. states: [tokens, d_model]
-  // fp32. `run_block` keeps keys and values as layer `kv_layer` of the sequences.
+  // fp32. `run_block` keeps keys and values as the sequences' layer 0.
   void embed(const Token* tokens, std::size_t count, float* states);
-  void run_block(std::size_t layer, std::size_t kv_layer, const std::vector<Token>& tokens, float* states,
-                 Tap* tap);
+  void run_block(std::size_t layer, const std::vector<Token>& tokens, float* states, Tap* tap);
 
   // After a pass that did not finish: no read stays under way, and no row counts that did not come.
   void interrupt() noexcept {

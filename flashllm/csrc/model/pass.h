@@ -44,18 +44,18 @@ struct Tap {
 };
 
 // Tokens of a pass that go through the blocks together. A prompt's go in stretches of several parts: a
-// layer's rows are read once for all of them.
+// layer's rows are read once for all of them. By default they are all of a pass, at one block.
 struct Part {
-  const Token* tokens;
-  std::size_t count;
-  Pass pass;
-  bool fills;         // the neuron caches, from its last tokens
-  bool is_last;       // or in the last stretch of its pass
-  bool is_one_block;  // not of a pass through all of them
-  Tap* tap;
-  std::size_t kv_layer;               // of its keys and values
-  std::size_t drafted;                // of its last tokens
+  const Token* tokens = nullptr;
+  std::size_t count = 0;
+  Pass pass = Pass::prompt;
+  Tap* tap = nullptr;
+  bool fills = false;                 // the neuron caches, from its last tokens
+  bool is_last = true;                // or in the last stretch of its pass
+  bool is_one_block = true;           // not of a pass through all of them
+  std::size_t drafted = 0;            // of its last tokens
   std::size_t number = 0, first = 0;  // in its stretch: which part, and which token its first one is
+  std::size_t kv_layer = 0;           // of its keys and values
   const float* per_layer = nullptr;   // [tokens, layers, per_layer], where the model has such embeddings
 
   bool is_prompt() const { return pass == Pass::prompt; }

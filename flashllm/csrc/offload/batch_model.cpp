@@ -159,7 +159,7 @@ void BatchModel::each_part(const std::int64_t* positions, std::size_t count, Pas
   for (std::size_t begin = 0; begin < count; begin += rows_together_) {
     const std::size_t n = std::min(rows_together_, count - begin);
     for (std::size_t t = 0; t < n; ++t) tokens[t].position = static_cast<std::size_t>(positions[begin + t]);
-    body(Part{tokens.data(), n, pass, false, true, true, nullptr, 0, 0}, begin);
+    body(Part{tokens.data(), n, pass}, begin);
   }
 }
 
