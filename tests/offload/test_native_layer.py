@@ -70,7 +70,7 @@ def test_what_does_not_fit_is_refused():
         model.lend_layer(1, lent, {}, False)
     with pytest.raises(ValueError, match=r"up\.weight does not fit"):
         model.lend_layer(0, lent | {"up.weight": np.zeros((8, D), np.float32)}, {}, False)
-    with pytest.raises(ValueError, match="model's dtype"):
+    with pytest.raises(ValueError, match="must be of dtype float"):
         model.run(layer, states.astype(np.float64), positions, attend)
     with pytest.raises(ValueError, match=r"must be \[2, 32\]"):
         model.run(layer, states, positions[:2], attend)

@@ -155,8 +155,8 @@ void forward(const Linear& self, const Rows& x, const Rows& out, bool many) {
   const RowMatrix& weights = self.weights;
   const Dtype dtype = self.dtype, to = many && out.dtype() == nb::dtype<float>() ? Dtype::f32 : dtype;
   const std::size_t tokens = x.shape(0);
-  require(x.itemsize() == dtype_nbytes(dtype) && out.itemsize() == dtype_nbytes(to),
-          "inputs and outputs must be of the weights' dtype");
+  require_dtype(x, dtype, "inputs");
+  require_dtype(out, to, "outputs");
   require(x.shape(1) == self.inputs() && out.shape(0) == tokens && out.shape(1) == self.width(),
           "inputs must be [tokens, inputs], outputs [tokens, outputs]");
   const auto* from = static_cast<const std::byte*>(x.data());
@@ -201,7 +201,7 @@ void init_compute(nb::module_& m) {
         const RowCodec codec = parse_codec(encoding);
         const Dtype parsed = parse_dtype(dtype);
         group_shape(codec);
-        require(weights.itemsize() == dtype_nbytes(parsed), "weights must be of the dtype that is said");
+        require_dtype(weights, parsed, "weights");
         require(weights.shape(1) != 0 && out.shape(0) == weights.shape(0) &&
                     out.shape(1) == vector_nbytes(codec, weights.shape(1)),
                 "out must have a vector of the encoding for every row of weights");

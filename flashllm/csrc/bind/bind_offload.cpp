@@ -14,18 +14,6 @@ using Floats = Array<float>;
 using Table = Array<const std::int32_t, Two>;
 using Longs = Array<const std::int64_t, One>;
 
-// bf16 comes as uint16 from numpy, which has no such type.
-template <typename Array>
-void require_dtype(const Array& array, Dtype dtype, const char* what) {
-  const nb::dlpack::dtype type = array.dtype();
-  const auto is = [&](nb::dlpack::dtype_code code) {
-    return type.code == static_cast<std::uint8_t>(code) && type.bits == 8 * dtype_nbytes(dtype);
-  };
-  require(dtype == Dtype::bf16 ? is(nb::dlpack::dtype_code::Bfloat) || is(nb::dlpack::dtype_code::UInt)
-                               : is(nb::dlpack::dtype_code::Float),
-          std::string(what) + " must be of the model's dtype");
-}
-
 // Keys and values are the caller's: `attend(first, queries, keys, values, out)` keeps those of the tokens
 // from number `first` of the call on, and fills `out`; arrays [tokens, width] of values of the dtype in fp32,
 // valid during the call.

@@ -128,6 +128,18 @@ inline constexpr Named<SimdLevel> kSimdLevels[] = {{"scalar", SimdLevel::scalar}
                                                    {"avx512_bf16", SimdLevel::avx512_bf16},
                                                    {"avx512_amx", SimdLevel::avx512_amx}};
 
+// Throws CoreError for an array of another dtype; bf16 comes as uint16 from numpy, which has no such type.
+template <typename Array>
+void require_dtype(const Array& array, Dtype dtype, const char* what) {
+  const nb::dlpack::dtype type = array.dtype();
+  const auto is = [&](nb::dlpack::dtype_code code) {
+    return type.code == static_cast<std::uint8_t>(code) && type.bits == 8 * dtype_nbytes(dtype);
+  };
+  require(dtype == Dtype::bf16 ? is(nb::dlpack::dtype_code::Bfloat) || is(nb::dlpack::dtype_code::UInt)
+                               : is(nb::dlpack::dtype_code::Float),
+          std::string(what) + " must be of dtype " + name_of(dtype, kDtypes));
+}
+
 inline Dtype parse_dtype(const std::string& name) { return by_name("a dtype", name, kDtypes); }
 RowCodec parse_codec(const std::string& name);  // a dtype's name, or a grouped codec's
 std::map<std::string, RowCodec> parse_codecs(const std::map<std::string, std::string>& names);

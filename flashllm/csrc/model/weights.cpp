@@ -103,44 +103,48 @@ BlockWeights read_block(NamedTensors& tensors, const std::string& layer, const A
   const AttentionSpec& attention = spec.attention;
   const NormStyle& style = of.norms;
   const std::size_t d_model = model.d_model, attended = attention.query_dim(), cached = attention.kv_dim();
+  const auto linear = [&](const char* name, std::size_t rows, std::size_t columns) {
+    return tensors.linear(layer + name, rows, columns);
+  };
+  const auto norm = [&](const char* name) { return tensors.norm(layer + name, style, d_model); };
   BlockWeights weights;
   weights.spec = spec;
   const bool mixes = spec.mixes(), computes = spec.neurons != 0;
   if (spec.norms != NormPlace::output) {
-    if (mixes) weights.attention_norm = tensors.norm(layer + "attention_norm", style, d_model);
-    if (computes && !spec.shared_norm) weights.ffn_norm = tensors.norm(layer + "ffn_norm", style, d_model);
+    if (mixes) weights.attention_norm = norm("attention_norm");
+    if (computes && !spec.shared_norm) weights.ffn_norm = norm("ffn_norm");
   }
   if (norms_output(spec.norms)) {
-    weights.attention_output_norm = tensors.norm(layer + "attention_output_norm", style, d_model);
-    weights.ffn_output_norm = tensors.norm(layer + "ffn_output_norm", style, d_model);
+    weights.attention_output_norm = norm("attention_output_norm");
+    weights.ffn_output_norm = norm("ffn_output_norm");
   }
   if (attention.head_norm != HeadNorm::none) {
     const bool together = attention.head_norm == HeadNorm::projection,
                own = attention.head_norm == HeadNorm::heads;
-    const auto norm = [&](const char* name, std::size_t all) {
+    const auto head_norm = [&](const char* name, std::size_t all) {
       return tensors.norm(layer + name, style, together ? all : attention.head_dim,
                           together || own ? all : attention.head_dim);
     };
-    weights.query_norm = norm("query_norm", attended);
-    if (attention.shared < 0) weights.key_norm = norm("key_norm", cached);
+    weights.query_norm = head_norm("query_norm", attended);
+    if (attention.shared < 0) weights.key_norm = head_norm("key_norm", cached);
     if (attention.value_norm) weights.value_norm = {style.kind, attention.head_dim, style.epsilon};
   }
   if (const float* scale = tensors.floats(layer + "scale", 1)) weights.scale = *scale;
   if (spec.beside != 0) {
-    weights.beside_up = tensors.linear(layer + "beside_up", spec.beside, d_model);
-    weights.beside_gate = tensors.linear(layer + "beside_gate", spec.beside, d_model);
-    weights.beside_down = tensors.linear(layer + "beside_down", d_model, spec.beside);
-    weights.beside_norm = tensors.norm(layer + "ffn_beside_norm", style, d_model);
-    weights.beside_output_norm = tensors.norm(layer + "ffn_beside_output_norm", style, d_model);
-    weights.experts_output_norm = tensors.norm(layer + "ffn_experts_output_norm", style, d_model);
+    weights.beside_up = linear("beside_up", spec.beside, d_model);
+    weights.beside_gate = linear("beside_gate", spec.beside, d_model);
+    weights.beside_down = linear("beside_down", d_model, spec.beside);
+    weights.beside_norm = norm("ffn_beside_norm");
+    weights.beside_output_norm = norm("ffn_beside_output_norm");
+    weights.experts_output_norm = norm("ffn_experts_output_norm");
   }
   if (model.per_layer != 0) {
-    weights.per_layer_gate = tensors.linear(layer + "per_layer_gate", model.per_layer, d_model);
-    weights.per_layer_out = tensors.linear(layer + "per_layer_out", d_model, model.per_layer);
-    weights.per_layer_norm = tensors.norm(layer + "per_layer_norm", style, d_model);
+    weights.per_layer_gate = linear("per_layer_gate", model.per_layer, d_model);
+    weights.per_layer_out = linear("per_layer_out", d_model, model.per_layer);
+    weights.per_layer_norm = norm("per_layer_norm");
   }
   if (const std::size_t streams = model.streams; streams != 0) {
-    weights.stream_router_norm = tensors.norm(layer + "stream_router_norm", style, d_model);
+    weights.stream_router_norm = norm("stream_router_norm");
     weights.stream_router =
         tensors.matrix(layer + "stream_router", streams, d_model, codec_of(tensors.dtype()));
     for (const char* part : {"stream_predict", "stream_correct", "stream_scale"}) tensors.need(layer + part);
@@ -149,9 +153,9 @@ BlockWeights read_block(NamedTensors& tensors, const std::string& layer, const A
     weights.stream_scale = tensors.floats(layer + "stream_scale", d_model);
   }
   if (model.laurel != 0) {
-    weights.laurel_in = tensors.linear(layer + "laurel_in", model.laurel, d_model);
-    weights.laurel_out = tensors.linear(layer + "laurel_out", d_model, model.laurel);
-    weights.laurel_norm = tensors.norm(layer + "laurel_norm", style, d_model);
+    weights.laurel_in = linear("laurel_in", model.laurel, d_model);
+    weights.laurel_out = linear("laurel_out", d_model, model.laurel);
+    weights.laurel_norm = norm("laurel_norm");
   }
   if (spec.gate_deviations) {
     weights.neuron_norm.neurons = spec.neurons;
@@ -169,26 +173,25 @@ BlockWeights read_block(NamedTensors& tensors, const std::string& layer, const A
   if (attention.heads == 0) return weights;
   if (attention.is_latent()) {
     const LatentSpec& latent = attention.latent;
-    const auto norm = [&](const char* name, std::size_t width) {
+    const auto latent_norm = [&](const char* name, std::size_t width) {
       return tensors.norm(layer + name, {Norm::Kind::rms, latent.norm_epsilon, style.shift}, width);
     };
     if (latent.query_rank != 0) {
-      weights.query_down = tensors.linear(layer + "query_down", latent.query_rank, d_model);
-      weights.query_norm = norm("query_norm", latent.query_rank);
+      weights.query_down = linear("query_down", latent.query_rank, d_model);
+      weights.query_norm = latent_norm("query_norm", latent.query_rank);
     }
-    weights.key_norm = norm("key_norm", latent.rank);
-    weights.key_up = tensors.linear(layer + "key_up", attention.heads * latent.rank, latent.plain_dim);
+    weights.key_norm = latent_norm("key_norm", latent.rank);
+    weights.key_up = linear("key_up", attention.heads * latent.rank, latent.plain_dim);
   }
-  weights.query = tensors.linear(layer + "query", attention.heads * attention.projected_dim(),
-                                 attention.query_inputs(d_model));
-  if (attention.gate != Gate::none)
-    weights.out_gate = tensors.linear(layer + "out_gate", attention.gates(), d_model);
-  if (attention.shared < 0) weights.key = tensors.linear(layer + "key", cached, d_model);
+  weights.query =
+      linear("query", attention.heads * attention.projected_dim(), attention.query_inputs(d_model));
+  if (attention.gate != Gate::none) weights.out_gate = linear("out_gate", attention.gates(), d_model);
+  if (attention.shared < 0) weights.key = linear("key", cached, d_model);
   if (attention.is_latent())
-    weights.value = tensors.linear(layer + "value", attention.mixed_dim(), attention.latent.rank);
+    weights.value = linear("value", attention.mixed_dim(), attention.latent.rank);
   else if (attention.shared < 0 && !attention.key_is_value)
-    weights.value = tensors.linear(layer + "value", attention.kv_heads * attention.value_width(), d_model);
-  weights.out = tensors.linear(layer + "out", d_model, attention.mixed_dim());
+    weights.value = linear("value", attention.kv_heads * attention.value_width(), d_model);
+  weights.out = linear("out", d_model, attention.mixed_dim());
   weights.sinks = tensors.floats(layer + "sinks", attention.heads);
   return weights;
 }
