@@ -46,7 +46,7 @@ CODED = [
 ]
 CODED_SHAPE, TINY_CODED_SHAPE = (4096, 4096), (64, 256)
 SPARSE = (4096, 16384, 0.10, 4)  # d_model, d_ff, share active, layers cached
-ATTENTION = (32, 128, [128, 512, 2048])  # heads, head_dim, positions
+ATTENTION = [(32, 32, 128, n) for n in (128, 512, 2048)] + [(32, 4, 128, 4096)]  # heads, of keys; width; positions
 PROMPT = (128, 16384, 4096)  # tokens, rows, columns
 PASS_TOKENS, PROMPT_TOKENS = (1, 2, 4, 8), (32, 128, 256)
 # (encoding, inputs): codes that share a scale, whether they have minimums, whether a prompt's inputs are bytes
@@ -62,7 +62,7 @@ TILES = 2000  # products of what the first cache holds: some 10 ms
 TINY_PROMPT = (9, 64, 48)
 TINY_LINEARS = [(64, 48)]
 TINY_SPARSE = (64, 256, 0.10, 2)
-TINY_ATTENTION = (2, 16, [8])
+TINY_ATTENTION = [(2, 2, 16, 8), (8, 2, 16, 8)]
 ROOF_NBYTES = 512 << 20  # well beyond the caches
 ROUNDS = 5
 
@@ -247,16 +247,16 @@ def bench_sparse(dtype: str, shape: tuple[int, int, float, int], rounds: Rounds)
     return result
 
 
-def bench_attention(dtype: str, shape: tuple[int, int], positions: int, rounds: Rounds):
+def bench_attention(dtype: str, shape: tuple[int, int, int, int], rounds: Rounds):
     """Attention of one token over `positions` cached ones, in as many layers as exceed the processor's cache."""
-    heads, head_dim = shape
-    nbytes_each = 2 * heads * positions * head_dim * WEIGHT_DTYPES[dtype].itemsize
-    keys, values = (torch.randn(positions, heads, head_dim).numpy() for _ in range(2))
+    heads, kv_heads, head_dim, positions = shape
+    nbytes_each = 2 * kv_heads * positions * head_dim * WEIGHT_DTYPES[dtype].itemsize
+    keys, values = (torch.randn(positions, kv_heads, head_dim).numpy() for _ in range(2))
     layers = []
     for _ in range(max(2, rounds.nbytes // nbytes_each)):
         layer = _core.KvAttention(
             heads=heads,
-            kv_heads=heads,
+            kv_heads=kv_heads,
             head_dim=head_dim,
             context=positions,
             dtype=dtype,
@@ -272,7 +272,8 @@ def bench_attention(dtype: str, shape: tuple[int, int], positions: int, rounds: 
             layer.attend_each(q, out)
 
     nbytes = len(layers) * nbytes_each
-    return rounds.figure("attention", nbytes, run, dtype=dtype, heads=heads, head_dim=head_dim, positions=positions)
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "positions": positions}
+    return rounds.figure("attention", nbytes, run, dtype=dtype, **sizes)
 
 
 def bench_prompt(dtype: str, shape: tuple[int, int, int], pool: _core.ThreadPool) -> dict[str, Any]:
@@ -389,7 +390,7 @@ def as_markdown(document: dict[str, Any]) -> str:
 
 def size_of(result: dict[str, Any]) -> str:
     """The shape of a figure in a few characters."""
-    keys = ("rows", "columns", "d_model", "d_ff", "heads", "head_dim", "positions")
+    keys = ("rows", "columns", "d_model", "d_ff", "heads", "kv_heads", "head_dim", "positions")
     return " x ".join(str(result[key]) for key in keys if key in result)
 
 
@@ -408,7 +409,6 @@ def main(argv: list[str] | None = None) -> int:
     )
     linears = TINY_LINEARS if args.tiny else LINEARS
     sparse = TINY_SPARSE if args.tiny else SPARSE
-    heads, head_dim, contexts = TINY_ATTENTION if args.tiny else ATTENTION
     results, prompts = [], []
 
     def take(bench: Callable[[], dict[str, Any]]) -> None:
@@ -416,7 +416,7 @@ def main(argv: list[str] | None = None) -> int:
         results.append(result)
         low, high = result["gb_per_s_range"]
         print(
-            f"{result['name']:<11} {result['dtype']:<19} {size_of(result):<16} {result['gb_per_s']:6.1f} GB/s "
+            f"{result['name']:<11} {result['dtype']:<19} {size_of(result):<19} {result['gb_per_s']:6.1f} GB/s "
             f"({low} to {high}), {result['percent_of_roof']} % of {result['roof_gb_per_s']} GB/s",
             flush=True,
         )
@@ -425,8 +425,8 @@ def main(argv: list[str] | None = None) -> int:
         for shape in linears:
             take(functools.partial(bench_linear, dtype, shape, rounds))
         take(functools.partial(bench_sparse, dtype, sparse, rounds))
-        for n in contexts:
-            take(functools.partial(bench_attention, dtype, (heads, head_dim), n, rounds))
+        for shape in TINY_ATTENTION if args.tiny else ATTENTION:
+            take(functools.partial(bench_attention, dtype, shape, rounds))
         prompts.append(bench_prompt(dtype, TINY_PROMPT if args.tiny else PROMPT, rounds.pool))
         print(json.dumps(prompts[-1]), flush=True)
     for encoding, inputs in CODED:

@@ -225,6 +225,27 @@ def test_more_queries_than_cached_tokens_are_refused():
         native.attend_each(np.zeros((1, 2, 8), np.float32), np.zeros((1, 2, 8), np.float32))
 
 
+@pytest.mark.parametrize("simd", SIMD)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("group", "head_dim", "length"), [(4, 64, 130), (7, 72, 9), (8, 136, 65), (2, 33, 3), (3, 250, 17)]
+)
+def test_heads_that_share_keys_have_the_bits_of_each_alone(dtype, simd, group, head_dim, length):
+    q, k, v = _random(2 * group, head_dim), _random(length, 2, head_dim, seed=1), _random(length, 2, head_dim, seed=2)
+    scale = head_dim**-0.5
+    kwargs = {"scale": scale, "dtype": dtype, "simd": simd}
+    alone = [
+        _attention(q[h : h + 1], *(x[:, h // group, None].contiguous() for x in (k, v)), **kwargs)[0]
+        for h in range(len(q))
+    ]
+    keys, values = k.to(TORCH_DTYPES[dtype]).double(), v.to(TORCH_DTYPES[dtype]).double()
+    weights = torch.softmax(torch.einsum("ghd,pgd->ghp", q.double().view(2, group, -1), keys) * scale, dim=-1)
+    expected = torch.einsum("ghp,pgd->ghd", weights, values).view(len(q), -1)
+    for threads in (1, 3, 4):
+        assert torch.equal(_bits(_attention(q, k, v, threads=threads, **kwargs)), _bits(torch.stack(alone)))
+    assert torch.allclose(torch.stack(alone).double(), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(0, 1), (4, 3)])
 def test_attention_shapes_that_cannot_be_are_refused(heads, kv_heads):
     with pytest.raises(ValueError, match="multiple of kv_heads"):

@@ -14,9 +14,10 @@ namespace flashllm {
 
 namespace {
 
-constexpr std::size_t kTogether = 16;  // rows of a page that are unpacked, or fetched, together
+constexpr std::size_t kTogether = 8;  // rows of a page that are unpacked, or fetched, together
 static_assert(kKvBlock % kTogether == 0, "pages must be whole");
 constexpr std::size_t kCacheLine = 64;
+constexpr std::size_t kAhead = 8192;  // bytes of rows between those read and those fetched
 
 // Keys or values of one token's query, some rows at a time: where they are plain as they lie, where they are
 // packed unpacked into scratch.
@@ -28,6 +29,7 @@ class CachedRows {
         length_(token.length),
         plain_from_(token.kv.format == nullptr ? 0 : (token.length - 1) / kKvBlock * kKvBlock),
         plain_nbytes_(shape.head_dim * dtype_nbytes(shape.dtype)),
+        ahead_(round_up(kAhead / plain_nbytes_, kTogether)),
         plain_(kernel_table(level, shape.dtype)),
         wide_(kernel_table(level, Dtype::f32)),
         group_kernels_(group_kernels(level)),
@@ -49,7 +51,7 @@ class CachedRows {
   Run run(std::size_t p, bool is_key, std::size_t few, std::size_t to) const {
     const std::size_t page = p / kKvBlock, at = p % kKvBlock;
     if (p >= plain_from_) {
-      fetch(p + kKvBlock, is_key, few);
+      fetch(p + ahead_, is_key, few);
       return {plain_rows(p, is_key), plain_nbytes_, std::min(few, length_ - p), plain_};
     }
     float* unpacked = unpacked_.get() + to * kv_.format->unpacked_row();
@@ -70,11 +72,11 @@ class CachedRows {
     if (p >= length_) return;
     const std::byte* rows = plain_rows(p, is_key);
     const std::size_t nbytes = std::min(n, length_ - p) * plain_nbytes_;
-    for (std::size_t at = 0; at < nbytes; at += kCacheLine) __builtin_prefetch(rows + at, 0, 2);
+    for (std::size_t at = 0; at < nbytes; at += kCacheLine) __builtin_prefetch(rows + at);
   }
 
   const KvView& kv_;
-  std::size_t kv_head_, length_, plain_from_, plain_nbytes_;
+  std::size_t kv_head_, length_, plain_from_, plain_nbytes_, ahead_;
   const KernelTable &plain_, &wide_;
   const GroupKernels& group_kernels_;
   Scratch<float> unpacked_;
@@ -114,41 +116,39 @@ void add_heaviest(const CachedRows& cached, const float* weights, std::size_t fi
   add();
 }
 
-// Some heads that share a KV head, for one token. scores: [heads, positions seen, and the sink]
+// Some heads that share a KV head, for one token. scores: [heads and one more, positions seen, and the sink]
 void attend_heads(const AttentionShape& shape, const AttendingToken& token, std::size_t first_head,
                   std::size_t heads, float* scores, SimdLevel level, Softmax softmax) {
   const CachedRows cached(shape, token, first_head / (shape.heads / shape.kv_heads), level);
-  const float* q = token.q + first_head * shape.head_dim;
-  float* out = token.out + first_head * shape.head_dim;
+  // In aligned memory, and where one is missing to a whole tile, with one of zeros.
+  const std::size_t computed = heads + (heads % kHeadsTogether == kHeadsTogether - 1 ? 1 : 0);
+  const std::size_t row = shape.head_dim, width = heads * row, computed_width = computed * row;
+  const Scratch<float> q(computed_width), out(computed_width);
+  std::copy_n(token.q + first_head * row, width, q.get());
+  std::fill(q.get() + width, q.get() + computed_width, 0.0F);
   const std::size_t first = shape.first_seen(token.length), seen = token.length - first;
   const std::size_t terms = seen + (shape.sinks == nullptr ? 0 : 1);
   for (std::size_t p = first, n = 0; p < token.length; p += n) {
     const CachedRows::Run keys = cached.keys(p);
     n = keys.n;
-    for (std::size_t h = 0; h < heads; ++h)
-      keys.kernels.dot_matrix(keys.data, keys.stride, n, q + h * shape.head_dim, shape.head_dim,
-                              scores + h * terms + p - first);
+    keys.kernels.score_keys(keys.data, keys.stride, n, q.get(), computed, row, scores + p - first, terms);
   }
   for (std::size_t h = 0; h < heads; ++h) {
     raise_and_weigh(shape, first_head + h, first, seen, scores + h * terms, softmax);
   }
-  std::fill(out, out + heads * shape.head_dim, 0.0F);
+  std::fill_n(out.get(), computed_width, 0.0F);
   const auto kept = static_cast<std::size_t>(
       std::min(std::ceil(shape.share * static_cast<double>(seen)), static_cast<double>(seen)));
-  if (kept < seen) {
-    for (std::size_t h = 0; h < heads; ++h)
-      add_heaviest(cached, scores + h * terms, first, seen, kept, shape.out_dim(), out + h * shape.head_dim);
-    return;
-  }
-  const void* rows[kKvBlock];
-  for (std::size_t p = first, n = 0; p < token.length; p += n) {
+  const void* rows[kTogether];
+  for (std::size_t p = first, n = 0; kept == seen && p < token.length; p += n) {
     const CachedRows::Run values = cached.values(p);
     n = values.n;
     for (std::size_t i = 0; i < n; ++i) rows[i] = values.data + i * values.stride;
-    for (std::size_t h = 0; h < heads; ++h)
-      values.kernels.add_scaled_rows(rows, scores + h * terms + p - first, n, 0, shape.out_dim(),
-                                     out + h * shape.head_dim);
+    values.kernels.add_values(rows, n, scores + p - first, terms, computed, shape.out_dim(), out.get(), row);
   }
+  for (std::size_t h = 0; kept < seen && h < heads; ++h)
+    add_heaviest(cached, scores + h * terms, first, seen, kept, shape.out_dim(), out.get() + h * row);
+  std::copy_n(out.get(), width, token.out + first_head * row);
 }
 
 }  // namespace
@@ -193,7 +193,7 @@ void attend_each(const AttentionShape& shape, const AttendingToken* tokens, std:
   std::size_t longest = 0;
   for (std::size_t i = 0; i < n; ++i) longest = std::max(longest, tokens[i].length);
   pool.parallel_for(n * tasks, 1, [&](std::size_t begin, std::size_t end) {
-    const Scratch<float> scores(together * (longest + 1));
+    const Scratch<float> scores((together + 1) * (longest + 1));
     for (std::size_t task = begin; task < end; ++task) {
       const std::size_t kv_head = task % tasks / parts, first = task % parts * together;
       attend_heads(shape, tokens[task / tasks], kv_head * group + first, std::min(together, group - first),

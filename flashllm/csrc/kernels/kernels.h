@@ -49,6 +49,8 @@ struct Activation {
   Activation of_up() const { return kind == drelu ? relu : kind == clamped_swiglu ? clamped_up : identity; }
 };
 
+constexpr std::size_t kHeadsTogether = 4;  // of heads that share keys: those computed together
+
 // The innermost loops of one level and weight type; `n` rows or terms, `k` elements a row.
 struct KernelTable {
   // out[r] = sum_j rows[r][j] * x[j]
@@ -59,6 +61,12 @@ struct KernelTable {
   // y[j] += sum_i scales[i] * rows[i][j], the terms added in the order of i; j in [begin, end)
   void (*add_scaled_rows)(const void* const* rows, const float* scales, std::size_t n, std::size_t begin,
                           std::size_t end, float* y);
+  // Of `heads` queries [heads, k] over the same keys: scores[h][r] = sum_j rows[r][j] * q[h][j], by
+  // dot_matrix's sums; and of values: out[h][j] += sum_i weights[h][i] * rows[i][j], by add_scaled_rows'.
+  void (*score_keys)(const void* data, std::size_t stride, std::size_t n, const float* q, std::size_t heads,
+                     std::size_t k, float* scores, std::size_t scores_row);
+  void (*add_values)(const void* const* rows, std::size_t n, const float* weights, std::size_t weights_row,
+                     std::size_t heads, std::size_t k, float* out, std::size_t out_row);
   void (*to_f32)(const void* from, std::size_t n, float* to);
   // The same of n rows of k elements, in panels for MultiplyAdd: `panel` columns of all rows, then the next.
   // The last panel has what is left, padded with zeros to a multiple of 16.

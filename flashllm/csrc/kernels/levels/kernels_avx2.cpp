@@ -122,6 +122,21 @@ struct Vec {
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
   }
+  // to[i] = v[i].sum(), kWidth of them
+  static void sums(const Vec* v, float* to) {
+    __m256 halves[4], pairs[2];
+    for (std::size_t i = 0; i < 4; ++i) {
+      const __m256 a = v[i].v, b = v[4 + i].v;
+      halves[i] = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+    }
+    for (std::size_t i = 0; i < 2; ++i) {
+      const __m256 a = halves[2 * i], b = halves[2 * i + 1];
+      pairs[i] = _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xEE));
+    }
+    const __m256 even = _mm256_shuffle_ps(pairs[0], pairs[1], 0x88),
+                 odd = _mm256_shuffle_ps(pairs[0], pairs[1], 0xDD);
+    _mm256_storeu_ps(to, _mm256_add_ps(even, odd));
+  }
 };
 
 inline Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }

@@ -174,6 +174,23 @@ struct Vec {
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
   }
+  // to[i] = v[i].sum(), kWidth of them
+  static void sums(const Vec* v, float* to) {
+    __m512 quarters[4], pairs[2];
+    for (std::size_t i = 0; i < 4; ++i) {
+      const __m512 a = v[i].v, b = v[4 + i].v, c = v[8 + i].v, d = v[12 + i].v;
+      const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
+      const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xEE));
+      quarters[i] = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
+    }
+    for (std::size_t i = 0; i < 2; ++i) {
+      const __m512 a = quarters[2 * i], b = quarters[2 * i + 1];
+      pairs[i] = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xEE));
+    }
+    const __m512 even = _mm512_shuffle_ps(pairs[0], pairs[1], 0x88),
+                 odd = _mm512_shuffle_ps(pairs[0], pairs[1], 0xDD);
+    _mm512_storeu_ps(to, _mm512_add_ps(even, odd));
+  }
 };
 
 inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }

@@ -143,36 +143,150 @@ inline void add_block(const typename W::T* const* row, const typename W::T* cons
     for (std::size_t r = 0; r < R; ++r) y[j] = __builtin_fmaf(W::scalar(row[r][j]), scales[r], y[j]);
 }
 
-// V vectors of y stay in registers for all rows.
-template <typename W, std::size_t V>
-inline void add_to_registers(const typename W::T* const* row, const float* scales, std::size_t n,
-                             std::size_t begin, float* y) {
-  Vec sum[V];
-  for (std::size_t v = 0; v < V; ++v) sum[v] = Vec::load_f32(y + begin + v * Vec::kWidth);
+// H by V vectors of y stay in registers for all rows, each of which is widened once; rows of scales and y are
+// of the H.
+template <typename W, std::size_t H, std::size_t V>
+inline void add_to_registers(const typename W::T* const* row, std::size_t n, const float* scales,
+                             std::size_t scales_row, std::size_t begin, float* y, std::size_t y_row) {
+  Vec sum[H][V];
+#pragma GCC unroll 4
+  for (std::size_t h = 0; h < H; ++h)
+#pragma GCC unroll 8
+    for (std::size_t v = 0; v < V; ++v) sum[h][v] = Vec::load_f32(y + h * y_row + begin + v * Vec::kWidth);
   for (std::size_t i = 0; i < n; ++i) {
-    const Vec scale = Vec::set(scales[i]);
-    for (std::size_t v = 0; v < V; ++v)
-      sum[v] = fma(W::load(row[i] + begin + v * Vec::kWidth), scale, sum[v]);
+    Vec value[V];
+#pragma GCC unroll 8
+    for (std::size_t v = 0; v < V; ++v) value[v] = W::load(row[i] + begin + v * Vec::kWidth);
+#pragma GCC unroll 4
+    for (std::size_t h = 0; h < H; ++h) {
+      const Vec scale = Vec::set(scales[h * scales_row + i]);
+#pragma GCC unroll 8
+      for (std::size_t v = 0; v < V; ++v) sum[h][v] = fma(value[v], scale, sum[h][v]);
+    }
   }
-  for (std::size_t v = 0; v < V; ++v) sum[v].store(y + begin + v * Vec::kWidth);
+#pragma GCC unroll 4
+  for (std::size_t h = 0; h < H; ++h)
+#pragma GCC unroll 8
+    for (std::size_t v = 0; v < V; ++v) sum[h][v].store(y + h * y_row + begin + v * Vec::kWidth);
+}
+
+// The same of any width.
+template <typename W, std::size_t H>
+void add_narrow_rows(const typename W::T* const* row, std::size_t n, const float* scales,
+                     std::size_t scales_row, std::size_t begin, std::size_t end, float* y,
+                     std::size_t y_row) {
+  constexpr std::size_t kVectors = kTileVectors, kSingle = 8;
+  if constexpr (H == 1)
+    for (; begin + kSingle * Vec::kWidth <= end; begin += kSingle * Vec::kWidth)
+      add_to_registers<W, H, kSingle>(row, n, scales, scales_row, begin, y, y_row);
+  for (; begin + kVectors * Vec::kWidth <= end; begin += kVectors * Vec::kWidth)
+    add_to_registers<W, H, kVectors>(row, n, scales, scales_row, begin, y, y_row);
+  for (; begin + Vec::kWidth <= end; begin += Vec::kWidth)
+    add_to_registers<W, H, 1>(row, n, scales, scales_row, begin, y, y_row);
+  for (std::size_t h = 0; h < H; ++h)
+    for (std::size_t i = 0; i < n; ++i)
+      for (std::size_t j = begin; j < end; ++j)
+        y[h * y_row + j] = __builtin_fmaf(W::scalar(row[i][j]), scales[h * scales_row + i], y[h * y_row + j]);
 }
 
 // The additions of one y[j] are in the order of the terms, whichever way is taken.
 template <typename W>
 void add_scaled_rows(const void* const* rows, const float* scales, std::size_t n, std::size_t begin,
                      std::size_t end, float* y) {
-  constexpr std::size_t kNarrow = 8;  // vectors: the width of an attention head
   const auto* row = reinterpret_cast<const typename W::T* const*>(rows);
-  if (end - begin <= 2 * kNarrow * Vec::kWidth) {
-    for (; begin + kNarrow * Vec::kWidth <= end; begin += kNarrow * Vec::kWidth)
-      add_to_registers<W, kNarrow>(row, scales, n, begin, y);
-    for (; begin + Vec::kWidth <= end; begin += Vec::kWidth) add_to_registers<W, 1>(row, scales, n, begin, y);
-  }
+  if (end - begin <= 16 * Vec::kWidth)  // an attention head
+    return add_narrow_rows<W, 1>(row, n, scales, 0, begin, end, y, 0);
   std::size_t i = 0;
   for (; i + 2 * kRows <= n; i += kRows)
     add_block<W, kRows>(row + i, row + i + kRows, scales + i, begin, end, y);
   for (; i + kRows <= n; i += kRows) add_block<W, kRows>(row + i, nullptr, scales + i, begin, end, y);
   for (; i < n; ++i) add_block<W, 1>(row + i, nullptr, scales + i, begin, end, y);
+}
+
+// total[h][r]: the lanes of the dot products of kHeadsTogether queries and K rows, added as in dot_block,
+// half of a row's sums at a time; each row is widened once. Rows of total are Vec::kWidth / kHeadsTogether.
+template <typename W, std::size_t K>
+inline void dot_tile(const typename W::T* const* row, const float* q, std::size_t k, Vec* total) {
+  constexpr std::size_t kHalf = kUnroll / 2, kStep = kUnroll * Vec::kWidth,
+                        kKeys = Vec::kWidth / kHeadsTogether;
+#pragma GCC unroll 2
+  for (std::size_t u = 0; u < kHalf; ++u) {
+    Vec sum[2][kHeadsTogether][K];
+#pragma GCC unroll 2
+    for (std::size_t i = 0; i < 2; ++i)
+#pragma GCC unroll 4
+      for (std::size_t h = 0; h < kHeadsTogether; ++h)
+#pragma GCC unroll 2
+        for (std::size_t r = 0; r < K; ++r) sum[i][h][r] = Vec::zero();
+    const auto add = [&](std::size_t i, std::size_t j) __attribute__((always_inline)) {
+      Vec key[K];
+#pragma GCC unroll 2
+      for (std::size_t r = 0; r < K; ++r) key[r] = W::load(row[r] + j);
+#pragma GCC unroll 4
+      for (std::size_t h = 0; h < kHeadsTogether; ++h) {
+        const Vec query = Vec::load_f32(q + h * k + j);
+#pragma GCC unroll 2
+        for (std::size_t r = 0; r < K; ++r) sum[i][h][r] = fma(key[r], query, sum[i][h][r]);
+      }
+    };
+    std::size_t j = 0;
+    for (; j + kStep <= k; j += kStep) {
+      add(0, j + u * Vec::kWidth);
+      add(1, j + (u + kHalf) * Vec::kWidth);
+    }
+    for (; u == 0 && j + Vec::kWidth <= k; j += Vec::kWidth) add(0, j);
+#pragma GCC unroll 4
+    for (std::size_t h = 0; h < kHeadsTogether; ++h)
+#pragma GCC unroll 2
+      for (std::size_t r = 0; r < K; ++r) {
+        const Vec half = sum[0][h][r] + sum[1][h][r];
+        total[h * kKeys + r] = u == 0 ? half : total[h * kKeys + r] + half;
+      }
+  }
+}
+
+template <typename W>
+void score_keys(const void* data, std::size_t stride, std::size_t n, const float* q, std::size_t heads,
+                std::size_t k, float* scores, std::size_t scores_row) {
+  constexpr std::size_t kKeys = Vec::kWidth / kHeadsTogether, kTogether = (kTileVectors + 1) / 2;
+  const auto* keys = static_cast<const std::byte*>(data);
+  std::size_t h = 0;
+  for (; h + kHeadsTogether <= heads;
+       h += kHeadsTogether, q += kHeadsTogether * k, scores += kHeadsTogether * scores_row) {
+    for (std::size_t first = 0; first < n; first += kKeys) {
+      const typename W::T* row[kKeys];
+      for (std::size_t r = 0; r < kKeys; ++r)  // beyond the last, it again
+        row[r] = reinterpret_cast<const typename W::T*>(keys + (first + r < n ? first + r : n - 1) * stride);
+      Vec total[Vec::kWidth];
+#pragma GCC unroll 2
+      for (std::size_t r = 0; r < kKeys; r += kTogether) dot_tile<W, kTogether>(row + r, q, k, total + r);
+      float sums[Vec::kWidth];
+      Vec::sums(total, sums);
+      for (std::size_t i = 0; i < Vec::kWidth; ++i)
+        for (std::size_t t = k / Vec::kWidth * Vec::kWidth; t < k; ++t)
+          sums[i] = __builtin_fmaf(W::scalar(row[i % kKeys][t]), q[i / kKeys * k + t], sums[i]);
+      for (std::size_t i = 0; i < kHeadsTogether; ++i) {
+        float *to = scores + i * scores_row + first, *from = sums + i * kKeys;
+        if (first + kKeys <= n)
+          __builtin_memcpy(to, from, kKeys * sizeof(float));
+        else
+          for (std::size_t r = 0; first + r < n; ++r) to[r] = from[r];
+      }
+    }
+  }
+  for (; h < heads; ++h, q += k, scores += scores_row) dot_matrix<W>(data, stride, n, q, k, scores);
+}
+
+template <typename W>
+void add_values(const void* const* rows, std::size_t n, const float* weights, std::size_t weights_row,
+                std::size_t heads, std::size_t k, float* out, std::size_t out_row) {
+  const auto* row = reinterpret_cast<const typename W::T* const*>(rows);
+  std::size_t h = 0;
+  for (; h + kHeadsTogether <= heads;
+       h += kHeadsTogether, weights += kHeadsTogether * weights_row, out += kHeadsTogether * out_row)
+    add_narrow_rows<W, kHeadsTogether>(row, n, weights, weights_row, 0, k, out, out_row);
+  for (; h < heads; ++h, weights += weights_row, out += out_row)
+    add_narrow_rows<W, 1>(row, n, weights, 0, 0, k, out, 0);
 }
 
 // e^x for x <= 0 to about 2 units in the last place; 1.6e-38 from -87 down. exp(x) = 2^n * e^r with n =
@@ -466,9 +580,12 @@ float sum_floats(const float* from, std::size_t n) {
 }
 
 const KernelTable kTables[3] = {
-    {dot_rows<F32>, dot_matrix<F32>, add_scaled_rows<F32>, to_f32<F32>, to_panels<F32>, from_f32_f32},
-    {dot_rows<F16>, dot_matrix<F16>, add_scaled_rows<F16>, to_f32<F16>, to_panels<F16>, from_f32_f16},
-    {dot_rows<BF16>, dot_matrix<BF16>, add_scaled_rows<BF16>, to_f32<BF16>, to_panels<BF16>, from_f32_bf16},
+    {dot_rows<F32>, dot_matrix<F32>, add_scaled_rows<F32>, score_keys<F32>, add_values<F32>, to_f32<F32>,
+     to_panels<F32>, from_f32_f32},
+    {dot_rows<F16>, dot_matrix<F16>, add_scaled_rows<F16>, score_keys<F16>, add_values<F16>, to_f32<F16>,
+     to_panels<F16>, from_f32_f16},
+    {dot_rows<BF16>, dot_matrix<BF16>, add_scaled_rows<BF16>, score_keys<BF16>, add_values<BF16>,
+     to_f32<BF16>, to_panels<BF16>, from_f32_bf16},
 };
 
 const AttentionKernels kAttention = {kTileVectors * Vec::kWidth < 16 ? 16 : kTileVectors * Vec::kWidth,

@@ -100,6 +100,10 @@ struct Vec {
     const float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
     return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
   }
+  // to[i] = v[i].sum(), kWidth of them
+  static void sums(const Vec* v, float* to) {
+    for (std::size_t i = 0; i < kWidth; ++i) to[i] = v[i].sum();
+  }
 
  private:
   static Vec from_bf16(uint16x8_t values) {

@@ -92,6 +92,10 @@ struct Vec {
   float sum() const {
     return ((lane[0] + lane[4]) + (lane[2] + lane[6])) + ((lane[1] + lane[5]) + (lane[3] + lane[7]));
   }
+  // to[i] = v[i].sum(), kWidth of them
+  static void sums(const Vec* v, float* to) {
+    for (std::size_t i = 0; i < kWidth; ++i) to[i] = v[i].sum();
+  }
 };
 
 // Multiply, then add: without the instruction, a fused one would be a library call for each element.
