@@ -194,7 +194,7 @@ def threshold_curve(
 
 
 def _point(layers: list[dict[str, Any]], score: TextScore, dense: TextScore) -> dict[str, float]:
-    """What a choice of neurons reads and costs."""
+    """Reads and costs of a choice of neurons."""
     return {
         "predicted_share": float(np.mean([layer["predicted_share"] for layer in layers])),
         "flash_bytes_per_token": sum(layer["flash_bytes_per_token"] for layer in layers),

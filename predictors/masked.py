@@ -164,7 +164,7 @@ class MaskedModel:
         return self.model.manifest
 
     def is_prompt(self, tokens: int) -> bool:
-        """Whether a session calls so many new tokens a prompt; all are computed as one."""
+        """True where a session calls so many new tokens a prompt; all are computed as one."""
         return self.model.is_prompt(tokens)
 
     def new_sequence(self) -> SequenceState:

@@ -96,8 +96,8 @@ class PyModel {
 
   Model& model() { return *model_; }
   std::size_t d_model() const { return d_model_; }
-  // Of the pass that goes on from here. `progress` is called, where it is not None, a few times a second:
-  // (done, total) of RunningPass::Progress.
+  // From here on this pass goes on. `progress`, unless it is None, is called with its (done, total) a few
+  // times a second.
   void look_at(const RunningPass* pass, const nb::object* progress) {
     running_ = pass;
     progress_ = progress;

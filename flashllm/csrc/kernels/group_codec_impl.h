@@ -21,20 +21,15 @@ inline float divisor(std::uint16_t scale) {
 }
 
 // Of `count` vectors, `stride` floats apart: the smallest and the largest number of each lane.
-struct Ends {
-  float low[Vec::kWidth], high[Vec::kWidth];
-};
-inline Ends ends_of(const float* values, std::size_t stride, std::size_t count) {
+inline void find_ends(const float* values, std::size_t stride, std::size_t count, float* low, float* high) {
   Vec smallest = Vec::load_f32(values), largest = smallest;
   for (std::size_t i = 1; i < count; ++i) {
     const Vec x = Vec::load_f32(values + i * stride);
     smallest = min(smallest, x);
     largest = max(largest, x);
   }
-  Ends ends;
-  smallest.store(ends.low);
-  largest.store(ends.high);
-  return ends;
+  smallest.store(low);
+  largest.store(high);
 }
 
 // Eight codes of 4 bits, a byte each, to four bytes: each step pairs up neighbours.
@@ -79,10 +74,11 @@ template <int bits>
 void pack_columns(const float* values, std::size_t stride, std::size_t rows, std::size_t columns,
                   const GroupedRows& to) {
   for (std::size_t j = 0; j < columns; j += Vec::kWidth) {
-    const Ends ends = ends_of(values + j, stride, rows);
+    float low[Vec::kWidth], high[Vec::kWidth];
+    find_ends(values + j, stride, rows, low, high);
     for (std::size_t i = 0; i < Vec::kWidth; ++i) {
-      to.scales[j + i] = half_scale(ends.low[i], ends.high[i], (1 << bits) - 1);
-      to.minimums[j + i] = half_minimum(ends.low[i]);
+      to.scales[j + i] = half_scale(low[i], high[i], (1 << bits) - 1);
+      to.minimums[j + i] = half_minimum(low[i]);
     }
   }
   encode_columns<bits>(values, stride, rows, columns, to);
@@ -124,7 +120,8 @@ void pack_rows(const float* values, std::size_t stride, std::size_t rows, std::s
     const float* row = values + r * stride;
     for (std::size_t g = 0; g < groups; ++g) {
       const std::size_t begin = g * kGroup, end = begin + kGroup < columns ? begin + kGroup : columns;
-      auto [low, high] = ends_of(row + begin, Vec::kWidth, (end - begin) / Vec::kWidth);
+      float low[Vec::kWidth], high[Vec::kWidth];
+      find_ends(row + begin, Vec::kWidth, (end - begin) / Vec::kWidth, low, high);
       for (std::size_t i = 1; i < Vec::kWidth; ++i) {
         low[0] = low[i] < low[0] ? low[i] : low[0];
         high[0] = high[i] > high[0] ? high[i] : high[0];

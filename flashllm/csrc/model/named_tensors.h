@@ -42,7 +42,7 @@ class NamedTensors {
   SimdLevel level() const { return level_; }
   const KernelTable& kernels() const { return kernels_; }
   bool contains(const std::string& name) const { return tensors_(name).has_value(); }
-  Tensor need(const std::string& name) const;
+  Tensor need(const std::string& name) const;  // which must be there
   // NAME.weight [rows, columns] in the encoding that is its own, and NAME.bias, if there is one.
   RowMatrix linear(const std::string& name, std::size_t rows, std::size_t columns);
   // The same in this codec.

@@ -72,7 +72,7 @@ class HostTier:
         return KvCache(attention, arrange(sizes, policy), disk=disk, share=policy.attention_sparsity)
 
     def weights_need(self, plan: WeightPlan) -> tuple[Need, Need]:
-        """While a run lasts, and besides while the weights are brought to their tiers."""
+        """Needs while a run lasts; and what comes on top while the weights are brought to their tiers."""
         kept = Need(
             device=plan.device_nbytes,
             cpu=plan.memory_nbytes - plan.device_nbytes + SPARE,

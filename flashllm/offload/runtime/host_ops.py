@@ -1,4 +1,4 @@
-"""A model's layers by the native core, over numpy arrays of its dtype: an `Ops`, whose methods it describes.
+"""A model's layers by the native core, over numpy arrays of its dtype. `Ops` (ops.py) says what the methods do.
 
 Sums are fp32 and every result is rounded to the model's dtype. Packed weights are widened for prompts; in decoding
 they are multiplied by inputs in codes (csrc/kernels/row_codecs.h). No result depends on the rows computed with it or

@@ -33,7 +33,7 @@ class Matrix:
 
     @classmethod
     def of(cls, array: Array) -> "Matrix":
-        """One that is as it is, without a bias."""
+        """A matrix that is not packed and has no bias."""
         return cls(array, array.shape[0], array.shape[1])
 
 

@@ -235,6 +235,6 @@ def _arenas(slots: int, nbytes: Sequence[int]) -> list[Bytes]:
 
 
 def _shared(slots: int, nbytes: Sequence[int]) -> list[Bytes]:
-    """The same for each layer in the same memory."""
+    """The same, where layers take turns: all of them in one piece of memory, from its first byte on."""
     memory = _core.allocate(slots * max(nbytes))
     return [memory[: slots * each].reshape(-1, each) for each in nbytes]
