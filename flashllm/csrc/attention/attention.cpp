@@ -139,15 +139,19 @@ void attend_heads(const AttentionShape& shape, const AttendingToken& token, std:
   std::fill_n(out.get(), computed_width, 0.0F);
   const auto kept = static_cast<std::size_t>(
       std::min(std::ceil(shape.share * static_cast<double>(seen)), static_cast<double>(seen)));
-  const void* rows[kTogether];
-  for (std::size_t p = first, n = 0; kept == seen && p < token.length; p += n) {
-    const CachedRows::Run values = cached.values(p);
-    n = values.n;
-    for (std::size_t i = 0; i < n; ++i) rows[i] = values.data + i * values.stride;
-    values.kernels.add_values(rows, n, scores + p - first, terms, computed, shape.out_dim(), out.get(), row);
+  if (kept < seen) {
+    for (std::size_t h = 0; h < heads; ++h)
+      add_heaviest(cached, scores + h * terms, first, seen, kept, shape.out_dim(), out.get() + h * row);
+  } else {
+    const void* rows[kTogether];
+    for (std::size_t p = first, n = 0; p < token.length; p += n) {
+      const CachedRows::Run values = cached.values(p);
+      n = values.n;
+      for (std::size_t i = 0; i < n; ++i) rows[i] = values.data + i * values.stride;
+      values.kernels.add_values(rows, n, scores + p - first, terms, computed, shape.out_dim(), out.get(),
+                                row);
+    }
   }
-  for (std::size_t h = 0; kept < seen && h < heads; ++h)
-    add_heaviest(cached, scores + h * terms, first, seen, kept, shape.out_dim(), out.get() + h * row);
   std::copy_n(out.get(), width, token.out + first_head * row);
 }
 
