@@ -69,7 +69,7 @@ def _part_nbytes(manifest: Manifest, block: BlockSpec) -> int:
     floats += max(2 * layer.beside for layer in block.layers)
     floats += 2 * block.embed_dim if block.embed_dim != block.d_model else 0
     floats += (len(manifest.architecture.matrices) - 1) * manifest.stream_block_rows
-    if manifest.planes:  # the values again as codes, of at most 16 bits, 32 with a scale and a sum (TokenCodes)
+    if manifest.planes:  # the values again as codes of 16 bits, 32 of which have a scale and a sum (TokenCodes)
         floats += -(-9 * manifest.stream_block_rows // 16)
     if manifest.architecture.experts:  # an expert's tokens, as they are gathered and packed, and their sums
         floats += 3 * block.d_model + _COLUMN_PADS

@@ -210,29 +210,19 @@ def test_the_throughput_engine_multiplies_them_as_they_are(tmp_path, kind, model
                 np.testing.assert_array_equal(stage.plane(last)[name], values)
 
 
-@pytest.mark.parametrize(
-    ("kind", "down", "near"),
-    [
-        ("Q2_K", "codes2", 2e-3),
-        ("Q6_K", "codes6", 0.2),
-        ("Q8_0", "codes8", 2e-3),
-        ("TQ2_0", "codes2", 2e-2),
-        ("NVFP4", "codes_fp4", 0.2),
-    ],
-)
-def test_a_prompt_in_codes_is_near_to_one_in_fp32(tmp_path, kind, down, near):
-    """Of 2 bits the down columns keep 2; those with a minimum for 16 neurons are not multiplied as codes. Inputs have
-    16 bits, or 8: those of down columns in 4 to 6 bits, 32 of which share a scale, and those of ternary weights, with
-    one scale a token."""
+@pytest.mark.parametrize("kind", ["Q2_K", "Q6_K", "TQ2_0", "NVFP4"])
+def test_a_prompt_in_codes_is_near_to_one_in_fp32(tmp_path, kind):
+    """Of 2 bits the down columns keep 2; those with a minimum for 16 neurons are not multiplied as codes. Inputs of
+    ternary weights have 8 bits, with one scale a token."""
     path, _ = make(tmp_path, kind)
     kept = convert(path, tmp_path / "kept", dtype="float32", keep=True)
-    assert kept.rows.down == down
+    assert kept.rows.down == {"Q6_K": "codes6", "NVFP4": "codes_fp4"}.get(kind, "codes2")
     found = []
     for activations in (kept.activations, None):
         change_manifest(tmp_path / "kept", activations=activations)
         with Model.open(tmp_path / "kept", RunConfig(mode="dense", threads=2, io_threads=4)) as model:
             found.append(model.step([(model.new_sequence(), list(range(10, 60)))], all_logits=True))
-    assert np.abs(found[0] - found[1]).max() < near * found[1].std()
+    assert np.abs(found[0] - found[1]).max() < (2e-2 if kind == "TQ2_0" else 2e-3) * found[1].std()
 
 
 @pytest.mark.parametrize("kind", ["Q5_0", "Q6_K", "TQ2_0", "NVFP4", mixed], ids=lambda kind: str(kind)[:5])

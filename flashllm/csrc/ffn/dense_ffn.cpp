@@ -83,7 +83,7 @@ void DenseFfn::add(std::size_t number, const std::byte* rows, std::size_t count)
     const PlaneRows columns(rows + format_.down, format_.stride, first, format_.d_model, format_.down_codec,
                             *plane_, level_);
     if (columns.can_add_codes(format_.inputs))
-      return columns.add_codes(count, {h, 1, padded}, part.x.tokens(), part.y.data(), y_stride_, pool_, true);
+      return columns.add_codes(count, {h, 1, padded}, part.x.tokens(), part.y.data(), y_stride_, pool_);
     return add_rows(columns, count, format_.d_model, {h, 1, padded}, part.x.tokens(), part.y.data(),
                     y_stride_, pool_, level_);
   }

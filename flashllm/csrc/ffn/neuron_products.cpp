@@ -115,7 +115,7 @@ void NeuronProducts::down_in_codes(float* y) {
   pool_.parallel_for(runs_.size(), 1, [&](std::size_t begin, std::size_t end) {
     for (std::size_t i = begin; i < end; ++i) {
       const auto first = static_cast<std::size_t>(runs_[i].first);
-      codes_[i].begin(1, first % kCodeUnit + rows_of(runs_[i]), {});
+      codes_[i].begin(1, first % kCodeUnit + rows_of(runs_[i]));
       codes_[i].set(0, first, rows_of(runs_[i]), runs_[i].values, 1);
     }
   });

@@ -167,15 +167,14 @@ struct TileKernels {
 };
 const TileKernels* tile_kernels(SimdLevel level);  // nullptr where the level has none
 
-// Products in 16 bits, or in 8, of weights that lie by their inputs, kCodeColumns outputs of them, where 32
-// terms of a token share a scale: c[m][n] += b.offsets[w][n] * a.sums[m][w], if there are offsets, then
-// a.scales[m][w] * (b.scales[u][n] * the unit's sum), rounded there too, of the units of w; for each w of 32
-// terms in its turn.
+// Products in 16 bits of weights that lie by their inputs, kCodeColumns outputs of them, where 32 terms of a
+// token share a scale: c[m][n] += b.offsets[w][n] * a.sums[m][w], if there are offsets, then a.scales[m][w] *
+// (b.scales[u][n] * the unit's sum), rounded there too, of the units of w; for each w of 32 terms in its
+// turn.
 constexpr std::size_t kCodeColumns = 32;
 struct CodeTokens {
-  const void* codes;           // int16, or int8 where weights are bytes; [tokens, kCodeTerms]
+  const std::int16_t* codes;   // [tokens, kCodeTerms]
   const float *scales, *sums;  // [tokens, kCodeTerms / 32]; sums of the codes, times their scale
-  const std::int32_t* less;  // [tokens, kCodeTerms / 16]: of int8, what a unit's sum of products begins with
 };
 struct CodeWeights {
   static constexpr std::size_t kWindows = kCodeTerms / 32;
@@ -184,7 +183,7 @@ struct CodeWeights {
   alignas(64) float scales[2 * kWindows * kCodeColumns];
   alignas(64) float offsets[kWindows * kCodeColumns];
   std::size_t unit;
-  bool has_offsets, in_bytes;  // in_bytes: `pairs` are four terms to a word, not negative
+  bool has_offsets;
 };
 using AddCodes = void (*)(const CodeTokens& a, std::size_t tokens, const CodeWeights& b, std::size_t terms,
                           float* c, std::size_t c_row);

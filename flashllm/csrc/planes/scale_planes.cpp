@@ -49,27 +49,11 @@ std::size_t in_windows(std::size_t terms) { return (terms + kWindow - 1) / kWind
 
 }  // namespace
 
-void TokenCodes::begin(std::size_t tokens, std::size_t terms, const Form& form) {
-  form_ = form;
+void TokenCodes::begin(std::size_t tokens, std::size_t terms) {
   terms_ = in_windows(terms);
-  form.in_bytes ? bytes_.resize(tokens * terms_) : words_.resize(tokens * terms_);
+  codes_.resize(tokens * terms_);
   scales_.resize(tokens * terms_ / kWindow);
   sums_.resize(scales_.size());
-  less_.resize(form.in_bytes ? 2 * scales_.size() : 0);
-}
-
-template <typename Code>
-void TokenCodes::encode(std::size_t first, const float* window, Code* to) {
-  const std::size_t w = first / kWindow;
-  scales_[w] = to_codes(window, kWindow, extent_of(window, kWindow), static_cast<float>(form_.most), to);
-  int all = 0;
-  for (std::size_t i = 0, u = first / terms_ * (terms_ / 16) + first % terms_ / form_.unit; i < kWindow;
-       i += form_.unit, ++u) {
-    const int total = std::accumulate(to + i, to + i + form_.unit, 0);
-    if (form_.in_bytes) less_[u] = -form_.zero * total;
-    all += total;
-  }
-  sums_[w] = scales_[w] * static_cast<float>(all);
 }
 
 void TokenCodes::set(std::size_t token, std::size_t id, std::size_t count, const float* values,
@@ -81,19 +65,18 @@ void TokenCodes::set(std::size_t token, std::size_t id, std::size_t count, const
       const std::size_t at = slot + i - lead;  // beyond `count` before the first one, too
       window[i] = at < count ? values[at * step] : 0.0F;
     }
-    const std::size_t first = token * terms_ + slot;
-    form_.in_bytes ? encode(first, window, bytes_.data() + first)
-                   : encode(first, window, words_.data() + first);
+    std::int16_t* to = codes_.data() + token * terms_ + slot;
+    const std::size_t w = (token * terms_ + slot) / kWindow;
+    scales_[w] = to_codes(window, kWindow, to);
+    sums_[w] = scales_[w] * static_cast<float>(std::accumulate(to, to + kWindow, 0));
   }
 }
 
 void PlaneRows::add_codes(std::size_t count, TileRows values, std::size_t tokens, float* y,
-                          std::size_t y_stride, ThreadPool& pool, bool is_prompt) const {
+                          std::size_t y_stride, ThreadPool& pool) const {
   TokenCodes all;
-  TokenCodes::Form form;
-  if (is_prompt) form.most = kernels_.most_of_prompt;
   if (tokens <= kAlone) {
-    all.begin(tokens, first_ % kWindow + count, form);
+    all.begin(tokens, first_ % kWindow + count);
     for (std::size_t m = 0; m < tokens; ++m)
       all.set(m, first_, count, values.data + m * values.row, values.step);
     pool.parallel_for(k_, column_share(k_, pool), [&](std::size_t begin, std::size_t end) {
@@ -109,9 +92,7 @@ void PlaneRows::add_codes(std::size_t count, TileRows values, std::size_t tokens
     }
   };
   const AddCodes add = add_codes_kernel(level_);
-  const PlaneKernels::Pair pair = is_prompt ? kernels_.pair_of_prompt : kernels_.pair;
-  if (is_prompt && kernels_.in_bytes) form = {form.most, true, kernels_.zero, plane_.group < 32 ? 16U : 32U};
-  all.begin((first_ % kWindow + count + kCodeTerms - 1) / kCodeTerms * tokens, kCodeTerms, form);
+  all.begin((first_ % kWindow + count + kCodeTerms - 1) / kCodeTerms * tokens, kCodeTerms);
   pool.parallel_for(tokens, kTokenGrain, [&](std::size_t begin, std::size_t end) {
     each_block([&](std::size_t block, std::size_t done, std::size_t some) {
       for (std::size_t m = begin; m < end; ++m)
@@ -123,7 +104,7 @@ void PlaneRows::add_codes(std::size_t count, TileRows values, std::size_t tokens
     CodeWeights weights;
     for (std::size_t j = begin; j < end; j += kCodeColumns)
       each_block([&](std::size_t block, std::size_t done, std::size_t some) {
-        pair(data_ + done * stride_, stride_, first_ + done, some, plane_, k_, j, weights);
+        kernels_.pair(data_ + done * stride_, stride_, first_ + done, some, plane_, k_, j, weights);
         add(all.of(block * tokens), tokens, weights, in_windows((first_ + done) % kWindow + some), y + j,
             y_stride);
       });

@@ -62,18 +62,12 @@ struct PlaneKernels {
                 std::size_t to_stride);
   // Codes [first, first + kCodeColumns) of the same, in windows of 32 ids from a multiple of 32 on, at most
   // kCodeTerms; or nullptr where the level has no AddCodes. Values of ids beyond these neurons must be zeros.
-  using Pair = void (*)(const void* rows, std::size_t stride, std::size_t id, std::size_t count,
-                        const ScalePlane& plane, std::size_t k, std::size_t first, CodeWeights& to);
-  Pair pair = nullptr;
+  void (*pair)(const void* rows, std::size_t stride, std::size_t id, std::size_t count,
+               const ScalePlane& plane, std::size_t k, std::size_t first, CodeWeights& to);
   // y[j] += what AddCodes has for one token, whose values are codes in windows of 32 ids from a multiple of
   // 32 on; j in [begin, end), both multiples of kCodeUnit; or nullptr
   void (*add_run)(const PlaneRun& run, const CodeTokens& values, const ScalePlane& plane, std::size_t k,
-                  std::size_t begin, std::size_t end, float* y) = nullptr;
-  // As `pair`, for a prompt, whose values have codes of at most `most_of_prompt`, the same at every level: in
-  // bytes, which are `zero` more than what they stand for, where the level multiplies bytes.
-  Pair pair_of_prompt = nullptr;
-  int most_of_prompt = 32767, zero = 0;
-  bool in_bytes = false;
+                  std::size_t begin, std::size_t end, float* y);
 };
 // Throws CoreError for a codec without a plane, one of other scales, and where the processor lacks the level.
 const PlaneKernels& plane_kernels(SimdLevel level, RowCodec codec, const ScalePlane& plane);
@@ -94,37 +88,23 @@ void sum_block(const PlaneColumns& columns, const float* values, std::size_t beg
 void sum_scattered(const PlaneColumns& columns, const float* values, float* y, ThreadPool& pool,
                    SimdLevel level);
 
-// Values of some neurons as codes, for each of some tokens: 32 ids from a multiple of 32 on share a scale.
-// Beside the neurons, values are zeros.
+// Values of some neurons as codes of 16 bits, for each of some tokens: 32 ids from a multiple of 32 on share
+// a scale. Beside the neurons, values are zeros.
 class TokenCodes {
  public:
-  struct Form {
-    int most = 32767;       // the largest code
-    bool in_bytes = false;  // or in words of 16 bits
-    int zero = 0;           // of bytes: what weights are more than what they stand for, and
-    std::size_t unit = 32;  // how many of them share a scale
-  };
   // Room for `terms` values of each token, whole windows of them: those before the first neuron count.
-  void begin(std::size_t tokens, std::size_t terms, const Form& form);
+  void begin(std::size_t tokens, std::size_t terms);
   // values[i * step] of neuron id + i
   void set(std::size_t token, std::size_t id, std::size_t count, const float* values, std::size_t step);
   CodeTokens of(std::size_t token) const {
-    const std::size_t first = token * terms_;
-    const float *scales = scales_.data() + first / 32, *sums = sums_.data() + first / 32;
-    if (!form_.in_bytes) return {words_.data() + first, scales, sums, nullptr};
-    return {bytes_.data() + first, scales, sums, less_.data() + first / 16};
+    const std::size_t window = token * (terms_ / 32);
+    return {codes_.data() + token * terms_, scales_.data() + window, sums_.data() + window};
   }
 
  private:
-  template <typename Code>
-  void encode(std::size_t first, const float* window, Code* to);
-
-  Form form_;
   std::size_t terms_ = 0;
-  std::vector<std::int16_t> words_;
-  std::vector<std::int8_t> bytes_;
+  std::vector<std::int16_t> codes_;
   std::vector<float> scales_, sums_;
-  std::vector<std::int32_t> less_;
 };
 
 // The columns of neurons `first` on, `stride` bytes apart, for products of many tokens.
@@ -150,10 +130,9 @@ class PlaneRows : public WideRows {
            (plane_.group % 32 == 0 || (plane_.group == 16 && !plane_.has_minimums()));
   }
   // y[m] += the sum of `count` columns times values [m * row + i * step] of token m and neuron i, as codes.
-  // Wants can_add_codes(). A token's bits do not depend on how many there are, but on whether a prompt has
-  // it.
+  // Wants can_add_codes(). A token's bits do not depend on how many there are.
   void add_codes(std::size_t count, TileRows values, std::size_t tokens, float* y, std::size_t y_stride,
-                 ThreadPool& pool, bool is_prompt = false) const;
+                 ThreadPool& pool) const;
   // The same of a token whose values are codes already; j in [begin, end), by the calling thread.
   void add_codes(std::size_t count, const TokenCodes& values, std::size_t token, std::size_t begin,
                  std::size_t end, float* y) const {

@@ -153,18 +153,9 @@ void widen_plane_rows(const void* rows, std::size_t stride, std::size_t id, std:
   }
 }
 
-// Whether a prompt's values have 8 bits; and if so, what bytes of codes are more than what they stand for.
-template <typename Scales>
-constexpr bool kByBytes =
-    Scales::kTable == nullptr ? Scales::kBits > 2 && Scales::kBits < 8 : Scales::kTable == kFp4;
-template <typename Scales>
-constexpr int kBytesZero = Scales::kTable != nullptr ? kFp4Zero
-                           : Scales::kMinimums       ? 0
-                                                     : static_cast<int>(zero_code<Scales::kBits>());
-
 #if defined(__AVX2__)
 // As PlaneKernels says. What lies beyond the neurons is multiplied by zeros: the nearest one's codes do.
-template <typename Scales, bool kBytes = false>
+template <typename Scales>
 void pair_plane_rows(const void* rows, std::size_t stride, std::size_t id, std::size_t count,
                      const ScalePlane& plane, std::size_t k, std::size_t first, CodeWeights& to) {
   const std::size_t lead = id % 32, slots = (lead + count + 31) / 32 * 32;
@@ -173,7 +164,6 @@ void pair_plane_rows(const void* rows, std::size_t stride, std::size_t id, std::
   };
   to.unit = plane.group < 32 ? 16 : 32;
   to.has_offsets = Scales::kMinimums;
-  to.in_bytes = kBytes;
   for (std::size_t slot = 0; slot < slots; slot += to.unit) {
     UnitScales scales;
     Scales(plane, id + neuron(slot), k).load(plane, first, scales);
@@ -185,23 +175,6 @@ void pair_plane_rows(const void* rows, std::size_t stride, std::size_t id, std::
   }
   const auto* codes = static_cast<const std::uint8_t*>(rows) + first / 8 * Scales::kBits;
   auto* words = reinterpret_cast<__m256i*>(to.pairs);
-  if constexpr (kBytes) {
-    const auto codes_at = [&](std::size_t slot) { return byte_codes<Scales>(codes + neuron(slot) * stride); };
-    for (std::size_t slot = 0; slot < slots; slot += 4, words += kCodeColumns / 8) {
-      const __m256i a = codes_at(slot), b = codes_at(slot + 1), c = codes_at(slot + 2),
-                    d = codes_at(slot + 3);
-      const __m256i low[2] = {_mm256_unpacklo_epi8(a, b), _mm256_unpacklo_epi8(c, d)};
-      const __m256i high[2] = {_mm256_unpackhi_epi8(a, b), _mm256_unpackhi_epi8(c, d)};
-      const __m256i fours[4] = {_mm256_unpacklo_epi16(low[0], low[1]), _mm256_unpackhi_epi16(low[0], low[1]),
-                                _mm256_unpacklo_epi16(high[0], high[1]),
-                                _mm256_unpackhi_epi16(high[0], high[1])};
-      _mm256_store_si256(words, _mm256_permute2x128_si256(fours[0], fours[1], 0x20));
-      _mm256_store_si256(words + 1, _mm256_permute2x128_si256(fours[2], fours[3], 0x20));
-      _mm256_store_si256(words + 2, _mm256_permute2x128_si256(fours[0], fours[1], 0x31));
-      _mm256_store_si256(words + 3, _mm256_permute2x128_si256(fours[2], fours[3], 0x31));
-    }
-    return;
-  }
   const auto codes_at = [&](std::size_t slot) { return signed_codes<Scales>(codes + neuron(slot) * stride); };
   for (std::size_t slot = 0; slot < slots; slot += 2, words += kCodeColumns / 8) {
     const __m256i low = codes_at(slot), high = codes_at(slot + 1);
@@ -360,11 +333,10 @@ void add_plane_run(const PlaneRun& run, const CodeTokens& values, const ScalePla
                    std::size_t begin, std::size_t end, float* y) {
   constexpr std::size_t kNeurons = RunWindow::kNeurons, kStep = kPairUnits * kCodeUnit;
   const std::size_t scaled = plane.group < kNeurons ? 16 : kNeurons, slots = run.id % kNeurons + run.count;
-  const auto* codes = static_cast<const std::int16_t*>(values.codes);
-  RunWindow next(run, codes, 0, scaled);
+  RunWindow next(run, values.codes, 0, scaled);
   for (std::size_t slot = 0; slot < slots; slot += kNeurons) {
     const RunWindow window = next;
-    next = slot + kNeurons < slots ? RunWindow(run, codes, slot + kNeurons, scaled) : RunWindow();
+    next = slot + kNeurons < slots ? RunWindow(run, values.codes, slot + kNeurons, scaled) : RunWindow();
     const Vec scale = Vec::set(values.scales[slot / kNeurons]), sums = Vec::set(values.sums[slot / kNeurons]);
     Scales of[2];
     for (std::size_t u = 0; u * scaled < kNeurons; ++u) of[u] = Scales(plane, window.ids[u], k);
@@ -376,25 +348,16 @@ void add_plane_run(const PlaneRun& run, const CodeTokens& values, const ScalePla
                             y);
   }
 }
+#define FLASHLLM_PAIR_ROWS pair_plane_rows<Scales>, add_plane_run<Scales>
+#else
+#define FLASHLLM_PAIR_ROWS nullptr, nullptr
 #endif
 
 template <typename Scales>
 constexpr PlaneKernels plane_kernels_of() {
-  PlaneKernels kernels{add_plane_rows<Scales>, widen_plane_rows<Scales>};
-#if defined(__AVX2__)
-  kernels.pair = kernels.pair_of_prompt = pair_plane_rows<Scales>;
-  kernels.add_run = add_plane_run<Scales>;
-#endif
-  if constexpr (kByBytes<Scales>) {
-    kernels.most_of_prompt = 127;
-#if defined(__AVXVNNI__) || defined(__AVX512VNNI__)
-    kernels.pair_of_prompt = pair_plane_rows<Scales, true>;
-    kernels.zero = kBytesZero<Scales>;
-    kernels.in_bytes = true;
-#endif
-  }
-  return kernels;
+  return {add_plane_rows<Scales>, widen_plane_rows<Scales>, FLASHLLM_PAIR_ROWS};
 }
+#undef FLASHLLM_PAIR_ROWS
 
 const PlaneKernels kPlanes[kPlaneCodecs][kPlaneForms] = {
 // in the order of RowCodec; scales, with minimums, with factors, with both

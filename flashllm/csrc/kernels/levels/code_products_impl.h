@@ -89,16 +89,6 @@ __attribute__((noinline)) void multiply_byte_tile(const WeightBytes& a, const In
   (Vec::load_f32(total + I * kWidth).store(c + I / V * c_row + I % V * kWidth), ...);
 }
 
-// Bytes of tokens, by weights from 0 on.
-#if defined(__AVXVNNI__) || defined(__AVX512VNNI__)
-struct TokenBytes : Bytes {
-  using Code = std::int8_t;
-  static Pairs add(Pairs a, Pairs b, Pairs sum) { return Bytes::add(b, a, sum); }
-};
-#else
-using TokenBytes = Words;  // of this level all are words
-#endif
-
 }  // namespace
 
 template <std::size_t R, std::size_t V>
@@ -146,31 +136,27 @@ constexpr MultiplyCodes multiply_codes = multiply_strips<CodeRows, CodeColumns>;
 constexpr MultiplyBytes multiply_bytes = multiply_strips<WeightBytes, InputBytes>;
 
 // A tile of tokens by V vectors of outputs from n on.
-template <typename Form, std::size_t V, bool kOffsets, std::size_t... I>
+template <std::size_t V, bool kOffsets, std::size_t... I>
 __attribute__((noinline)) void add_code_tile(const CodeTokens& a, const CodeWeights& b, std::size_t n,
                                              std::size_t terms, float* c, std::size_t c_row,
                                              std::index_sequence<I...> each) {
   constexpr std::size_t kWindows = CodeWeights::kWindows, kWidth = Vec::kWidth;
   const std::size_t unit = b.unit;
   const float* scales = b.scales + n;
-  const auto* codes = static_cast<const typename Form::Code*>(a.codes);
   alignas(64) float total[sizeof...(I) * kWidth];
   const auto add = [&](std::size_t i, Vec weights, const float* of_tokens, std::size_t w) {
     float* at = total + i * kWidth;
     fma(weights, Vec::set(of_tokens[i / V * kWindows + w]), Vec::load_f32(at)).store(at);
   };
   (Vec::load_f32(c + I / V * c_row + I % V * kWidth).store(total + I * kWidth), ...);
-  for (std::size_t w = 0, u = 0; w < terms / 32; ++w) {
+  for (std::size_t w = 0; w < terms / 32; ++w) {
     if constexpr (kOffsets)
       (add(I, Vec::load_f32(b.offsets + w * kCodeColumns + n + I % V * kWidth), a.sums, w), ...);
-    for (std::size_t first = w * 32; first < w * 32 + 32; first += unit, ++u, scales += kCodeColumns) {
+    for (std::size_t first = w * 32; first < w * 32 + 32; first += unit, scales += kCodeColumns) {
       Pairs sum[sizeof...(I)];
-      if constexpr (Form::kStep == Words::kStep || kOffsets)
-        ((sum[I] = Pairs::zero()), ...);
-      else
-        ((sum[I] = Pairs::everywhere(a.less + I / V * 2 * kWindows + u)), ...);
-      sum_code_products<Form, V>(codes + first, b.pairs + first / Form::kStep * kCodeColumns + n,
-                                 kCodeColumns, unit / Form::kStep, sum, each);
+      ((sum[I] = Pairs::zero()), ...);
+      sum_code_products<Words, V>(a.codes + first, b.pairs + first / 2 * kCodeColumns + n, kCodeColumns,
+                                  unit / 2, sum, each);
       (add(I, sum[I].floats() * Vec::load_f32(scales + I % V * kWidth), a.scales, w), ...);
     }
   }
@@ -178,41 +164,33 @@ __attribute__((noinline)) void add_code_tile(const CodeTokens& a, const CodeWeig
 }
 
 // Of R tokens from m on, all outputs.
-template <typename Form, std::size_t R>
+template <std::size_t R>
 inline void add_code_tokens(const CodeTokens& a, std::size_t m, const CodeWeights& b, std::size_t terms,
                             float* c, std::size_t c_row) {
   constexpr std::size_t V = 2;
   constexpr auto kTile = std::make_index_sequence<R * V>();
-  constexpr std::size_t kWindows = CodeWeights::kWindows;
-  const CodeTokens from{static_cast<const typename Form::Code*>(a.codes) + m * kCodeTerms,
-                        a.scales + m * kWindows, a.sums + m * kWindows,
-                        a.less == nullptr ? nullptr : a.less + m * 2 * kWindows};
+  const CodeTokens from{a.codes + m * kCodeTerms, a.scales + m * CodeWeights::kWindows,
+                        a.sums + m * CodeWeights::kWindows};
   for (std::size_t n = 0; n < kCodeColumns; n += V * Vec::kWidth) {
     float* to = c + m * c_row + n;
     if (b.has_offsets)
-      add_code_tile<Form, V, true>(from, b, n, terms, to, c_row, kTile);
+      add_code_tile<V, true>(from, b, n, terms, to, c_row, kTile);
     else
-      add_code_tile<Form, V, false>(from, b, n, terms, to, c_row, kTile);
+      add_code_tile<V, false>(from, b, n, terms, to, c_row, kTile);
   }
 }
 
-template <typename Form>
-inline void add_codes_of(const CodeTokens& a, std::size_t tokens, const CodeWeights& b, std::size_t terms,
-                         float* c, std::size_t c_row) {
+void add_codes(const CodeTokens& a, std::size_t tokens, const CodeWeights& b, std::size_t terms, float* c,
+               std::size_t c_row) {
   std::size_t m = 0;
   for (; m + kTileRows <= tokens; m += kTileRows) {
     for (std::size_t r = m + kTileRows; r < m + 2 * kTileRows && r < tokens; ++r)
       for (std::size_t n = 0; n < kCodeColumns; n += kCacheLine / sizeof(float))
         __builtin_prefetch(c + r * c_row + n, 1);
-    add_code_tokens<Form, kTileRows>(a, m, b, terms, c, c_row);
+    add_code_tokens<kTileRows>(a, m, b, terms, c, c_row);
   }
-  for (; m + 3 <= tokens; m += 3) add_code_tokens<Form, 3>(a, m, b, terms, c, c_row);
-  for (; m < tokens; ++m) add_code_tokens<Form, 1>(a, m, b, terms, c, c_row);
-}
-
-void add_codes(const CodeTokens& a, std::size_t tokens, const CodeWeights& b, std::size_t terms, float* c,
-               std::size_t c_row) {
-  (b.in_bytes ? add_codes_of<TokenBytes> : add_codes_of<Words>)(a, tokens, b, terms, c, c_row);
+  for (; m + 3 <= tokens; m += 3) add_code_tokens<3>(a, m, b, terms, c, c_row);
+  for (; m < tokens; ++m) add_code_tokens<1>(a, m, b, terms, c, c_row);
 }
 
 // UnpackCodes. Codes of 16 bits are less what they begin at, unless the weights have minimums.
