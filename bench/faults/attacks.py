@@ -6,19 +6,21 @@ with the same text as before.
     python bench/faults/attacks.py load MODEL=MEMORY[@CONTEXT]      2,000 requests, and no attacks, in an hour
 
 Attacks: prompts of megabytes; bodies that stop in the middle; connections that never send their headers, more than
-there are descriptors; readers that never read. The 2,000 requests are of every dialect, whole and streamed, with
-schemas and tools, several at once. Before some of them a client leaves another in the middle of its prompt or of its
-answer. Needs root and a memory control group (`flashllm.commands.machine.memory_group`). The last line is one JSON
-document.
+there are descriptors; long answers that are read, and such that never are. The 2,000 requests are of every dialect,
+whole and streamed, with schemas and tools, several at once. Before some of them a client leaves another in the middle
+of its prompt or of its answer. Needs root and a memory control group (`flashllm.commands.machine.memory_group`). The
+last line is one JSON document.
 """
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import multiprocessing
 import random
 import resource
+import select
 import socket
 import statistics
 import subprocess
@@ -137,25 +139,29 @@ def silent_connections(port: int, body: int, stop: Event) -> None:
         silent_connections(port, body, stop)
 
 
-def deaf_readers(port: int, body: int, stop: Event) -> None:
-    """Four connections that ask for long streams, with 20 alternatives of each token, and never read."""
+def long_answers(port: int, body: int, stop: Event, *, read: bool) -> None:
+    """Four connections that ask for long streams, with 20 alternatives of each token, and read them, or never do."""
     asked = {**CHAT, "max_tokens": 400, "stream": True, "logprobs": True, "top_logprobs": 20}
     sent = json.dumps(asked).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(sent)}\r\n"
     with contextlib.ExitStack() as stack:
-        for _ in range(4):
-            sock = stack.enter_context(socket.socket())
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        socks = [stack.enter_context(socket.socket()) for _ in range(4)]
+        for sock in socks:
+            if not read:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             sock.connect(("127.0.0.1", port))
             sock.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + sent)
-        stop.wait()
+        while not stop.wait(0.02):
+            for sock in select.select(socks if read else [], [], [], 0)[0]:
+                sock.recv(1 << 20)
 
 
 ATTACKS: dict[str, Attack] = {
     "prompts of megabytes": long_prompts,
     "bodies that stop": stuck_bodies,
     "connections without headers": silent_connections,
-    "readers that never read": deaf_readers,
+    "long answers that are read": functools.partial(long_answers, read=True),
+    "readers that never read": functools.partial(long_answers, read=False),
 }
 
 

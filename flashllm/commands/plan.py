@@ -149,11 +149,11 @@ def _table(model: "ModelDir", plan: "Plan") -> list[str]:
     shared_out = ", shared out by popularity" if by_popularity else ""
     layers, rules = len(model.block.layers), len(model.block.recurrent)
     windowed = sum(mixer.window is not None for mixer in model.block.attentions)
-    state = format_size(model.block.state_nbytes)
+    state, kept = format_size(model.block.state_nbytes), format_size(memory.kept_nbytes)
     sequences = [
         *([f"{state} of it the state of {rules} of {layers} layers, and checkpoints"] if rules else []),
         *([f"{windowed} of {layers} layers keep a window's"] if windowed else []),
-        f"a server: {memory.shared_tokens} tokens at once, {format_size(memory.kept_nbytes)} kept between requests",
+        f"a server: requests of {memory.shared_tokens} tokens at once, {kept} kept between requests",
     ]
     table = model.table or model.manifest.embedding_layout(model.block)
     of_table = ""

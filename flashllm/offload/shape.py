@@ -148,7 +148,7 @@ class ModelShape:
 
     @property
     def kv_token_bytes(self) -> int:
-        """What a layer keeps of one token, uncompressed: its key and value; 4·h1 for OPT."""
+        """Bytes of one token's key and value in one layer, uncompressed; 4·h1 for OPT."""
         return (1 if self.latent else 2) * self.kv_dim * self.dtype_bytes
 
     @property

@@ -25,7 +25,7 @@ class Stage:
 
     @property
     def numbers(self) -> range:
-        """Of its layers, in the model."""
+        """The numbers of its layers in the model."""
         return range(self.first, self.end)
 
     @property

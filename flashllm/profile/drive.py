@@ -1,5 +1,5 @@
-"""What a drive is, and how it answers: its kind by the system's words, the times of single reads and whether they have
-two modes (a cache that holds a part of what is read answers sooner), its rate at one size of request.
+"""Describes a drive: its kind as the system names it, the times of single reads, and its rate at one size of request.
+The times have two modes where a cache holds a part of what is read, and answers sooner.
 
 Reads at random over a whole file, directly. How large it must be for no cache to hold it nobody inside the machine can
 know, so the span is a part of the answer.

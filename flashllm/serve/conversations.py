@@ -188,7 +188,7 @@ class Conversations:
         return session.can_keep(wanted.reusable(one.tokens, session.computed, session.prompted, goes_on=goes_on))
 
     def _worth(self, one: _Kept) -> tuple[bool, float]:
-        """What goes first has the least: first what gives memory back."""
+        """The one of least worth goes first; those that give memory back go before all others."""
         links, freed = one.tokens.links, one.session.nbytes_alone
         # Others have its first pages too.
         pages = bisect_left(range(len(links)), True, key=lambda at: self._links[links[at]] == 1)

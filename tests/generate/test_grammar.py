@@ -167,6 +167,15 @@ def test_what_no_answer_can_be_held_to(kind, text, says):
     assert "\n" not in str(error.value)
 
 
+def test_a_token_that_the_model_has_no_logits_for_never_comes():
+    for letter in "abcdefghij":  # at any bit of a byte
+        (token,) = TINY.encode(letter, add_special=False)
+        matcher = grammars().compile(Constraint("regex", letter)).start()
+        assert matcher.masked(np.zeros(token + 1, np.float32)).argmax() == token
+        with pytest.raises(FormError, match="no token of the model"):
+            matcher.masked(np.zeros(token, np.float32))
+
+
 def test_schemas_that_explode_end_soon():
     definitions = {"a0": {"type": "string"}}
     for number in range(1, 40):

@@ -14,6 +14,7 @@ from flashllm.errors import BudgetError, ContextFull
 from flashllm.generate.lookup import PromptLookup
 from flashllm.generate.speculation import Speculation
 from flashllm.parked.folder import ParkingFolder
+from flashllm.plan.memory_plan import MOST_PARALLEL
 
 BODIES = [
     {"prompt": "One day", "max_tokens": 20, "temperature": 0, "logprobs": 2},
@@ -71,6 +72,15 @@ def test_answers_are_those_alone(tiny, model):
         assert max(shared) > 1
     finally:
         del model.step
+
+
+def test_by_default_as_many_requests_begin_as_the_plan_has_room_for(tiny, model):
+    with running(model, tiny().path(), parallel=None) as (_, worker):
+        assert worker._together == model.plan.memory.shared_tokens
+        assert len(worker._threads) == MOST_PARALLEL
+    with running(model, tiny().path(), parallel=2) as (_, worker):
+        assert worker._together is None
+        assert len(worker._threads) == 2
 
 
 @pytest.mark.parametrize(("together", "most"), [(30, 1), (60, 2), (None, 4)])

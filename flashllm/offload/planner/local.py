@@ -45,7 +45,7 @@ class Methods:
 
     @property
     def bits(self) -> dict[str, int]:
-        """Of compressed weights and cache, as `predict` takes them."""
+        """The widths of compressed weights and cache, by the names of `predict`'s arguments."""
         return {"weight_bits": self.weight_bits, "cache_bits": self.cache_bits}
 
 

@@ -126,7 +126,7 @@ class _Blocks:
     scale: float = 1.0
 
     def place(self) -> Lying | None:
-        """Of an up the codes of all ups and gates, which alternate, of a gate their scales; of down its codes alone."""
+        """An up names the codes of all ups and gates, which alternate; a gate names their scales; down its codes."""
         is_gate = (self.first, self.step) == (0, 2)
         return self.whole.lies("scales" if is_gate else "blocks", "E8M0" if is_gate else "E2M1", self.expert)
 
