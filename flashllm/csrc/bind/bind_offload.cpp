@@ -232,7 +232,8 @@ void init_offload(nb::module_& m) {
   m.def(
       "activate",
       [](const Floats& values, const std::string& activation, float threshold) {
-        activate(parse_activation(activation, threshold), 0.0F, values.data(), values.size());
+        activate(parse_activation(activation, threshold), 0.0F, values.data(), values.size(),
+                 best_simd_level());
       },
       nb::arg("values"), nb::arg("activation"), nb::arg("threshold") = 0.0F);
 

@@ -52,10 +52,10 @@ float* DenseFfn::activations(std::size_t number, const std::byte* rows, std::siz
   const auto of = [](const float* bias, std::size_t i) { return bias != nullptr ? bias[i] : 0.0F; };
   pool_.parallel_for(count, 16, [&](std::size_t begin, std::size_t end) {
     for (std::size_t i = begin; i < end; ++i) {
-      activate(activation_, of(gated ? gate_bias : up_bias, i), values + i * padded, padded);
+      activate(activation_, of(gated ? gate_bias : up_bias, i), values + i * padded, padded, level_);
       if (!gated) continue;
       float *h = values + i * padded, *up = up_.data() + i * padded;
-      activate(activation_.of_up(), of(up_bias, i), up, padded);
+      activate(activation_.of_up(), of(up_bias, i), up, padded, level_);
       for (std::size_t m = 0; m < padded; ++m) h[m] *= up[m];
     }
   });
@@ -66,7 +66,7 @@ void DenseFfn::apply() {
   for (Part& part : parts_) {
     const std::size_t padded = part.x.padded();
     if (norm_.cuts_gates)
-      cut_gates(norm_, activation_, part.h.data(), part.up.data(), padded, 1, part.x.tokens(), pool_);
+      cut_gates(norm_, activation_, part.h.data(), part.up.data(), padded, 1, part.x.tokens(), pool_, level_);
     else
       apply_to_columns(norm_, part.h.data(), padded, part.x.tokens(), pool_);
     part.kept = 0;

@@ -66,7 +66,8 @@ void apply_to_columns(const NeuronNorm& norm, float* h, std::size_t padded, std:
 }
 
 void cut_gates(const NeuronNorm& norm, Activation activation, float* gates, const float* up,
-               std::size_t by_neuron, std::size_t by_token, std::size_t tokens, ThreadPool& pool) {
+               std::size_t by_neuron, std::size_t by_token, std::size_t tokens, ThreadPool& pool,
+               SimdLevel level) {
   const auto neurons = static_cast<double>(norm.neurons);
   pool.parallel_for(tokens, by_token == 1 ? kColumns : 1, [&](std::size_t begin, std::size_t end) {
     for (std::size_t first = begin; first < end; first += kColumns) {
@@ -82,11 +83,16 @@ void cut_gates(const NeuronNorm& norm, Activation activation, float* gates, cons
         }
       for (std::size_t m = 0; m < count; ++m)
         cuts[m] = static_cast<float>(sums[m] / neurons + norm.deviations * std::sqrt(squares[m] / neurons));
-      for (std::size_t i = 0; i < norm.neurons; ++i)
+      for (std::size_t i = 0; i < norm.neurons; ++i) {
+        std::array<float, kColumns> fired;
+        for (std::size_t m = 0; m < count; ++m)
+          fired[m] = gates[i * by_neuron + (first + m) * by_token] - cuts[m];
+        activate(activation, 0.0F, fired.data(), count, level);
         for (std::size_t m = 0; m < count; ++m) {
           const std::size_t at = i * by_neuron + (first + m) * by_token;
-          gates[at] = gates[at] > cuts[m] ? apply_activation(activation, gates[at] - cuts[m]) * up[at] : 0.0F;
+          gates[at] = gates[at] > cuts[m] ? fired[m] * up[at] : 0.0F;
         }
+      }
     }
   });
 }

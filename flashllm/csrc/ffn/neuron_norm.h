@@ -35,6 +35,7 @@ void apply_to_columns(const NeuronNorm& norm, float* h, std::size_t padded, std:
 // Gates of `tokens` tokens become values, up * activation(gate less its cut): that of neuron i and token m is
 // at i * by_neuron + m * by_token, of `up` too. A token has the same bits however they lie.
 void cut_gates(const NeuronNorm& norm, Activation activation, float* gates, const float* up,
-               std::size_t by_neuron, std::size_t by_token, std::size_t tokens, ThreadPool& pool);
+               std::size_t by_neuron, std::size_t by_token, std::size_t tokens, ThreadPool& pool,
+               SimdLevel level);
 
 }  // namespace flashllm

@@ -177,9 +177,10 @@ void NeuronProducts::up(const FfnShare* shares, std::size_t count, const std::by
       const std::size_t n = std::min(kRowGrain, end - r);
       const auto multiply = [&](const RowMatrix& matrix, Activation activation, const auto& put) {
         dot_listed(matrix, r, n, x, members, count, products, kRowGrain, options_.simd);
-        for (std::size_t t = 0; t < count; ++t)
-          for (std::size_t i = 0; i < n; ++i)
-            put(shares[t].values[r + i], apply_activation(activation, products[t * kRowGrain + i]));
+        for (std::size_t t = 0; t < count; ++t) {
+          activate(activation, 0.0F, products + t * kRowGrain, n, options_.simd);
+          for (std::size_t i = 0; i < n; ++i) put(shares[t].values[r + i], products[t * kRowGrain + i]);
+        }
       };
       multiply(driver, options_.activation, [](float& value, float product) { value = product; });
       if (format.gated())

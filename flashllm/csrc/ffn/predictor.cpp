@@ -22,9 +22,14 @@ float edge(float no, float yes, const Fires& fires) {
   return no;
 }
 
+float activated(Activation activation, float value) {
+  activate(activation, 0.0F, &value, 1, best_simd_level());
+  return value;
+}
+
 // Where the magnitude is largest below zero: of a SiLU and its like it falls to both sides.
 float negative_peak(Activation activation) {
-  const auto magnitude = [&](float x) { return std::fabs(apply_activation(activation, x)); };
+  const auto magnitude = [&](float x) { return std::fabs(activated(activation, x)); };
   float low = -8.0F, high = 0.0F;
   for (int i = 0; i < kHalvings; ++i) {
     const float one = low + (high - low) / 3.0F, two = high - (high - low) / 3.0F;
@@ -37,10 +42,10 @@ float negative_peak(Activation activation) {
 
 FiringRange firing_range(Activation activation) {
   const float infinity = std::numeric_limits<float>::infinity();
-  const auto fires = [&](float x) { return apply_activation(activation, x) != 0.0F; };
+  const auto fires = [&](float x) { return activated(activation, x) != 0.0F; };
   const Activation whole{activation.kind, activation.threshold};
   FiringRange range;
-  const bool has_tail = apply_activation(whole, -1.0F) != 0.0F;  // no ReLU
+  const bool has_tail = activated(whole, -1.0F) != 0.0F;  // no ReLU
   if (has_tail && activation.cut == 0.0F) {
     range.above = -infinity;
     return range;
@@ -99,7 +104,7 @@ void GatePredictor::predict(const float* x, std::size_t token, ThreadPool& pool,
   values.resize(gate_.rows);
   dot_all(gate_, x, values.data(), pool, level);
   pool.parallel_for(values.size(), kActivationGrain, [&](std::size_t begin, std::size_t end) {
-    activate(activation_, 0.0F, values.data() + begin, end - begin);
+    activate(activation_, 0.0F, values.data() + begin, end - begin, level);
   });
   active.clear();
   for (std::size_t neuron = 0; neuron < values.size(); ++neuron)

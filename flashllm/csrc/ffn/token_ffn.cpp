@@ -33,7 +33,7 @@ void TokenFfn::keep_values(const NeuronNorm& norm) {
 void TokenFfn::apply() {
   first_ = 0;
   if (norm_.cuts_gates)
-    return cut_gates(norm_, activation_, h_.data(), up_.data(), 1, stride_, tokens_, pool_);
+    return cut_gates(norm_, activation_, h_.data(), up_.data(), 1, stride_, tokens_, pool_, level_);
   for (std::size_t t = 0; t < tokens_; ++t)
     flashllm::apply(norm_, nullptr, norm_.neurons, h_.data() + t * stride_);
 }
@@ -118,9 +118,9 @@ void TokenFfn::activations(const RowMatrix& driver, const RowMatrix* up, std::si
       if (up != nullptr) dot_block(*up, r, n, x_, first, tokens, gathered, kTogether, level_);
       for (std::size_t t = 0; t < tokens; ++t) {
         float *h = values + t * stride_, *by = gathered + t * kTogether;
-        activate(activation_, 0.0F, h, n);
+        activate(activation_, 0.0F, h, n, level_);
         if (up == nullptr) continue;
-        activate(activation_.of_up(), 0.0F, by, n);
+        activate(activation_.of_up(), 0.0F, by, n, level_);
         for (std::size_t i = 0; i < n; ++i) h[i] *= by[i];
       }
     }

@@ -175,62 +175,27 @@ std::vector<double> read_bandwidth(ThreadPool& pool, std::size_t nbytes, double 
 
 namespace {
 
-// A NaN stays one, as in the dense model.
 float relu(float value) { return value <= 0.0F ? 0.0F : value; }
-float squared_relu(float value) { return value <= 0.0F ? 0.0F : value * value; }
-float silu(float value) { return value / (1.0F + std::exp(-value)); }
 float gelu(float value) { return 0.5F * value * (1.0F + std::erf(value * 0.70710678F)); }
-// That is value / 2 * (1 + tanh(z / 2)), which takes seven times as long.
-float gelu_tanh(float value) {
-  return value / (1.0F + std::exp(-1.5957691F * (value + 0.044715F * value * value * value)));
-}
-float quick_gelu(float value) { return value / (1.0F + std::exp(-1.702F * value)); }
-// gpt-oss: gate and up are limited, and up is one more. A NaN stays one.
+// gpt-oss: gate and up are limited, and up is one more.
 constexpr float kSwigluLimit = 7.0F;
-float clamped_swiglu(float value) { return quick_gelu(value > kSwigluLimit ? kSwigluLimit : value); }
-float clamped_up(float value) {
-  return (value > kSwigluLimit ? kSwigluLimit : value < -kSwigluLimit ? -kSwigluLimit : value) + 1.0F;
-}
+float limited(float value) { return value > kSwigluLimit ? kSwigluLimit : value; }
+float clamped_up(float value) { return (value < -kSwigluLimit ? -kSwigluLimit : limited(value)) + 1.0F; }
 
-// Calls `use` with the activation as a function, nothing cut.
-template <typename Use>
-void with_whole_function(Activation activation, const Use& use) {
-  switch (activation.kind) {
-    case Activation::identity:
-      return use([](float value) { return value; });
-    case Activation::relu:
-    case Activation::drelu:
-      return use(relu);
-    case Activation::squared_relu:
-      return use(squared_relu);
-    case Activation::fatrelu:
-      return use(
-          [threshold = activation.threshold](float value) { return value <= threshold ? 0.0F : value; });
-    case Activation::silu:
-      return use(silu);
-    case Activation::gelu:
-      return use(gelu);
-    case Activation::gelu_tanh:
-      return use(gelu_tanh);
-    case Activation::quick_gelu:
-      return use(quick_gelu);
-    case Activation::clamped_swiglu:
-      return use(clamped_swiglu);
-    case Activation::clamped_up:
-      return use(clamped_up);
+// values = value * sigmoid(of(value)), the value being before(values).
+template <typename Before, typename Of>
+void gate_by_sigmoid(const Before& before, const Of& of, float* values, std::size_t n, SimdLevel level) {
+  constexpr std::size_t kTogether = 256, kVector = 16;
+  const Sigmoids sigmoids = level_kernels(level).sigmoids;
+  alignas(64) float gates[kTogether];
+  for (std::size_t first = 0; first < n; first += kTogether, values += kTogether) {
+    const std::size_t some = std::min(kTogether, n - first);
+    const std::size_t whole = (some + kVector - 1) / kVector * kVector;
+    for (std::size_t i = 0; i < some; ++i) gates[i] = of(values[i] = before(values[i]));
+    std::fill(gates + some, gates + whole, 0.0F);
+    sigmoids(gates, whole);
+    for (std::size_t i = 0; i < some; ++i) values[i] *= gates[i];
   }
-}
-
-// The same with its scale and its cut. A NaN stays one.
-template <typename Use>
-void with_function(Activation activation, const Use& use) {
-  with_whole_function(activation, [&](auto function) {
-    if (activation.cut == 0.0F && activation.scale == 1.0F) return use(function);
-    use([function, cut = activation.cut, scale = activation.scale](float value) {
-      const float result = function(scale * value);
-      return std::fabs(result) < cut ? 0.0F : result;
-    });
-  });
 }
 
 }  // namespace
@@ -239,15 +204,48 @@ float sigmoid(float x) { return 1.0F / (1.0F + std::exp(-x)); }
 
 float softplus(float x) { return x > 20.0F ? x : std::log1p(std::exp(x)); }
 
-float apply_activation(Activation activation, float value) {
-  with_function(activation, [&](auto function) { value = function(value); });
-  return value;
-}
-
-void activate(Activation activation, float bias, float* values, std::size_t n) {
-  with_function(activation, [=](auto function) {
-    for (std::size_t i = 0; i < n; ++i) values[i] = function(values[i] + bias);
-  });
+void activate(Activation activation, float bias, float* values, std::size_t n, SimdLevel level) {
+  const auto input = [bias, scale = activation.scale](float value) { return scale * (value + bias); };
+  const auto each = [&](auto function) {
+    for (std::size_t i = 0; i < n; ++i) values[i] = function(input(values[i]));
+  };
+  const auto gated = [&](auto of) { gate_by_sigmoid(input, of, values, n, level); };
+  const auto quick = [](float value) { return 1.702F * value; };
+  switch (activation.kind) {
+    case Activation::identity:
+      each([](float value) { return value; });
+      break;
+    case Activation::relu:
+    case Activation::drelu:
+      each(relu);
+      break;
+    case Activation::squared_relu:
+      each([](float value) { return value <= 0.0F ? 0.0F : value * value; });
+      break;
+    case Activation::fatrelu:
+      each([threshold = activation.threshold](float value) { return value <= threshold ? 0.0F : value; });
+      break;
+    case Activation::silu:
+      gated([](float value) { return value; });
+      break;
+    case Activation::gelu:
+      each(gelu);
+      break;
+    case Activation::gelu_tanh:  // value / 2 * (1 + tanh(z / 2)), of this z
+      gated([](float value) { return 1.5957691F * (value + 0.044715F * value * value * value); });
+      break;
+    case Activation::quick_gelu:
+      gated(quick);
+      break;
+    case Activation::clamped_swiglu:
+      gate_by_sigmoid([&](float value) { return limited(input(value)); }, quick, values, n, level);
+      break;
+    case Activation::clamped_up:
+      each(clamped_up);
+      break;
+  }
+  if (activation.cut == 0.0F) return;
+  for (std::size_t i = 0; i < n; ++i) values[i] = std::fabs(values[i]) < activation.cut ? 0.0F : values[i];
 }
 
 void linear(const LinearWeights& weights, const float* x, std::size_t tokens, float* out, ThreadPool& pool,

@@ -210,6 +210,9 @@ StateStep state_step_kernel(SimdLevel level, Recurrence recurrence);
 using Softmax = void (*)(float* scores, std::size_t n, float scale);
 Softmax softmax_kernel(SimdLevel level);
 
+// values = 1 / (1 + e^-values), in place; n is a multiple of 16
+using Sigmoids = void (*)(float* values, std::size_t n);
+
 // One block of keys of many queries' attention (attention.h).
 struct AttentionKernels {
   std::size_t panel;  // columns of MultiplyAdd's b that should lie together, a multiple of 16
@@ -249,8 +252,7 @@ void linear(const LinearWeights& weights, const float* x, std::size_t tokens, fl
 
 float sigmoid(float x);
 float softplus(float x);
-float apply_activation(Activation activation, float value);
-// values[i] = activation(values[i] + bias)
-void activate(Activation activation, float bias, float* values, std::size_t n);
+// values[i] = activation(values[i] + bias), the same of any n. A NaN stays one.
+void activate(Activation activation, float bias, float* values, std::size_t n, SimdLevel level);
 
 }  // namespace flashllm

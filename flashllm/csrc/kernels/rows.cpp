@@ -391,8 +391,8 @@ void dot_block(const ScatteredRows& rows, const RowInputs& x, const std::int32_t
                                           : kernel_table(level, dtype_of(rows.codec)).dot_rows;
     dot(rows.vectors, rows.count, x.floats(0), rows.length, values);
   }
-  for (std::size_t i = 0; i < rows.count; ++i)
-    values[i] = apply_activation(activation, bias != nullptr ? values[i] + bias[ids[i]] : values[i]);
+  for (std::size_t i = 0; bias != nullptr && i < rows.count; ++i) values[i] += bias[ids[i]];
+  activate(activation, 0.0F, values, rows.count, level);
 }
 
 void dot_scattered(const ScatteredRows& rows, const float* x, const std::int32_t* ids, const float* bias,

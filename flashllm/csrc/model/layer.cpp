@@ -104,7 +104,8 @@ void Layer::add_ffn(std::size_t layer, const BlockWeights& weights, const Part& 
 // values = activation(values), rounded.
 void Layer::activate_rows(const BlockWeights& weights, std::size_t count, std::size_t width, float* values) {
   arithmetic_.pool().parallel_for(count, Arithmetic::kTokenGrain, [&](std::size_t begin, std::size_t end) {
-    activate(weights.spec.activation, 0.0F, values + begin * width, (end - begin) * width);
+    activate(weights.spec.activation, 0.0F, values + begin * width, (end - begin) * width,
+             arithmetic_.level());
   });
   arithmetic_.round(values, count * width);
 }

@@ -18,7 +18,8 @@ struct Columns {
   const float* taps;
 };
 void convolve_columns(const Convolution& spec, const Columns& columns, std::size_t count, std::size_t first,
-                      std::size_t n, const float* inputs, const float* before, float* now, float* out) {
+                      std::size_t n, const float* inputs, const float* before, float* now, float* out,
+                      SimdLevel level) {
   const auto [begin, end, at, width, all_taps] = columns;
   const std::size_t kernel = spec.kernel, held = kernel - 1, channels = spec.channels();
   inputs += count * at + first * width - at;
@@ -42,7 +43,7 @@ void convolve_columns(const Convolution& spec, const Columns& columns, std::size
     }
   }
   for (std::size_t t = 0; spec.has_silu && t < n; ++t)
-    activate(Activation::silu, 0.0F, out + t * width + begin, end - begin);
+    activate(Activation::silu, 0.0F, out + t * width + begin, end - begin, level);
   for (std::size_t t = 0; t < held; ++t)
     std::copy_n(input(n + t) + begin, end - begin, now + t * channels + begin);
 }
@@ -50,7 +51,7 @@ void convolve_columns(const Convolution& spec, const Columns& columns, std::size
 }  // namespace
 
 void convolve(const Convolution& spec, const Part& part, std::size_t offset, const float* inputs, float* out,
-              ThreadPool& pool) {
+              ThreadPool& pool, SimdLevel level) {
   const std::size_t channels = spec.channels();
   const auto run = [&](std::size_t first, std::size_t n, const float* before, float* now) {
     pool.parallel_for(channels, kChannels, [&](std::size_t begin, std::size_t end) {
@@ -60,7 +61,7 @@ void convolve(const Convolution& spec, const Part& part, std::size_t offset, con
         for (std::size_t from = std::max(begin, at); from < std::min(end, at + width); from += kChannels)
           convolve_columns(spec,
                            {from, std::min({end, at + width, from + kChannels}), at, width, spec.taps[i]},
-                           part.count, first, n, inputs, before, now, out);
+                           part.count, first, n, inputs, before, now, out, level);
         at += width;
       }
     });

@@ -44,6 +44,6 @@ struct Convolution {
 // Of a part's tokens: inputs and out are matrices [tokens, width], one behind the other. The states have the
 // inputs before, [kernel - 1, channels], from `offset` on.
 void convolve(const Convolution& convolution, const Part& part, std::size_t offset, const float* inputs,
-              float* out, ThreadPool& pool);
+              float* out, ThreadPool& pool, SimdLevel level);
 
 }  // namespace flashllm

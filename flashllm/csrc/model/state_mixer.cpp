@@ -70,7 +70,7 @@ void StateMixer::mix(const StateSpec& spec, const StateWeights& weights, const P
   }
   const std::size_t outer = spec.by_delta_rule ? keys : values, inner = spec.by_delta_rule ? values : keys;
   convolve({spec.kernel, {outer, keys, inner}, weights.convolution, weights.convolution_bias, true}, part,
-           state, inputs_.data(), convolved_.data(), arithmetic_.pool());
+           state, inputs_.data(), convolved_.data(), arithmetic_.pool(), arithmetic_.level());
   arithmetic_.round(convolved_.data(), convolved_.size());
   prepare_heads(spec, weights, count);
   for_each_state(part, 0, state, [&](std::size_t begin, std::size_t n, const float* before, float* now) {
@@ -93,7 +93,7 @@ void StateMixer::convolve_alone(const StateSpec& spec, const StateWeights& weigh
   arithmetic_.project(weights.value, count, inputs_.data());
   multiply_by(weights.key, inputs_);
   convolve({spec.kernel, {spec.values(), 0, 0}, weights.convolution, weights.convolution_bias, false}, part,
-           0, inputs_.data(), convolved_.data(), arithmetic_.pool());
+           0, inputs_.data(), convolved_.data(), arithmetic_.pool(), arithmetic_.level());
   arithmetic_.round(convolved_.data(), n);
   multiply_by(weights.query, convolved_);
   arithmetic_.project(weights.out, convolved_.data(), count, part.is_prompt(), out);

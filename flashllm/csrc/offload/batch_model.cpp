@@ -110,8 +110,8 @@ void LentFfn::activate(std::size_t n, bool gated) {
   const Activation& activation = weights_->block.spec.activation;
   float *up = up_.data(), *driver = gated ? gate_.data() : up;
   arithmetic_.pool().parallel_for(n, kValueGrain, [&](std::size_t begin, std::size_t end) {
-    flashllm::activate(activation, 0.0F, driver + begin, end - begin);
-    if (gated) flashllm::activate(activation.of_up(), 0.0F, up + begin, end - begin);
+    flashllm::activate(activation, 0.0F, driver + begin, end - begin, arithmetic_.level());
+    if (gated) flashllm::activate(activation.of_up(), 0.0F, up + begin, end - begin, arithmetic_.level());
   });
   if (!gated) return;
   arithmetic_.round(driver, n);

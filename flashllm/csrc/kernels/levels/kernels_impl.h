@@ -289,10 +289,10 @@ void add_values(const void* const* rows, std::size_t n, const float* weights, st
     add_narrow_rows<W, 1>(row, n, weights, 0, 0, k, out, 0);
 }
 
-// e^x for x <= 0 to about 2 units in the last place; 1.6e-38 from -87 down. exp(x) = 2^n * e^r with n =
+// e^x for x <= 88 to about 2 units in the last place; 1.6e-38 from -87 down. exp(x) = 2^n * e^r with n =
 // round(x / ln 2) and |r| <= ln 2 / 2; e^r by its Taylor polynomial of degree 6 (remainder below 2^-23). NaN
 // stays NaN.
-inline Vec exp_negative(Vec x) {
+inline Vec exp(Vec x) {
   x = max(Vec::set(-87.0F), x);
   const Vec shifted = fma(x, Vec::set(1.44269504F), Vec::set(12582912.0F));  // 1.5 * 2^23: n in the low bits
   const Vec n = shifted + Vec::set(-12582912.0F);
@@ -302,6 +302,13 @@ inline Vec exp_negative(Vec x) {
   for (const float c : {1.0F / 120.0F, 1.0F / 24.0F, 1.0F / 6.0F, 0.5F, 1.0F, 1.0F})
     p = fma(p, r, Vec::set(c));
   return p.times_two_to(shifted);
+}
+
+// As Sigmoids says.
+void sigmoids(float* values, std::size_t n) {
+  const Vec one = Vec::set(1.0F), minus = Vec::set(-1.0F), most = Vec::set(88.0F);
+  for (std::size_t i = 0; i < n; i += Vec::kWidth)
+    (one / (one + exp(min(most, Vec::load_f32(values + i) * minus)))).store(values + i);
 }
 
 // scores[i] = e^(scale * scores[i] - m) / (their sum), m the largest of the scaled scores.
@@ -325,11 +332,11 @@ void softmax(float* scores, std::size_t n, float scale) {
   const Vec offset = Vec::set(-m);
   Vec sum = Vec::zero();
   for (std::size_t i = 0; i < whole; i += Vec::kWidth) {
-    const Vec e = exp_negative(Vec::load_f32(scores + i) + offset);
+    const Vec e = exp(Vec::load_f32(scores + i) + offset);
     e.store(scores + i);
     sum = sum + e;
   }
-  exp_negative(Vec::load_f32(last) + offset).store(last);
+  exp(Vec::load_f32(last) + offset).store(last);
   float total = sum.sum();
   for (std::size_t i = whole; i < n; ++i) total += last[i - whole];
   const Vec inverse = Vec::set(1.0F / total);
@@ -343,7 +350,7 @@ void online_softmax(float* scores, std::size_t keys, std::size_t columns, std::s
                     float* largest, float* sum, float* factor) {
   constexpr std::size_t kTogether = 16 / Vec::kWidth;
   const Vec scales = Vec::set(scale);
-  const Vec nothing = exp_negative(Vec::set(-87.0F)) * Vec::set(-1.0F);
+  const Vec nothing = exp(Vec::set(-87.0F)) * Vec::set(-1.0F);
   for (std::size_t c = 0; c < columns; c += 16) {
     Vec before[kTogether], m[kTogether], total[kTogether];
     for (std::size_t v = 0; v < kTogether; ++v)
@@ -361,14 +368,14 @@ void online_softmax(float* scores, std::size_t keys, std::size_t columns, std::s
       const std::size_t at = c + v * Vec::kWidth;
       m[v].store(largest + at);
       m[v] = m[v] * minus;
-      const Vec shrink = exp_negative(before[v] + m[v]);
+      const Vec shrink = exp(before[v] + m[v]);
       shrink.store(factor + at);
       total[v] = Vec::load_f32(sum + at) * shrink;
     }
     for (std::size_t k = 0; k < keys; ++k) {
       for (std::size_t v = 0; v < kTogether; ++v) {
         float* at = scores + k * row + c + v * Vec::kWidth;
-        const Vec e = exp_negative(Vec::load_f32(at) + m[v]) + nothing;
+        const Vec e = exp(Vec::load_f32(at) + m[v]) + nothing;
         e.store(at);
         total[v] = total[v] + e;
       }

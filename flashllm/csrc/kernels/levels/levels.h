@@ -15,6 +15,7 @@ struct LevelKernels {
   const AttentionKernels* attention;
   SumFloats sum_floats;
   Softmax softmax;
+  Sigmoids sigmoids;
   MultiplyAdd multiply_add;
   MultiplyCodes multiply_codes;  // nullptr, as the next two may be and `unpack`, where the level has none
   MultiplyBytes multiply_bytes;
