@@ -10,6 +10,13 @@ struct UnitScales {
 
 }  // namespace
 
+// Fetches plane[at, at + n): the scales of a window are read at once, behind its products.
+template <typename T>
+__attribute__((always_inline)) inline void fetch_scales(const T* plane, std::size_t at, std::size_t n) {
+  const auto* line = reinterpret_cast<const char*>(plane + at);
+  for (const char* end = line + n * sizeof(T); line < end; line += kCacheLine) __builtin_prefetch(line);
+}
+
 // Codes of integers, or of kIq4. Where the scales of a neuron's group begin in the planes: one object for
 // each.
 template <std::size_t kCodeBits, bool kMinimum, bool kFactors, bool kOfTable = false>
@@ -22,6 +29,13 @@ struct PlaneScales {
   PlaneScales(const ScalePlane& plane, std::size_t id, std::size_t k)
       : group_row(id / plane.group * k), shared_row(kFactors ? id / kSharedFactors * k : group_row) {}
 
+  // Of weights [j, j + n).
+  __attribute__((always_inline)) void fetch(const ScalePlane& plane, std::size_t j, std::size_t n) const {
+    fetch_scales(plane.scales, shared_row + j, n);
+    if constexpr (kFactors) fetch_scales(plane.factors, group_row + j, n);
+    if constexpr (kMinimum) fetch_scales(plane.minimums, shared_row + j, n);
+    if constexpr (kMinimum && kFactors) fetch_scales(plane.minimum_factors, group_row + j, n);
+  }
   // Of the unit from weight j on.
   void load(const ScalePlane& plane, std::size_t j, UnitScales& to) const {
     for (std::size_t v = 0; v < kUnitVectors; ++v) {
@@ -63,6 +77,12 @@ struct Fp4Scales {
     if constexpr (kQuarters) whole = plane.whole[id / plane.group] * kOfCodes;
   }
 
+  __attribute__((always_inline)) void fetch(const ScalePlane& plane, std::size_t j, std::size_t n) const {
+    if constexpr (kQuarters)
+      fetch_scales(plane.quarters, group_row + j, n);
+    else
+      fetch_scales(plane.powers, group_row + j, n);
+  }
   void load(const ScalePlane& plane, std::size_t j, UnitScales& to) const {
     for (std::size_t v = 0; v < kUnitVectors; ++v) {
       const std::size_t at = group_row + j + v * Vec::kWidth;
@@ -293,6 +313,7 @@ inline void add_window(const RunWindow& window, const RunWindow& next, const Sca
                        float* y) {
   constexpr std::size_t kUnitNbytes = kCodeUnit / 8 * Scales::kBits, kStep = kPairUnits * kCodeUnit;
   const std::size_t at = j / kCodeUnit * kUnitNbytes, apart = units == kPairUnits ? kUnitNbytes : 0;
+  for (std::size_t u = 0; u * scaled < RunWindow::kNeurons; ++u) of[u].fetch(plane, j, kSteps * kStep);
   std::size_t t = 0;
   for (std::size_t u = 0; u * scaled < RunWindow::kNeurons; ++u) {
     Pairs sum[kSteps][4];
