@@ -166,6 +166,7 @@ inline Pairs operator*(Pairs a, Pairs b) { return {_mm256_mullo_epi32(a.v, b.v)}
 struct Words {
   using Code = std::int16_t;
   static constexpr std::size_t kStep = 2;
+  static constexpr bool kApart = true;
   static Pairs begin(Pairs sum) { return sum; }
   static Pairs add(Pairs a, Pairs b, Pairs sum) {
 #if defined(__AVXVNNI__)
@@ -180,6 +181,7 @@ struct Words {
 struct Bytes : Words {
   using Code = std::uint8_t;
   static constexpr std::size_t kStep = 4, kTogether = 8;
+  static constexpr bool kApart = false;
   static Pairs add(Pairs a, Pairs b, Pairs sum) { return {_mm256_dpbusd_avx_epi32(sum.v, a.v, b.v)}; }
 };
 #else
@@ -187,6 +189,7 @@ struct Bytes : Words {
 struct Bytes {
   using Code = std::uint8_t;
   static constexpr std::size_t kStep = 4, kTogether = 4;
+  static constexpr bool kApart = true;
   static_assert(2 * kTogether * kLargestByte * 127 < 1 << 15, "sums must fit 16 bits");
   static Pairs begin(Pairs) { return Pairs::zero(); }
   static Pairs add(Pairs a, Pairs b, Pairs sum) {

@@ -218,6 +218,7 @@ inline Pairs operator*(Pairs a, Pairs b) { return {_mm512_mullo_epi32(a.v, b.v)}
 struct Words {
   using Code = std::int16_t;
   static constexpr std::size_t kStep = 2;
+  static constexpr bool kApart = false;
   static Pairs begin(Pairs sum) { return sum; }
   static Pairs add(Pairs a, Pairs b, Pairs sum) { return {_mm512_dpwssd_epi32(sum.v, a.v, b.v)}; }
   static Pairs end(Pairs, Pairs sum) { return sum; }
