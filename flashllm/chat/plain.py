@@ -53,14 +53,17 @@ def run_plain(chat: Chat, lines: Iterable[bytes], out: TextIO, err: TextIO) -> i
 
 
 def _answer_plain(chat: Chat, text: str, out: TextIO) -> None:
-    """Write one answer, ended by a newline however it ends."""
-    last = "\n"
+    """Write one answer, ended by a newline however it ends; an empty line for one without text."""
+    last = ""
     try:
         with contextlib.closing(chat.answer(text)) as pieces:
             for piece in pieces:
                 out.write(piece)
                 out.flush()
                 last = piece
+    except ContextFull:
+        last = last or "\n"  # there is no answer
+        raise
     finally:
         if not last.endswith("\n"):
             out.write("\n")

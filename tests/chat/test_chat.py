@@ -225,6 +225,10 @@ def test_invalid_utf8_and_controls_are_replaced():
     assert chat.session.turns[0] == "a\ufffd\ufffd"
 
 
+def test_an_answer_without_text_is_an_empty_line_in_a_pipe():
+    assert plain(make_chat(answers={"one": ""}), "one\ntwo\n")[:2] == (0, "\nTWO\n")
+
+
 def test_commands_in_a_pipe_answer_on_stderr():
     status, out, err = plain(make_chat(), "one\n/stats\n/nonsense\n /text\n/quit\nnever\n")
     assert (status, out) == (0, "ONE\n /TEXT\n")
