@@ -93,7 +93,7 @@ def tools_of(body: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[str, .
         raise BadRequest(f"tools: must be a list of at most {MAX_TOOLS} tools", param="tools")
     tools: list[Message] = []
     for place, tool in enumerate(given):
-        where = f"tools: [{place}]"
+        where = f"tools[{place}]"
         function = dict(_function(tool, where))
         parameters = function.get("parameters")
         if parameters is None:

@@ -216,6 +216,9 @@ class PromptEncoder:
             raise BadRequest(message, request.custom_id, param="tools")
         if "reasoning_effort" in values and not template.takes("reasoning_effort"):
             values.setdefault("enable_thinking", values.pop("reasoning_effort") != "none")
+        silent = self.answers in (None, GENERIC) and not template.takes("enable_thinking")
+        if silent and values.get("enable_thinking") is False:
+            del values["enable_thinking"]  # no reasoning is what such a model gives
         for name in values:
             if not template.takes(name):
                 asked = "reasoning_effort" if "reasoning_effort" in request.template_values else "chat_template_kwargs"

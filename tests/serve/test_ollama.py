@@ -40,6 +40,11 @@ def test_a_chat_is_openais(http):
     assert last["eval_duration"] > 0
 
 
+def test_a_model_that_does_not_reason_can_be_asked_not_to(http):
+    body = {"model": "tiny", "messages": SAY, "stream": False, "options": {"num_predict": 2}}
+    assert http.post("/api/chat", json={**body, "think": False}).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -49,7 +54,7 @@ def test_a_chat_is_openais(http):
         ({"options": {"num_predict": 0}}, "max_tokens must be an integer"),
         ({"format": "yaml"}, "response_format: the schema must be a JSON object"),
         ({"format": {"type": "x"}}, "response_format: the JSON schema cannot be the form of an answer: Invalid type"),
-        ({"tools": [{}]}, "tools: [0]: its type must be"),
+        ({"tools": [{}]}, "tools[0]: its type must be"),
         ({"think": True}, "this model's chat template has no enable_thinking"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "tool_calls: each needs a function"),
         ({"stream": 1}, "stream must be true or false"),

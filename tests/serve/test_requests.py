@@ -89,19 +89,15 @@ BAD_FIELDS = [
     # Fields of the interface that we have not, by name.
     (CHAT, {"n": 2}, "n: 2 is not supported"),
     (CHAT, {"tools": {}}, "tools: must be a list"),
-    (CHAT, {"tools": [{"type": "function"}]}, "tools: [0]: function needs a name"),
-    (CHAT, {"tools": [{"type": "web_search"}]}, "tools: [0]: its type must be"),
+    (CHAT, {"tools": [{"type": "function"}]}, "tools[0]: function needs a name"),
+    (CHAT, {"tools": [{"type": "web_search"}]}, "tools[0]: its type must be"),
     (CHAT, {"tools": [TOOL] * 257}, "a list of at most 256"),
     (
         CHAT,
         {"tools": [{**TOOL, "function": {"name": "f", "parameters": []}}]},
-        "tools: [0]: parameters must be an object",
+        "tools[0]: parameters must be an object",
     ),
-    (
-        CHAT,
-        {"tools": [{**TOOL, "function": {"name": "f", "description": 1}}]},
-        "tools: [0]: description must be a text",
-    ),
+    (CHAT, {"tools": [{**TOOL, "function": {"name": "f", "description": 1}}]}, "tools[0]: description must be a text"),
     (CHAT, {"tools": [{**TOOL, "function": {"name": "f", "x": "\ud800"}}]}, "tools: hold half a character"),
     (CHAT, {"tools": [TOOL]}, "tools: this model's chat template takes none"),
     (CHAT, {"tools": [TOOL], "tool_choice": "required"}, "tools: this model's chat template takes none"),
