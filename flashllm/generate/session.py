@@ -258,7 +258,7 @@ class Session(Closing):
         if total > limit:
             raise ContextFull(
                 f"the context limit of {limit} tokens is reached: {reused} are in use and this turn "
-                f"adds {total - reused}; start a new conversation (/reset) or shorten the text"
+                f"adds {total - reused}; shorten the text, or begin a new conversation"
             )
         # 1. The prompt. The sequence first drops what the new context does not share; nothing is said before the pass.
         self.stopped = None

@@ -354,7 +354,7 @@ def _refusal(plan: MemoryPlan, available: int) -> str:
     missing = plan.minimum_nbytes - plan.limit_nbytes
     table = ", ".join(f"{name} {format_size(nbytes)}" for name, _, nbytes in plan.rows())
     if plan.limit_is_given:
-        advice = f"use --memory {-(-plan.minimum_nbytes // 10**6)}MB or more"
+        advice = f"use --memory {plan.minimum_nbytes // 10**6 + 2}MB or more"  # libraries vary by some 0.5 MB a start
     else:
         advice = f"this machine has {format_size(available)} left; close other programs"
     return (

@@ -399,7 +399,7 @@ def test_below_the_minimum_is_refused_with_what_would_do(model):
     assert "neuron cache" in message
     assert "shorten --context (now 96 tokens)" in message
     named = int(re.search(r"use --memory (\d+)MB or more", message)[1]) * 10**6
-    assert least <= named < least + 10**6
+    assert least + 10**6 < named <= least + 2 * 10**6  # what the libraries take varies from start to start
     assert plan_of(model, limit=named).cache_rows
 
 
