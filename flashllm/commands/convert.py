@@ -26,8 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--bits",
         type=int,
         choices=(16, 12, 8, 4),
-        help="of the neurons' weights (default: a quantised GGUF file or MXFP4 keeps its codes, others 16, the dtype "
-        "as it is; 12: bfloat16 without loss; 8 and 4: in groups with a scale each)",
+        help="of the neurons' weights (default: a quantised GGUF file or MXFP4 keeps its codes, unless --sparsify or "
+        "--calibrate is given; others 16, the dtype as it is; 12: bfloat16 without loss; 8 and 4: in groups with a "
+        "scale each)",
     )
     parser.add_argument(
         "--resident-bits",

@@ -161,7 +161,7 @@ def _table(model: "ModelDir", plan: "Plan") -> list[str]:
         of_table = f"{memory.table_rows} of {table.rows} rows; {format_size(table.nbytes)} on flash"
     remarks = {
         memory.table_of: of_table,
-        "requests": f"a server's: {format_size(requests_nbytes(memory.context))} more",
+        "requests": f"a server's: {format_size(requests_nbytes(memory.context))} more, and its libraries",
         "KV cache": "; ".join(sequences),
         "neuron cache": f"{share} of {neurons} neurons{shared_out}",
     }

@@ -128,6 +128,11 @@ std::uint64_t digest_of(SimdLevel level) {
   std::vector<float> scores = fractions(kColumns, random);
   softmax_kernel(level)(scores.data(), kColumns, 3.0F);
   digest.add(scores);
+  for (const Activation::Kind kind : {Activation::silu, Activation::gelu_tanh}) {
+    std::vector<float> values = fractions(kColumns, random);
+    activate(kind, 0.5F, values.data(), values.size(), level);
+    digest.add(values);
+  }
   std::vector<float> tile = fractions(7 * kWidth, random);
   const std::vector<float> a = fractions(7 * kTerms, random), b = fractions(kTerms * kWidth, random);
   multiply_add_kernel(level)({a.data(), kTerms, 1}, 7, {b.data(), kWidth}, kWidth, kTerms, tile.data(),

@@ -2,6 +2,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <random>
 #include <thread>
 
@@ -309,8 +310,34 @@ void grouped_products(RowCodec codec, SimdLevel level, std::size_t rows, std::si
   }
 }
 
+// Activations that have a sigmoid: near those in double, each value the same alone and among others, a NaN
+// one.
+void activations(SimdLevel level) {
+  const auto sigmoid = [](double x) { return 1.0 / (1.0 + std::exp(-x)); };
+  const auto check = [&](Activation::Kind kind, const auto& expected) {
+    std::vector<float> all;
+    for (float x = -100.0F; x < 100.0F; x += 0.37F) all.push_back(x);
+    all.push_back(std::numeric_limits<float>::quiet_NaN());
+    std::vector<float> values = all;
+    activate(kind, 0.25F, values.data(), values.size(), level);
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      float alone = all[i];
+      activate(kind, 0.25F, &alone, 1, level);
+      CHECK(std::memcmp(&alone, &values[i], sizeof alone) == 0);
+      const double x = all[i] + 0.25F, error = std::fabs(values[i] - expected(x));
+      CHECK(std::isnan(x) ? std::isnan(values[i]) : error <= 1e-6 * std::fmax(1.0, std::fabs(x)));
+    }
+  };
+  check(Activation::silu, [&](double x) { return x * sigmoid(x); });
+  check(Activation::gelu_tanh, [&](double x) { return x * sigmoid(1.5957691 * (x + 0.044715 * x * x * x)); });
+  check(Activation::quick_gelu, [&](double x) { return x * sigmoid(1.702 * x); });
+  check(Activation::clamped_swiglu,
+        [&](double x) { return std::fmin(x, 7.0) * sigmoid(1.702 * std::fmin(x, 7.0)); });
+}
+
 void test_kernels(int scale) {
   for (const SimdLevel level : simd_levels()) {
+    activations(level);
     for (const std::size_t n : {0, 1, 3, 64, 1000, 4099}) {
       const std::vector<float> ones(n, 1.0F);
       CHECK(sum_floats_kernel(level)(ones.data(), n) == static_cast<float>(n));

@@ -132,8 +132,9 @@ void check_cut_gates(std::size_t neurons, std::size_t tokens, float deviations) 
       columns[i * tokens + m] = rows[m * neurons + i];
       turned[i * tokens + m] = up[m * neurons + i];
     }
-  cut_gates(norm, Activation::relu, rows.data(), up.data(), 1, neurons, tokens, pool);
-  cut_gates(norm, Activation::relu, columns.data(), turned.data(), tokens, 1, tokens, pool);
+  cut_gates(norm, Activation::relu, rows.data(), up.data(), 1, neurons, tokens, pool, best_simd_level());
+  cut_gates(norm, Activation::relu, columns.data(), turned.data(), tokens, 1, tokens, pool,
+            best_simd_level());
   for (std::size_t m = 0; m < tokens; ++m) {
     double sum = 0.0, squares = 0.0;
     for (std::size_t i = 0; i < neurons; ++i) sum += before[m * neurons + i];
