@@ -95,7 +95,7 @@ class PromptEncoder:
             return ()
         marks = []
         try:
-            text = self._render(request, messages)
+            text = self._text(request, messages)
         except FlashError:  # it took too long this time
             return ()
         for at in sorted({asked[0], asked[-1]}):
@@ -198,7 +198,18 @@ class PromptEncoder:
         messages = [message for message in request.prompt if isinstance(message, dict)]
         if self.template is None and self.plain_chat and not (request.tools or request.template_values):
             return plain_text(messages)
-        return self._render(request, messages)
+        return self._text(request, messages)
+
+    def _text(self, request: Request, messages: Sequence[Message]) -> str:
+        """The conversation's text, which ends in the last message where that is the assistant's: it is continued."""
+        begun = messages[-1]
+        if begun["role"] != "assistant" or begun.get("tool_calls") or not begun["content"]:
+            return self._render(request, messages)
+        text = self._render(request, messages[:-1])
+        if self.answers is not None and any(text.rstrip().endswith(opened) for opened, _ in self.answers.thinking):
+            asked = "messages: an answer that is begun cannot be continued where the model reasons first"
+            raise BadRequest(f"{asked}; set enable_thinking to false", request.custom_id, param="messages")
+        return text + str(begun["content"])
 
     def _render(self, request: Request, messages: Sequence[Message]) -> str:
         """The conversation's text. BadRequest for what this model's template cannot be told, else as `render`."""

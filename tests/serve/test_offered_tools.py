@@ -196,6 +196,17 @@ def test_thinking_is_the_templates(client, say, seen):
     assert seen[-1].endswith("<think>\n")
 
 
+def test_an_answer_that_is_begun_is_continued(client, say, seen):
+    say(" rains.")
+    begun = [*ASK, {"role": "assistant", "content": "It"}]
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert ask(client, begun, tools=(), extra_body=off).choices[0].message.content == " rains."
+    ask(client, ASK, tools=(), extra_body=off)
+    assert seen[-2] == f"{seen[-1]}It"
+    with pytest.raises(openai.BadRequestError, match="cannot be continued where the model reasons first; set enable"):
+        ask(client, begun, extra_body={"chat_template_kwargs": {"enable_thinking": True}})
+
+
 def test_log_probabilities_are_of_every_token(client, say):
     say(CALL)
     chunks = list(ask(client, stream=True, logprobs=True))
