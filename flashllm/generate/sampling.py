@@ -33,19 +33,23 @@ class SamplingOptions:
     ignore_eos: bool = False  # go on after an end token: for measurements of a given length
 
     def __post_init__(self) -> None:
+        infinity = float("inf")
         checks = {
-            "max_new_tokens": self.max_new_tokens >= 1,
-            "temperature": self.temperature == 0 or _MIN_TEMPERATURE <= self.temperature < float("inf"),
-            "top_k": self.top_k >= 0,
-            "top_p": 0 < self.top_p <= 1,
-            "min_p": 0 <= self.min_p <= 1,
-            "repetition_penalty": 0 < self.repetition_penalty < float("inf"),
-            "seed": self.seed is None or self.seed >= 0,
-            "stop": all(self.stop),
+            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
+            "temperature": (
+                self.temperature == 0 or _MIN_TEMPERATURE <= self.temperature < infinity,
+                f"0, or finite and at least {_MIN_TEMPERATURE}",
+            ),
+            "top_k": (self.top_k >= 0, "at least 0"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "min_p": (0 <= self.min_p <= 1, "from 0 to 1"),
+            "repetition_penalty": (0 < self.repetition_penalty < infinity, "above 0 and finite"),
+            "seed": (self.seed is None or self.seed >= 0, "at least 0"),
+            "stop": (all(self.stop), "of texts that are not empty"),
         }
-        for name, good in checks.items():
+        for name, (good, must_be) in checks.items():
             if not good:
-                raise UsageError(f"--{name.replace('_', '-')} cannot be {getattr(self, name)!r}")
+                raise UsageError(f"--{name.replace('_', '-')} cannot be {getattr(self, name)!r}: it must be {must_be}")
 
 
 class Sampler:

@@ -64,7 +64,7 @@ BAD_FIELDS = [
     (CHAT, {"temperature": 1e300}, "temperature must be a number"),
     (CHAT, {"temperature": False}, "temperature must be a number"),
     (CHAT, {"top_p": 0}, "top_p cannot be"),
-    (CHAT, {"top_p": 1.01}, "top_p cannot be"),
+    (CHAT, {"top_p": 1.01}, "top_p cannot be 1.01: it must be above 0 and at most 1"),
     (CHAT, {"top_k": -2}, "top_k must be an integer"),
     (CHAT, {"min_p": 2}, "min_p cannot be"),
     (CHAT, {"repetition_penalty": 0}, "repetition_penalty cannot be"),
