@@ -30,7 +30,7 @@ LLVM_LICENCE = "Apache-2.0 WITH LLVM-exception"
 
 
 def bill_of_materials() -> dict[str, Any]:
-    """What is compiled in, what pip brings, and what extras bring, in the tested versions (constraints.txt)."""
+    """List the libraries compiled in, those of pip and those of extras, in the tested versions (constraints.txt)."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     pins = re.findall(r"^([\w.-]+)==(.+)$", (REPOSITORY / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
     tested = {_plain(name): pin for name, pin in pins}

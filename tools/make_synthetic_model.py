@@ -172,7 +172,7 @@ def install_traces(out: Path, layers: int, neurons: int, args: argparse.Namespac
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, shapes: Iterable[str], shape: str) -> None:
-    """What is written, of which shape, where to; `shape` by default."""
+    """Add the options of a dummy model: its directory, sizes, dtype, tokenizer and seed. `shape` is the default."""
     parser.add_argument("out", type=Path, help="directory to write; must not exist")
     parser.add_argument("--shape", choices=shapes, default=shape)
     parser.add_argument("--layers", type=int, help="another number of layers than the shape has")

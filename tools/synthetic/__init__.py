@@ -1,1 +1,1 @@
-"""What the makers of dummy models share: the sizes of the OPT family, and activity with published statistics."""
+"""The sizes of the OPT family, and activity with published statistics, for the makers of dummy models."""

@@ -83,16 +83,19 @@ void cut_gates(const NeuronNorm& norm, Activation activation, float* gates, cons
         }
       for (std::size_t m = 0; m < count; ++m)
         cuts[m] = static_cast<float>(sums[m] / neurons + norm.deviations * std::sqrt(squares[m] / neurons));
-      for (std::size_t i = 0; i < norm.neurons; ++i) {
-        std::array<float, kColumns> fired;
-        for (std::size_t m = 0; m < count; ++m)
-          fired[m] = gates[i * by_neuron + (first + m) * by_token] - cuts[m];
-        activate(activation, 0.0F, fired.data(), count, level);
-        for (std::size_t m = 0; m < count; ++m) {
-          const std::size_t at = i * by_neuron + (first + m) * by_token;
-          gates[at] = gates[at] > cuts[m] ? fired[m] * up[at] : 0.0F;
-        }
-      }
+      const auto each = [&](const auto& change) {
+        for (std::size_t i = 0; i < norm.neurons; ++i)
+          for (std::size_t m = 0; m < count; ++m) change(i * by_neuron + (first + m) * by_token, m);
+      };
+      each([&](std::size_t at, std::size_t m) {
+        gates[at] = gates[at] > cuts[m] ? gates[at] - cuts[m] : 0.0F;
+      });
+      // Where they lie together: a token's, or a neuron's.
+      for (std::size_t m = 0; by_neuron == 1 && m < count; ++m)
+        activate(activation, 0.0F, gates + (first + m) * by_token, norm.neurons, level);
+      for (std::size_t i = 0; by_neuron != 1 && i < norm.neurons; ++i)
+        activate(activation, 0.0F, gates + i * by_neuron + first, count, level);
+      each([&](std::size_t at, std::size_t /*m*/) { gates[at] *= up[at]; });
     }
   });
 }

@@ -33,7 +33,8 @@ void apply(const NeuronNorm& norm, const std::int32_t* ids, std::size_t count, f
 void apply_to_columns(const NeuronNorm& norm, float* h, std::size_t padded, std::size_t tokens,
                       ThreadPool& pool);
 // Gates of `tokens` tokens become values, up * activation(gate less its cut): that of neuron i and token m is
-// at i * by_neuron + m * by_token, of `up` too. A token has the same bits however they lie.
+// at i * by_neuron + m * by_token, of `up` too, and one of these is 1. The activation keeps 0. A token has
+// the same bits however they lie.
 void cut_gates(const NeuronNorm& norm, Activation activation, float* gates, const float* up,
                std::size_t by_neuron, std::size_t by_token, std::size_t tokens, ThreadPool& pool,
                SimdLevel level);
