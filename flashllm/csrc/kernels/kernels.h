@@ -151,19 +151,21 @@ using MultiplyBytes = void (*)(const WeightBytes& a, std::size_t rows, const Inp
                                std::size_t terms, float* c, std::size_t c_row);
 MultiplyBytes multiply_bytes_kernel(SimdLevel level);  // nullptr where the level has none
 
-// MultiplyCodes in tiles, for a level that has them, between `open` and `close` of the thread. Rows come by
-// sixteens, of which those from `rows` on may be anything, their codes prepared; of columns, every row of
-// pairs is two, of the higher and of the lower halves of the codes.
+// MultiplyCodes and MultiplyBytes in tiles, for a level that has them, between `open` and `close` of the
+// thread. Rows come by sixteens, of which those from `rows` on may be anything. Codes are prepared, bytes made
+// signed; of columns of codes every row of pairs is two, of the higher and of the lower halves of the codes.
 struct TileKernels {
   static constexpr std::size_t kRows = 16;
   void (*open)();
   void (*close)();
-  // Codes of a row, in their place, which has room for twice as many; n is a multiple of 32.
+  // Codes of rows, in their place, which has room for twice as many; n is a multiple of 32. Rows of prepared
+  // codes are kCodeTerms, or twice as many where a unit is 16.
   void (*prepare)(std::int16_t* codes, std::size_t n, std::size_t unit);
-  // Rows of prepared codes are kCodeTerms, or twice as many where a unit is 16.
-  static constexpr std::size_t row(std::size_t unit) { return unit == 16 ? 2 * kCodeTerms : kCodeTerms; }
   void (*split)(const std::int16_t* codes, std::size_t n, std::uint32_t* high, std::uint32_t* low);
-  MultiplyCodes multiply;
+  MultiplyCodes multiply_codes;
+  // Takes `zero` away; n is a multiple of 64.
+  void (*make_signed)(std::uint8_t* codes, std::size_t n, int zero);
+  MultiplyBytes multiply_bytes;
 };
 const TileKernels* tile_kernels(SimdLevel level);  // nullptr where the level has none
 

@@ -100,10 +100,9 @@ void multiply_unpacked(const WideRows& weights, const PackedTokens& x, const Pro
 void multiply_codes(const WideRows& weights, const PackedTokens& x, const ProductBlock& block,
                     SimdLevel level) {
   const TileKernels* tiles = tile_kernels(level);
-  const MultiplyCodes multiply = tiles == nullptr ? multiply_codes_kernel(level) : tiles->multiply;
-  const std::size_t together = tiles == nullptr ? kWidened : TileKernels::kRows;
+  const MultiplyCodes multiply = tiles == nullptr ? multiply_codes_kernel(level) : tiles->multiply_codes;
   const OpenTiles open(tiles);
-  multiply_unpacked(weights, x, block, together,
+  multiply_unpacked(weights, x, block, tiles == nullptr ? kWidened : TileKernels::kRows,
                     [&](UnpackedRows& of, std::size_t rows, std::size_t j, std::size_t terms, float* to) {
                       if (tiles != nullptr)
                         tiles->prepare(of.codes, TileKernels::kRows * kCodeTerms, of.unit);
@@ -117,11 +116,14 @@ void multiply_codes(const WideRows& weights, const PackedTokens& x, const Produc
 // The same of inputs in bytes.
 void multiply_bytes(const WideRows& weights, const PackedTokens& x, const ProductBlock& block,
                     SimdLevel level) {
-  const MultiplyBytes multiply = multiply_bytes_kernel(level);
-  multiply_unpacked(weights, x, block, kWidened,
+  const TileKernels* tiles = tile_kernels(level);
+  const MultiplyBytes multiply = tiles == nullptr ? multiply_bytes_kernel(level) : tiles->multiply_bytes;
+  const OpenTiles open(tiles);
+  multiply_unpacked(weights, x, block, tiles == nullptr ? kWidened : UnpackedRows::kRows,
                     [&](UnpackedRows& of, std::size_t rows, std::size_t j, std::size_t terms, float* to) {
-                      const WeightBytes a{reinterpret_cast<const std::uint8_t*>(of.codes), of.scales,
-                                          of.has_offsets ? of.offsets : nullptr, of.zero};
+                      auto* codes = reinterpret_cast<std::uint8_t*>(of.codes);
+                      if (tiles != nullptr) tiles->make_signed(codes, rows * kCodeTerms, of.zero);
+                      const WeightBytes a{codes, of.scales, of.has_offsets ? of.offsets : nullptr, of.zero};
                       for_each_strip(x, block, [&](std::size_t first, std::size_t width, std::size_t at) {
                         multiply(a, rows, x.bytes(first, j), width, terms, to + at, block.width);
                       });

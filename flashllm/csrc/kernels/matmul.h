@@ -18,8 +18,8 @@ bool in_pairs(Dtype dtype, std::size_t terms, SimdLevel level);
 
 // Rows of coded weights: of `unpack` the first `count`, as WeightBytes or CodeRows has them.
 struct UnpackedRows {
-  static constexpr std::size_t kRows = 16;
-  alignas(64) std::int16_t codes[kRows * 2 * kCodeTerms];
+  static constexpr std::size_t kRows = 48;  // of bytes; of words 16
+  alignas(64) std::int16_t codes[16 * 2 * kCodeTerms];
   float scales[kRows * (kCodeTerms / 16)], offsets[kRows * (kCodeTerms / 32)];
   std::size_t unit;
   bool has_offsets, is_wide;

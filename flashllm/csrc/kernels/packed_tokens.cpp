@@ -33,8 +33,8 @@ PackedTokens::PackedTokens(const std::byte* x, std::size_t tokens, std::size_t c
       columns_(columns),
       padded_(padded_tokens(tokens, level)),
       form_(form),
-      tiles_(has_codes() ? tile_kernels(level) : nullptr),
-      halves_(tiles_ == nullptr ? 1 : 2) {
+      tiles_(has_codes() || has_bytes() ? tile_kernels(level) : nullptr),
+      halves_(has_codes() && tiles_ != nullptr ? 2 : 1) {
   strip_ = strip_tokens(level, tiles_ != nullptr);
   const KernelTable& kernels = kernel_table(level, dtype);
   if (form == TokenForm::pairs) {

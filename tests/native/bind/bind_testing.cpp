@@ -35,7 +35,7 @@ void inject_write_fault(DirectWriter& file, const std::string& kind, std::uint64
 // Operations a time.
 std::size_t multiply_in_cache(std::size_t unit, bool has_offsets, bool in_bytes, std::size_t times) {
   const SimdLevel level = best_simd_level();
-  const TileKernels* tiles = in_bytes ? nullptr : tile_kernels(level);
+  const TileKernels* tiles = tile_kernels(level);
   require(multiply_codes_kernel(level) != nullptr && (unit == 16 || unit == 32),
           "this processor has no products of codes");
   const std::size_t rows = tiles == nullptr ? 12 : TileKernels::kRows, tokens = tiles == nullptr ? 32 : 16;
@@ -50,10 +50,11 @@ std::size_t multiply_in_cache(std::size_t unit, bool has_offsets, bool in_bytes,
   if (tiles != nullptr) tiles->open();
   for (std::size_t i = 0; i < times; ++i)
     if (in_bytes)
-      multiply_bytes_kernel(level)(bytes, rows, {words.data(), totals.data(), of_tokens.data(), tokens},
-                                   tokens, kCodeTerms, out.data(), tokens);
+      (tiles == nullptr ? multiply_bytes_kernel(level) : tiles->multiply_bytes)(
+          bytes, rows, {words.data(), totals.data(), of_tokens.data(), tokens}, tokens, kCodeTerms, out.data(),
+          tokens);
     else
-      (tiles == nullptr ? multiply_codes_kernel(level) : tiles->multiply)(
+      (tiles == nullptr ? multiply_codes_kernel(level) : tiles->multiply_codes)(
           a, rows, {words.data(), tokens, of_tokens.data()}, tokens, kCodeTerms, out.data(), tokens);
   if (tiles != nullptr) tiles->close();
   return 2 * rows * tokens * kCodeTerms;

@@ -1,13 +1,14 @@
-// Products in tiles (AMX: Sapphire Rapids and later): prompts of coded weights and of bf16 ones.
+// Products in tiles (AMX: Sapphire Rapids and later): prompts of coded weights. Bytes are multiplied as they
+// are.
 //
-// Codes are multiplied as bf16, which has all integers up to 256: a code of an input is 256 h + l, and the
-// tile's fp32 sums of 256 h times a code and l times a code are whole numbers of magnitude at most 2^24,
-// exact in any order. Where codes are wide (has_wide_codes) they are not, and sums of h and of l are apart;
-// added, they are rounded once, as an integer is that becomes a float. So bits are those of multiply_codes of
-// the other levels.
+// Codes of 16 bits are multiplied as bf16, which has all integers up to 256: a code of an input is 256 h + l,
+// and the tile's fp32 sums of 256 h times a code and l times a code are whole numbers of magnitude at most
+// 2^24, exact in any order. Where codes are wide (has_wide_codes) they are not, and sums of h and of l are
+// apart; added, they are rounded once, as an integer is that becomes a float. So bits are those of
+// multiply_codes of the other levels.
 #include "kernels/levels/levels.h"
 
-#if defined(__x86_64__) && defined(__linux__) && defined(__AMX_BF16__)
+#if defined(__x86_64__) && defined(__linux__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
 
 #if defined(__GNUC__) && !defined(__clang__)
 // As in kernels_avx512.cpp.
@@ -31,11 +32,11 @@ constexpr std::size_t kTileSums = kRows * kWidth;
 constexpr std::size_t kAhead = 2;  // units whose sums leave their tile while others are scaled
 constexpr auto kEachRow = std::make_index_sequence<kRows>();
 
-// What LDTILECFG reads: every tile is as large as there are.
+// What LDTILECFG reads: tiles as large as there are, but for 5 and 6, whose rows and columns have 32 bytes.
 struct alignas(64) TileShapes {
   std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  std::uint16_t row_nbytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  std::uint16_t row_nbytes[16] = {64, 64, 64, 64, 64, 32, 64, 64};
+  std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 8, 16};
 };
 static_assert(sizeof(TileShapes) == 64, "the processor reads 64 bytes");
 const TileShapes kShapes;  // not on the stack: GCC 12 thinks that only its first eight bytes are read
@@ -149,18 +150,82 @@ void multiply_codes(const CodeRows& a, std::size_t rows, const CodeColumns& b, s
     tile(a, rows, {b.pairs + n, b.row, b.scales + n}, terms, c + n, c_row, kEachRow);
 }
 
+void make_signed(std::uint8_t* codes, std::size_t n, int zero) {
+  if (zero == 0) return;
+  const __m512i less = _mm512_set1_epi8(static_cast<char>(zero));
+  for (std::size_t i = 0; i < n; i += 64)
+    _mm512_storeu_si512(codes + i, _mm512_sub_epi8(_mm512_loadu_si512(codes + i), less));
+}
+
+// Of bytes: the sums of one unit.
+inline void unit_sums(const WeightBytes& a, const InputBytes& b, std::size_t u, std::int32_t* to) {
+  _tile_zero(0);
+  _tile_loadd(5, a.codes + u * 32, kCodeTerms);
+  _tile_loadd(6, b.words + u * 8 * b.row, b.row * sizeof(std::uint32_t));
+  _tile_dpbssd(0, 5, 6);
+  _tile_stored(0, to, kRowNbytes);
+}
+
+template <bool kOffsets, std::size_t... I>
+__attribute__((noinline)) void multiply_byte_tile(const WeightBytes& a, std::size_t rows, const InputBytes& b,
+                                                  std::size_t terms, float* c, std::size_t c_row,
+                                                  std::index_sequence<I...>) {
+  constexpr std::size_t kScales = kCodeTerms / 16, kOffsetRow = kCodeTerms / 32, kRing = 2 * kAhead;
+  alignas(64) std::int32_t sums[kRing][kTileSums];
+  __m512 total[kRows];
+  ((total[I] = I < rows ? _mm512_loadu_ps(c + I * c_row) : _mm512_setzero_ps()), ...);
+  const std::size_t units = terms / 32;
+  const float *scales = a.scales, *offsets = a.offsets;
+  for (std::size_t u = 0; u < std::min(kAhead, units); ++u) unit_sums(a, b, u, sums[u % kRing]);
+  for (std::size_t u = 0; u < units; ++u) {
+    if (u + kAhead < units) unit_sums(a, b, u + kAhead, sums[(u + kAhead) % kRing]);
+    const std::int32_t* of = sums[u % kRing];
+    const __m512 scale = _mm512_loadu_ps(b.scales + u * b.row);
+    const __m512 totals =
+        kOffsets ? _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(b.totals + u * b.row)), scale)
+                 : _mm512_setzero_ps();
+    const auto add = [&](std::size_t i, __m512 to) {
+      if constexpr (kOffsets) to = _mm512_fmadd_ps(totals, _mm512_set1_ps(offsets[i * kOffsetRow + u]), to);
+      const __m512 sum = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_load_si512(of + i * kWidth)), scale);
+      return _mm512_fmadd_ps(sum, _mm512_set1_ps(scales[i * kScales + u]), to);
+    };
+    ((total[I] = add(I, total[I])), ...);
+  }
+  const auto put = [&](std::size_t i, __m512 sum) {
+    if (i < rows) _mm512_storeu_ps(c + i * c_row, sum);
+  };
+  (put(I, total[I]), ...);
+}
+
+void multiply_bytes(const WeightBytes& a, std::size_t rows, const InputBytes& b, std::size_t width,
+                    std::size_t terms, float* c, std::size_t c_row) {
+  for (std::size_t n = 0; n < width; n += kWidth) {
+    const InputBytes columns{b.words + n, b.totals + n, b.scales + n, b.row};
+    for (std::size_t r = 0; r < rows; r += kRows) {
+      WeightBytes of{a.codes + r * kCodeTerms, a.scales + r * (kCodeTerms / 16), a.offsets, a.zero};
+      float* to = c + r * c_row + n;
+      if (a.offsets == nullptr) {
+        multiply_byte_tile<false>(of, rows - r, columns, terms, to, c_row, kEachRow);
+      } else {
+        of.offsets += r * (kCodeTerms / 32);
+        multiply_byte_tile<true>(of, rows - r, columns, terms, to, c_row, kEachRow);
+      }
+    }
+  }
+}
+
 }  // namespace
 
 bool permit() {
   constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  constexpr unsigned kBf16 = 1U << 22U, kTile = 1U << 24U;
+  constexpr unsigned kBf16 = 1U << 22U, kTile = 1U << 24U, kInt8 = 1U << 25U;
   unsigned a = 0, b = 0, c = 0, d = 0;
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d & kBf16) != 0 && (d & kTile) != 0 &&
-         syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+         (d & kInt8) != 0 && syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
 }
 
 extern const TileKernels kTiles;
-const TileKernels kTiles = {open, close, prepare, split, multiply_codes};
+const TileKernels kTiles = {open, close, prepare, split, multiply_codes, make_signed, multiply_bytes};
 
 }  // namespace flashllm::avx512_amx
 
