@@ -133,11 +133,13 @@ def bench_linear(dtype: str, shape: tuple[int, int], rounds: Rounds):
 
 
 def random_codes(encoding: str, shape: tuple[int, int]) -> NDArray[Any]:
-    """Weights in this encoding. Into those of quantised checkpoints nothing is rounded: they are random bytes, small
-    ones, so that no scale is infinite."""
+    """Weights in this encoding. Into those of quantised checkpoints nothing is rounded: they are random bytes, of a
+    range in which no scale is infinite, and none so small that products are subnormal numbers, which some processors
+    multiply much more slowly."""
     random = np.random.default_rng(0)
     if encoding in CARRIED_ENCODINGS:
-        return random.integers(0, 64, (shape[0], ROW_ENCODINGS[encoding].vector_items(shape[1])), np.uint8)
+        of = (120, 128) if encoding == "mxfp4" else (48, 64)
+        return random.integers(*of, (shape[0], ROW_ENCODINGS[encoding].vector_items(shape[1])), np.uint8)
     return ROW_ENCODINGS[encoding].stored(random.standard_normal(shape, np.float32), WEIGHT_DTYPES["float32"])
 
 
