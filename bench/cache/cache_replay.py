@@ -58,7 +58,9 @@ def split_rows(share: float, known: NDArray[np.float64], how: str) -> tuple[int,
     if how == "even":
         return (int(share * neurons),) * layers
     rows = int(share * neurons * layers)
-    return tuple(levels_by_popularity([rows], (64,) * layers, list(known.astype(np.float32)))[0].tolist())
+    return tuple(
+        levels_by_popularity([rows], (64,) * layers, list(known.astype(np.float32)), (1,) * layers)[0].tolist()
+    )
 
 
 def measure(layers: list[Activity], rows: tuple[int, ...], policy: str) -> dict[str, Any]:

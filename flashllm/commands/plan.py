@@ -193,12 +193,11 @@ def _experts(model: "ModelDir") -> list[str]:
     """A line on what a token of a mixture of experts reads where nothing is cached."""
     from flashllm.base.units import format_size
 
-    architecture, rows = model.architecture, model.manifest.rows
+    architecture = model.architecture
     if not architecture.experts:
         return []
-    nbytes, all_nbytes = (
-        len(architecture.mixtures) * count * rows.stride for count in (architecture.cycle, architecture.d_ff)
-    )
+    of_rows = sum(model.manifest.layout(layer).stride for layer in architecture.mixtures)
+    nbytes, all_nbytes = architecture.cycle * of_rows, architecture.d_ff * of_rows
     return [
         f"  experts: a token goes to {architecture.chosen_experts} of {architecture.experts} a layer, "
         f"{format_size(nbytes)} of {format_size(all_nbytes)}"

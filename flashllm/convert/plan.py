@@ -105,7 +105,6 @@ class ConversionPlan(Storage):
             where = f"experts are copied, as {self.not_in_place}"
         if self.kept is None:
             return f"{name}: {where}" if where else None
-        matrices = rows.encoding if rows.down_encoding is None else f"{rows.encoding}, down {rows.down}"
         nbytes = sum(entry.nbytes for entry in self.resident if entry.plane)
         scales = f"; scales of the down columns in memory, {format_size(nbytes)}" if nbytes else ""
         left = self.kept.left
@@ -113,7 +112,7 @@ class ConversionPlan(Storage):
         if self.kept.anew:
             rest += f"; {len(self.kept.anew)} down projections of shared experts coded anew, in 8 bits"
         rest += f"; {where}" if where else ""
-        return f"the bits of {name} are kept: neurons {matrices}{scales}{rest}; --bits encodes anew"
+        return f"the bits of {name} are kept: neurons {rows.described}{scales}{rest}; --bits encodes anew"
 
     def identity(self) -> dict[str, Any]:
         """The identity that a partial directory must have to be resumed: the source, the options, the layout."""
@@ -197,7 +196,7 @@ def plan_conversion(checkpoint: Checkpoint, **choices: Unpack[Choices]) -> Conve
     if companions and (tokenizer := make_tokenizer(checkpoint.path, companions)) is not None:
         made[TOKENIZER] = tokenizer
     ffn = [
-        (ffn_tensor(layer), layout.safetensors_dtype, each.shape)
+        (ffn_tensor(layer), each.safetensors_dtype, each.shape)
         for layer, each in enumerate(stored_layouts(architecture, layout, storage.in_place))
         if each is not None
     ]

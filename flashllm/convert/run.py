@@ -134,9 +134,9 @@ class _Conversion:
         self._files: dict[str, FileEntry] = {}
         self._checksums: list[NDArray[np.uint64]] = []  # of every `checksum_rows` rows, by layer
         self._table_checksums: list[NDArray[np.uint64]] = []  # of every row of per-layer embeddings
-        layout, self._layouts = plan.layout, plan.layouts
-        self._together = checksum_rows(layout, plan.architecture)
-        self._rows = np.empty((layout.stream_block_rows, layout.stride), np.uint8)
+        self._layouts = plan.layouts
+        self._together = checksum_rows(plan.layout, plan.architecture)
+        self._rows = np.empty(plan.layout.stream_block_rows * plan.layout.stride, np.uint8)  # of any layer
         self._weights = Weights(plan)
         self._slices: SliceReader | None = None  # of experts that stay where they are
 
@@ -197,32 +197,34 @@ class _Conversion:
         """Reread the layers of earlier runs, as far as they are what the journal says."""
         for layout, together, step in zip(self._layouts, self._together, self._partial.steps, strict=False):
             mark, checksums = writer.mark(), self._lying_sums(len(self._checksums))
-            num_rows = 0 if layout is None else layout.num_rows
-            block = self._rows[: len(self._rows) // together * together]
-            for first in range(0, num_rows, len(block)):
-                rows = block[: num_rows - first]
-                writer.reread(rows.reshape(-1).data)
-                checksums.append(row_checksums(rows, together))
+            if layout is not None:
+                block = layout.block_in(self._rows)
+                block = block[: len(block) // together * together]
+                for first in range(0, layout.num_rows, len(block)):
+                    rows = block[: layout.num_rows - first]
+                    writer.reread(rows.reshape(-1).data)
+                    checksums.append(row_checksums(rows, together))
             self._checksums.append(np.concatenate([np.empty(0, np.uint64), *checksums]))  # none without neurons
             if step != self._step(len(self._checksums) - 1):
                 writer.rewind(mark)
                 self._checksums.pop()
                 break
-            self._report(FFN, num_rows * self._plan.layout.stride)
+            self._report(FFN, 0 if layout is None else layout.layer_nbytes)
         if len(self._checksums) != len(self._partial.steps):
             self._partial.restart_journal(self._plan.identity(), self._partial.steps[: len(self._checksums)])
 
     def _blocks(self, layer: int) -> Iterator[NDArray[np.uint8]]:
         """A layer's rows, uint8 [n, stride] at a time, zero rows at the end included. One buffer is used for all."""
-        done = 0
+        layout, done = self._layouts[layer], 0
+        if layout is None:
+            return
+        block = layout.block_in(self._rows)
         for bundle in self._plan.bundles(layer):
-            for rows in self._weights.bundle(bundle, self._rows):
+            for rows in self._weights.bundle(bundle, layout, block):
                 done += len(rows)
                 yield rows
-        layout = self._layouts[layer]
-        num_rows = 0 if layout is None else layout.num_rows
-        for first in range(done, num_rows, len(self._rows)):
-            rows = self._rows[: num_rows - first]
+        for first in range(done, layout.num_rows, len(block)):
+            rows = block[: layout.num_rows - first]
             rows[:] = 0
             yield rows
 

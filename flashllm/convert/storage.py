@@ -21,7 +21,7 @@ from flashllm.errors import UsageError
 from flashllm.format.in_place import InPlace, checksum_counts
 from flashllm.format.model_files import TABLE_CHECKSUMS, checksums_tensor, gate_tensor, is_coded_matrix, plane_tensors
 from flashllm.format.model_files import resident_encoding as stored_as
-from flashllm.format.rows import RowEncoding, RowLayout, TableLayout, checksum_rows, packed
+from flashllm.format.rows import RowEncoding, RowLayout, TableLayout, checksum_rows, packed, widest_down
 
 _CACHE_LINE_NBYTES = 64
 TABLES = ("embedding.weight", "head.weight", TOKEN_TABLE)  # matrices of the vocabulary
@@ -93,12 +93,14 @@ def storage_of(sources: Sources, architecture: Architecture, target: WeightDtype
         return rows if rows is not None and held else target.name
 
     up, down = of_rows(*architecture.matrices[:-1]), of_rows("down")
+    downs: tuple[str, ...] = ()
     kept = keep_weights(checkpoint, names, claimed, matrices, architecture) if choices.get("keep") else None
     if kept is not None:
         resident = most_common(kept.resident.values())
         own = {name: kept.resident.get(name, target.name) for name in matrices}
         others = {name: encoding for name, encoding in own.items() if encoding != (resident or target.name)}
-        up, down = kept.rows or target.name, kept.down or target.name
+        downs = kept.downs if len({*kept.downs}) > 1 else ()
+        up, down = kept.rows or target.name, widest_down(downs) if downs else next(iter(kept.downs), target.name)
     others |= {name: target.name for name in matrices if others.get(name, resident) == "bf12" and not fits(name)}
     layout = RowLayout(
         encoding=up,
@@ -106,6 +108,7 @@ def storage_of(sources: Sources, architecture: Architecture, target: WeightDtype
         d_ff=architecture.d_ff,
         matrices=("up", "down") if choices.get("gate") == "resident" else architecture.matrices,
         down_encoding=None if down == up else down,
+        downs=downs,
     )
     layout = packed(layout, architecture)
 
@@ -139,7 +142,7 @@ def _entries(
 ) -> tuple[ResidentEntry, ...]:
     """The tensors of the resident file, in its order."""
     layers, layout, kept = range(architecture.num_layers), storage.layout, storage.kept
-    layouts = [layout.of_width(width) for width in architecture.every_width]
+    layouts = [layout.of_layer(layer, width) for layer, width in enumerate(architecture.every_width)]
     stored = [*resident_sources(sources.checkpoint.config)]
     if layout.matrices != architecture.matrices:
         stored += [gate_tensor(layer) for layer in layers]

@@ -20,7 +20,7 @@ from flashllm.convert.checkpoint.pieces import read_rows
 from flashllm.convert.plan import ConversionPlan
 from flashllm.convert.storage import ResidentEntry
 from flashllm.errors import UnsupportedModelError
-from flashllm.format.rows import RowEncoding, pack_rows
+from flashllm.format.rows import RowEncoding, RowLayout, pack_rows
 
 Rows = Callable[[int, int], NDArray[Any]]  # (first, count) -> those rows
 
@@ -33,11 +33,13 @@ class Weights:
         self._down = np.empty((plan.layout.d_model, 0), plan.dtype.storage)  # of all neurons of a layer, or an expert
         self._planes: dict[str, NDArray[Any]] = {}  # of the layer at hand
 
-    def bundle(self, bundle: Mapping[str, Claim], buffer: NDArray[np.uint8]) -> Iterator[NDArray[np.uint8]]:
+    def bundle(
+        self, bundle: Mapping[str, Claim], layout: RowLayout, buffer: NDArray[np.uint8]
+    ) -> Iterator[NDArray[np.uint8]]:
         """The rows of the neurons of these matrices, of all of a layer or of an expert, uint8 [n, stride] at a time in
         `buffer`."""
-        layout, neurons = self._plan.layout, bundle["up"].rows
-        sources = {matrix: self._vectors_of(matrix, bundle[matrix]) for matrix in layout.matrices}
+        neurons = bundle["up"].rows
+        sources = {matrix: self._vectors_of(layout.encoding_of(matrix), bundle[matrix]) for matrix in layout.matrices}
         for first in range(0, neurons, len(buffer)):
             rows = buffer[: neurons - first]
             pack_rows(layout, {matrix: source(first, len(rows)) for matrix, source in sources.items()}, rows)
@@ -82,12 +84,11 @@ class Weights:
         ]
         return np.concatenate(parts)
 
-    def _vectors_of(self, matrix: str, claim: Claim) -> Rows:
+    def _vectors_of(self, encoding: RowEncoding, claim: Claim) -> Rows:
         """A matrix's part of neurons' rows, as it is stored."""
-        encoding = self._plan.layout.encoding_of(matrix)
         if (vectors := self._coded(claim)) is not None:
             return vectors
-        if matrix != "down":
+        if not claim.name.endswith(".down.weight"):
             rows_of = self.rows_of(claim)
             return lambda first, count: self._stored(claim, encoding, rows_of(first, count))
         if self._down.shape[1] != claim.shape[1]:

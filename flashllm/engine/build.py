@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import cast
 
 import numpy as np
@@ -71,7 +72,7 @@ class _Builder:
             self._stream_reader,
             self._file,
             layers,
-            stride=self._manifest.rows.stride,
+            strides=[layout.stride for layout in self._manifest.layouts],
             block_rows=self._manifest.stream_block_rows,
             ahead=self._plan.memory.read_ahead,
         )
@@ -86,7 +87,7 @@ class _Builder:
                 inputs=inputs,
                 simd="auto" if self._config.ablation.kernels else "scalar",
             ),
-            row_format=self._manifest.rows.native(inputs),
+            row_formats=[layout.native(inputs) for layout in self._manifest.layouts],
             stream=stream,
             source=self._neuron_source(),
             layers=layers,
@@ -146,7 +147,7 @@ class _Builder:
     def _load_resident(self) -> Tensors:
         """Resident weights by canonical name. Meanwhile the neuron caches' memory is made real, so that the first
         prompt does not wait for it."""
-        self._cache = _core.allocate(sum(self._plan.memory.cache_rows) * self._manifest.rows.stride)
+        self._cache = _core.allocate(self._cached_nbytes[-1])
         populating = threading.Thread(target=_core.populate, args=(self._cache,))
         populating.start()
         try:
@@ -236,8 +237,8 @@ class _Builder:
         self._note_buffered(files)
         size, rows_of = manifest.architecture.unit_rows, slice_rows(manifest.architecture, manifest.rows)
 
-        def of_layer(slices: tuple[Slices, ...]) -> _core.LyingExperts:
-            parts = zip(slices, rows_of, block_rows(slices, manifest.rows, size), strict=True)
+        def of_layer(layer: int, slices: tuple[Slices, ...]) -> _core.LyingExperts:
+            parts = zip(slices, rows_of, block_rows(slices, manifest.layout(layer), size), strict=True)
             return _core.LyingExperts(
                 [
                     (
@@ -252,7 +253,7 @@ class _Builder:
                 size=size,
             )
 
-        return [of_layer(slices) if slices else None for slices in in_place.layers]
+        return [of_layer(layer, slices) if slices else None for layer, slices in enumerate(in_place.layers)]
 
     def _caches(self) -> list[_core.LayerCache | None]:
         """The neuron cache of each layer that has one."""
@@ -269,8 +270,14 @@ class _Builder:
 
     def _rows_of(self, layer: int) -> NDArray[np.uint8]:
         """A layer's part of the neuron caches' memory."""
-        rows, stride = self._plan.memory.cache_rows, self._manifest.rows.stride
-        return self._cache[sum(rows[:layer]) * stride : sum(rows[: layer + 1]) * stride]
+        return self._cache[self._cached_nbytes[layer] : self._cached_nbytes[layer + 1]]
+
+    @cached_property
+    def _cached_nbytes(self) -> list[int]:
+        """Where each layer's part begins, and the last one ends."""
+        memory = self._plan.memory
+        each = zip(memory.cache_rows, memory.layer_row_nbytes, strict=True)
+        return [0, *accumulate(rows * nbytes for rows, nbytes in each)]
 
     def _keep_rows(self, stream: _core.RowStream, layer: int) -> "KeptRows":
         """The layer's part of the neuron caches' memory holds its first rows, once they have been read."""

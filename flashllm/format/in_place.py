@@ -225,7 +225,7 @@ def stored_layouts(architecture: Architecture, layout: RowLayout, in_place: InPl
     found: list[RowLayout | None] = []
     for layer, width in enumerate(architecture.every_width):
         left = width - lying_experts(architecture, in_place, layer) * architecture.unit_rows
-        found.append(layout.of_width(left) if left else None)
+        found.append(layout.of_layer(layer, left) if left else None)
     return found
 
 

@@ -2,7 +2,7 @@
 
  1. a JSON object with exactly the keys of `Manifest` (and of the values in it), but that `resident_encoding`,
     `other_encodings`, `activations`, `checksum_rows`, `sparsity`, `quality`, `in_place`, a row's `down_encoding` and
-    what the architecture says of experts and of layers that differ are there only where the model has them
+    `downs` and what the architecture says of experts and of layers that differ are there only where the model has them
     (`down_scales` with down columns whose scales are resident); unknown keys are errors;
  2. `files` lists every file but the manifest, each directly in the directory, no symbolic link, with size and SHA-256;
  3. it is written last and replaced atomically: a directory without it is not a model;
@@ -41,6 +41,7 @@ from flashllm.format.manifest_values import (
     EXPERT_KEYS,
     LAYER_KEYS,
     ROW_KEYS,
+    UNWRITTEN_ROW_KEYS,
     Calibration,
     FileEntry,
     Quality,
@@ -174,11 +175,13 @@ class Manifest:
         layers = self.architecture.num_layers if self.rows.has_plane else 0
         if len(self.down_scales) != layers:
             raise ValueError(f"down_scales must name {layers} forms with these rows, not {len(self.down_scales)}")
-        for form in self.down_scales:
+        if len(self.rows.downs) not in (0, layers):
+            raise ValueError(f"rows.downs must name {layers} encodings, not {len(self.rows.downs)}")
+        for form, down in zip(self.down_scales, self.rows.downs or [self.rows.down] * layers, strict=True):
             if type(form) is not str or form not in SCALE_FORMS:
                 raise ValueError(f"down_scales: {str(form)[:80]!r} is not one of {', '.join(SCALE_FORMS)}")
-            if SCALE_FORMS[form].table != PLANE_CODES[self.rows.down].table:
-                raise ValueError(f"down_scales: {form} is not for columns of {self.rows.down}")
+            if SCALE_FORMS[form].table != PLANE_CODES[down].table:
+                raise ValueError(f"down_scales: {form} is not for columns of {down}")
 
     def _check_checksum_rows(self) -> None:
         """Whatever is read begins and ends between checksums: units, and the stream's blocks of experts."""
@@ -239,7 +242,7 @@ class Manifest:
         return layout if layout.is_hashed else None
 
     def layout(self, layer: int) -> RowLayout:
-        return self.rows.of_width(self.architecture.width(layer))
+        return self.rows.of_layer(layer, self.architecture.width(layer))
 
     @property
     def layouts(self) -> list[RowLayout]:
@@ -355,9 +358,9 @@ class Manifest:
             "activations": self.activations,
             "checksum_rows": self.checksum_rows,
             "rows": {
-                name: list(self.rows.matrices) if name == "matrices" else getattr(self.rows, name)
+                name: list(stored) if isinstance(stored, tuple) else stored
                 for name in ROW_KEYS
-                if name != "down_encoding" or self.rows.down_encoding is not None
+                if (stored := getattr(self.rows, name)) or name not in UNWRITTEN_ROW_KEYS
             },
             "files": {name: dataclasses.asdict(self.files[name]) for name in sorted(self.files)},
             "calibration": calibration,

@@ -14,7 +14,11 @@ from flashllm.format.rows import RowLayout, packed
 
 EXPERT_KEYS = ("experts", "chosen_experts", "shared_neurons")  # of the architecture of a mixture of experts
 LAYER_KEYS = ("widths", "dense_layers")  # of the architecture of a model whose layers differ
-ROW_KEYS = ("encoding", "down_encoding", "matrices", "row_nbytes", "stride", "num_rows")
+ROW_KEYS = ("encoding", "down_encoding", "downs", "matrices", "row_nbytes", "stride", "num_rows")
+UNWRITTEN_ROW_KEYS: dict[str, Any] = {
+    "down_encoding": None,
+    "downs": [],
+}  # keys that are there only where the value is another
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +118,7 @@ def check_dtype(name: str, value: Any) -> None:
 def read_rows(value: Any, architecture: Architecture) -> RowLayout:
     """The layout, whose derived numbers must be those that are written."""
     if isinstance(value, dict):
-        value = {"down_encoding": None, **value}
+        value = {**UNWRITTEN_ROW_KEYS, **value}
     rows = check_keys(value, ROW_KEYS, "rows")
     down = rows["down_encoding"]
     layout = RowLayout(
@@ -123,6 +127,7 @@ def read_rows(value: Any, architecture: Architecture) -> RowLayout:
         d_ff=architecture.d_ff,
         matrices=tuple(check_list(rows["matrices"], "rows.matrices")),
         down_encoding=None if down is None else check_str("rows.down_encoding", down, 64),
+        downs=tuple(check_str("rows.downs", each, 64) for each in check_list(rows["downs"], "rows.downs")),
     )
     if rows["stride"] != layout.stride:
         layout = packed(layout, architecture)

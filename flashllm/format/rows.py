@@ -7,7 +7,7 @@ codes/carried.py). Down columns may be codes alone, whose scales are resident (`
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -132,13 +132,15 @@ class TableLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLayout:
-    """The byte layout of every FFN layer: `num_rows` rows of `stride` bytes, of which `row_nbytes` carry weights."""
+    """The byte layout of every FFN layer, or the longest rows' where down columns differ: `num_rows` rows of `stride`
+    bytes, of which `row_nbytes` carry weights."""
 
     encoding: str
     d_model: int
     d_ff: int
     matrices: tuple[str, ...] = ("up", "down")
     down_encoding: str | None = None  # where it differs from `encoding`
+    downs: tuple[str, ...] = ()  # of each layer, where they differ: of PLANE_ENCODINGS, the widest `down_encoding`
     packed: bool = False  # rows are whole cache lines, and units whole pages (`packed`)
 
     def __post_init__(self) -> None:
@@ -152,17 +154,30 @@ class RowLayout:
                 raise ValueError(f"{name} must be from {least} to 2^24, not {getattr(self, name)}")
         if self.has_plane and self.d_model % SCALED_TOGETHER:
             raise ValueError(f"columns of {self.down} must be multiples of {SCALED_TOGETHER} weights")
+        if self.downs:
+            if len({*self.downs}) == 1 or any(down not in PLANE_ENCODINGS for down in self.downs):
+                raise ValueError(f"downs are written only where they differ, each of {', '.join(PLANE_ENCODINGS)}")
+            if self.down_encoding != widest_down(self.downs):
+                raise ValueError(f"down_encoding must be {widest_down(self.downs)}, the widest of downs")
         if self.matrices not in MATRICES:
             raise ValueError(f"matrices must be up, down or up, gate, down, not {self.matrices!r}")
 
-    def of_width(self, neurons: int) -> "RowLayout":
-        """The layout of a layer of so many neurons, whose rows are alike."""
+    def of_layer(self, layer: int, neurons: int) -> "RowLayout":
+        """The layout of this layer, of so many neurons."""
+        if self.downs:
+            return replace(self, d_ff=neurons, down_encoding=self.downs[layer], downs=())
         return self if neurons == self.d_ff else replace(self, d_ff=neurons)
 
     @property
     def down(self) -> str:
         """The encoding of the down columns."""
         return self.encoding if self.down_encoding is None else self.down_encoding
+
+    @property
+    def described(self) -> str:
+        """The encodings, for people."""
+        downs = " or ".join(sorted({*self.downs})) or self.down
+        return self.encoding if self.down_encoding is None else f"{self.encoding}, down {downs}"
 
     @property
     def has_plane(self) -> bool:
@@ -243,11 +258,20 @@ class RowLayout:
             inputs=inputs,
         )
 
+    def block_in(self, buffer: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """A buffer, uint8 [n], as rows [n, stride]."""
+        return buffer[: len(buffer) // self.stride * self.stride].reshape(-1, self.stride)
+
     @property
     def stream_block_rows(self) -> int:
         """Neurons of one dense FFN product: a multiple of 64 within 4 MiB, at least 64, never over `num_rows`."""
         fitting = STREAM_BLOCK_NBYTES // self.stride // 64 * 64
         return min(self.num_rows, max(64, fitting))
+
+
+def widest_down(downs: Sequence[str]) -> str:
+    """The one of PLANE_ENCODINGS with the longest codes."""
+    return max(downs, key=lambda down: (PLANE_CODES[down].bits, down))
 
 
 def packed(layout: RowLayout, architecture: Architecture) -> RowLayout:
@@ -256,8 +280,9 @@ def packed(layout: RowLayout, architecture: Architecture) -> RowLayout:
     processor's caches."""
     tight = replace(layout, packed=True)
     runs = (architecture.unit_rows, architecture.shared_neurons, *architecture.every_width)
-    fits = architecture.unit_rows > 1 and all(run * tight.stride % PAGE_NBYTES == 0 for run in runs)
-    return tight if fits and SECTOR_NBYTES <= tight.stride < layout.stride else layout
+    strides = {tight.stride, *(tight.of_layer(layer, layout.d_ff).stride for layer in range(len(layout.downs)))}
+    fits = architecture.unit_rows > 1 and all(run * each % PAGE_NBYTES == 0 for run in runs for each in strides)
+    return tight if fits and SECTOR_NBYTES <= min(strides) <= tight.stride < layout.stride else layout
 
 
 def pack_rows(layout: RowLayout, vectors: Mapping[str, NDArray[Any]], out: NDArray[np.uint8]) -> None:

@@ -66,16 +66,16 @@ class DenseEstimate:
 
 def dense_token(model: ModelDir, plan: MemoryPlan, *, costs: Profile | None) -> DenseEstimate:
     """The expected token of a dense run at the start of a conversation."""
-    rows, layers = model.manifest.rows, model.architecture.num_layers
-    ffn_nbytes = sum(layout.layer_nbytes for layout in model.manifest.layouts)
+    rows, layouts = model.manifest.rows, model.manifest.layouts
+    ffn_nbytes = sum(layout.layer_nbytes for layout in layouts)
     passes = [2 if model.block.sub_norms or layer.twice else 1 for layer in model.block.layers]  # of a layer's rows
-    each = zip(model.manifest.layouts, plan.cache_rows, passes, strict=True)
-    bytes_read = sum((layout.layer_nbytes - cached * rows.stride) * times for layout, cached, times in each)
+    each = zip(layouts, plan.cache_rows, passes, strict=True)
+    bytes_read = sum((layout.layer_nbytes - cached * layout.stride) * times for layout, cached, times in each)
     if costs is None or not costs.direct:
         return DenseEstimate(ffn_nbytes=ffn_nbytes, bytes_read=bytes_read, read_bps=0.0, products_s=None)
     products_s = _resident_s(model, costs)
     products_s += ffn_nbytes * _row_s_a_byte(rows, lambda encoding: costs.resident_bps(encoding, model.manifest.dtype))
-    products_s += layers * costs.layer_overhead_s
+    products_s += len(layouts) * costs.layer_overhead_s
     return DenseEstimate(
         ffn_nbytes=ffn_nbytes, bytes_read=bytes_read, read_bps=costs.sequential_bps, products_s=products_s
     )
@@ -99,15 +99,15 @@ class PromptEstimate:
 def estimate_prompt(model: ModelDir, plan: MemoryPlan, *, costs: Profile, tokens: int) -> PromptEstimate:
     """The expected pass of a prompt of so many tokens. A mixture's experts count as if tokens chose independently of
     each other and all alike: real ones choose fewer."""
-    architecture, rows = model.architecture, model.manifest.rows
-    missed = active = 0.0
+    architecture = model.architecture
+    missed = active = 0.0  # bytes; neurons
     for layer, cached in enumerate(plan.cache_rows):
         needed = used = float(architecture.width(layer))
         if layer in architecture.mixtures:
             share = architecture.chosen_experts / architecture.experts
             routed, shared = architecture.experts * architecture.expert_size, architecture.shared_neurons
             needed, used = routed * (1 - (1 - share) ** tokens) + shared, routed * share + shared
-        missed += max(0.0, needed - cached)
+        missed += max(0.0, needed - cached) * plan.layer_row_nbytes[layer]
         active += used
     shapes, parts = resident_shapes(model.config), _product_parts(model)
     resident = sum(math.prod(shapes.get(name, ())) for name in parts)
@@ -115,8 +115,8 @@ def estimate_prompt(model: ModelDir, plan: MemoryPlan, *, costs: Profile, tokens
     batches = costs.batches.get(model.manifest.dtype)
     return PromptEstimate(
         tokens=tokens,
-        bytes_read=missed * rows.stride,
-        read_s=missed * rows.stride / costs.sequential_bps,
+        bytes_read=missed,
+        read_s=missed / costs.sequential_bps,
         products_s=None if batches is None else 2 * tokens * weights / batches.gemm.at(tokens),
     )
 
@@ -189,7 +189,9 @@ class _Rates:
         manifest = model.manifest
         self._plan, self._costs = plan, costs
         self._reader = costs.of(choice.backend, choice.depth)
-        self._row, self._matrices = manifest.rows.stride, len(manifest.rows.matrices)
+        neurons = manifest.architecture.neurons
+        self._row = plan.rows_nbytes(manifest.architecture.every_width) / neurons  # bytes, of all layers' the mean
+        self._matrices = len(manifest.rows.matrices)
         self._sparse_bps = 1 / _row_s_a_byte(
             manifest.rows, lambda encoding: costs.gathered_bps(encoding, manifest.dtype)
         )

@@ -11,6 +11,7 @@ over the manifest and the `BlockSpec`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import mul
 from typing import Any, Self
 
 import numpy as np
@@ -196,17 +197,23 @@ class _Caches:
         bypass = 0 if windowed or dense else min(_whole(max(widths), unit), max(least, unit))
         return cls(manifest, dense, windowed, dense_layers, needs, minimum, bypass)
 
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Bytes of a row of each layer."""
+        return tuple(layout.stride for layout in self.manifest.layouts)
+
     def least(self, parts: dict[str, Any], shapes: list[PromptShape]) -> MemoryPlan:
         """The plan of `parts` with the least rows, for the fastest shape of prompts that leaves enough to neurons."""
-        stride, unit = self.manifest.rows.stride, self.manifest.architecture.unit_rows
+        strides, unit = self.strides, self.manifest.architecture.unit_rows
         weights = sum(parts[name] for name in ("process", "resident", "checksums", "gates", "planes", "predictors"))
-        most = weights + sum(self.needs) * stride + parts["context_blocks"] * parts["kv_block_nbytes"]
+        most = weights + sum(map(mul, self.needs, strides)) + parts["context_blocks"] * parts["kv_block_nbytes"]
         slots = (sum(self.minimum) + self.min_bypass) // unit
         caches = {
             "page_tables": min(most // _PAGE_TABLES, _MOST_PAGE_TABLES),
             "bookkeeping": 0 if self.dense else _bookkeeping_nbytes(self.manifest, slots),
             "bookkeeping_extra": 0,
-            "row_nbytes": stride,
+            "row_nbytes": self.manifest.rows.stride,
+            "layer_row_nbytes": strides,
             "unit_rows": unit,
             "min_cache_rows": self.minimum,
             "bypass_rows": self.min_bypass,
@@ -222,15 +229,15 @@ class _Caches:
         context leaves."""
         if self.dense:
             return least
-        stride, architecture = least.row_nbytes, self.manifest.architecture
-        unit = least.unit_rows
+        unit, architecture = least.unit_rows, self.manifest.architecture
         slots = (sum(self.minimum) + self.min_bypass) // unit
-        more = (least.limit_nbytes - least.minimum_nbytes) // (unit * stride + _SLOT_NBYTES + _WANTED_NBYTES)
+        of_slot = unit * min(self.strides) + _SLOT_NBYTES + _WANTED_NBYTES
+        more = (least.limit_nbytes - least.minimum_nbytes) // of_slot
         bookkeeping = _bookkeeping_nbytes(self.manifest, min(slots + more, sum(self.needs) // unit))
         plan = replace(least, bookkeeping=bookkeeping, bookkeeping_extra=bookkeeping - least.bookkeeping)
         if self.windowed:
             return plan
-        spare = _spare_rows(plan)
+        spare = _spare_nbytes(plan) // plan.row_nbytes
         # A token's experts may all be missing at once; of other models' neurons a few are.
         wanted = _whole(architecture.cycle, unit) or max(architecture.every_width) // _BYPASS_SHARE
         bypass = max(self.min_bypass, min(wanted, spare // 10, spare - sum(self.minimum)) // unit * unit)
@@ -238,34 +245,34 @@ class _Caches:
 
     def with_guesses(self, plan: MemoryPlan, experts: int) -> MemoryPlan:
         """With two buffers for as many experts, where there is room, that the next layer's router probably chooses."""
-        cached = _spare_rows(plan) - plan.bypass_rows
-        experts = min(experts, (cached - sum(self.minimum)) // (2 * _GUESSED_SHARE * plan.unit_rows))
-        if cached >= sum(self.needs) or experts < _GUESSED_EXPERTS:
+        cached = _spare_nbytes(plan) - plan.bypass_rows * plan.row_nbytes
+        both = 2 * plan.unit_rows * plan.row_nbytes  # of an expert in each buffer
+        experts = min(experts, (cached - plan.rows_nbytes(self.minimum)) // (_GUESSED_SHARE * both))
+        if cached >= plan.rows_nbytes(self.needs) or experts < _GUESSED_EXPERTS:
             return plan
-        rows = experts * plan.unit_rows
-        nbytes = 2 * rows * plan.row_nbytes
+        rows, nbytes = experts * plan.unit_rows, experts * both
         return replace(plan, prefetch_rows=rows, staging=plan.staging + nbytes, work_extra=plan.work_extra + nbytes)
 
     def filled(self, plan: MemoryPlan, limit_nbytes: int, popularity: Sequence[Shares] | None) -> MemoryPlan:
         """With the rows of every level under this limit."""
-        stride, block, unit = plan.row_nbytes, plan.kv_block_nbytes, plan.unit_rows
-        left = limit_nbytes - plan.fixed_nbytes - plan.bypass_rows * stride
-        most = (left - sum(self.minimum) * stride) // block
-        first = min(max((left - sum(self.needs) * stride) // block, 1), most)  # up to here every useful row fits
-        free = [(left - blocks * block) // stride for blocks in range(first, most + 1)]
+        block, unit, sizes = plan.kv_block_nbytes, plan.unit_rows, self.strides
+        left = limit_nbytes - plan.fixed_nbytes - plan.bypass_rows * plan.row_nbytes
+        most = (left - plan.rows_nbytes(self.minimum)) // block
+        first = min(max((left - plan.rows_nbytes(self.needs)) // block, 1), most)  # up to here every useful row fits
+        free = [left - blocks * block for blocks in range(first, most + 1)]
         if self.dense_layers:
             rows = self.manifest.stream_block_rows
-            levels = levels_beside(free, self.needs, self.minimum, self.dense_layers, block_rows=rows, unit=unit)
+            levels = levels_beside(free, self.needs, self.minimum, self.dense_layers, sizes, block_rows=rows, unit=unit)
         elif self.windowed or popularity is None:
-            levels = levels_by_need(free, self.needs, unit)
+            levels = levels_by_need(free, self.needs, sizes, unit)
         else:
-            levels = levels_by_popularity(free, self.minimum, popularity, unit)
+            levels = levels_by_popularity(free, self.minimum, popularity, sizes, unit)
         return replace(plan, levels=levels, level_blocks=first)
 
 
-def _spare_rows(plan: MemoryPlan) -> int:
-    """Rows that the limit has room for beside a full context."""
-    return (plan.limit_nbytes - plan.fixed_nbytes - plan.context_blocks * plan.kv_block_nbytes) // plan.row_nbytes
+def _spare_nbytes(plan: MemoryPlan) -> int:
+    """Bytes that the limit has room for beside a full context."""
+    return plan.limit_nbytes - plan.fixed_nbytes - plan.context_blocks * plan.kv_block_nbytes
 
 
 def _whole(neurons: int, unit: int) -> int:
@@ -309,7 +316,7 @@ def _bounce_nbytes(manifest: Manifest, io_threads: int) -> int:
     sectors), or comes out of another file, else for the last bytes of a file."""
     if manifest.in_place is not None:
         return io_threads * (max_request(manifest) + 2 * PAGE_NBYTES)
-    in_pages = manifest.rows.packed or manifest.rows.stride % PAGE_NBYTES == 0
+    in_pages = manifest.rows.packed or all(layout.stride % PAGE_NBYTES == 0 for layout in manifest.layouts)
     return MAX_REQUEST if in_pages else io_threads * (MAX_REQUEST // 4)
 
 

@@ -1,7 +1,11 @@
 """A plan of the memory: the bytes of every part, and the rows of each layer at every length of the KV cache."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import mul
 from typing import Any
+
+import numpy as np
 
 from flashllm.plan.shares import Rows
 
@@ -43,7 +47,8 @@ class MemoryPlan:
     kv_block_nbytes: int  # keys and values of KV_BLOCK_TOKENS positions, over all layers
     context: int  # tokens a sequence may have
     context_blocks: int  # KV blocks' memory of a sequence that fills its context, or is about to
-    row_nbytes: int
+    row_nbytes: int  # of the longest; of bypass rows and prefetched ones
+    layer_row_nbytes: tuple[int, ...]  # of each layer
     unit_rows: int  # what the caches hold comes in whole units of so many rows, those of an expert, or one
     cache_policy: str
     min_cache_rows: tuple[int, ...]  # per layer
@@ -92,8 +97,8 @@ class MemoryPlan:
     @property
     def _levels_nbytes(self) -> int:
         """The limit that the levels were made for, or less than a KV block more: the machine may have had less left."""
-        rows = sum(self.min_cache_rows) + self.bypass_rows
-        last = self.fixed_nbytes + self.max_kv_blocks * self.kv_block_nbytes + rows * self.row_nbytes
+        rows = self.rows_nbytes(self.min_cache_rows) + self.bypass_rows * self.row_nbytes
+        last = self.fixed_nbytes + self.max_kv_blocks * self.kv_block_nbytes + rows
         return min(self.limit_nbytes, last + self.kv_block_nbytes)
 
     def cache_rows_at(self, blocks: int) -> tuple[int, ...]:
@@ -127,16 +132,20 @@ class MemoryPlan:
         passes under way all of its bytes."""
         return max(0, stretch - alone * min(self.prompt_tokens, self.context)) * self.stretch_nbytes
 
+    def rows_nbytes(self, rows: Sequence[int]) -> int:
+        """Bytes of so many rows of each layer."""
+        return sum(map(mul, rows, self.layer_row_nbytes))
+
     def neuron_cache_nbytes(self, blocks: int) -> int:
         """Bytes of all layers' caches and of the bypass rows while `blocks` KV blocks are in use."""
-        return (sum(self.cache_rows_at(blocks)) + self.bypass_rows) * self.row_nbytes
+        return self.rows_nbytes(self.cache_rows_at(blocks)) + self.bypass_rows * self.row_nbytes
 
     @property
     def shared_tokens(self) -> int:
         """Tokens that all of a server's requests may have together while the neurons keep half of their memory."""
         half = self.neuron_cache_nbytes(1) // 2
-        rows = self.levels.sum(axis=1) + self.bypass_rows
-        return KV_BLOCK_TOKENS * (self.level_blocks - 1 + int((rows * self.row_nbytes >= half).sum()))
+        held = self.levels.astype(np.int64) @ self.layer_row_nbytes + self.bypass_rows * self.row_nbytes
+        return KV_BLOCK_TOKENS * (self.level_blocks - 1 + int((held >= half).sum()))
 
     @property
     def neuron_cache(self) -> int:
@@ -152,10 +161,10 @@ class MemoryPlan:
     @property
     def minimum_nbytes(self) -> int:
         """The smallest limit this configuration runs under, its context full."""
-        rows = sum(self.min_cache_rows) + self.min_bypass_rows
+        rows = self.rows_nbytes(self.min_cache_rows) + self.min_bypass_rows * self.row_nbytes
         table_extra = (self.table_rows - self.min_table_rows) * self.table_row_nbytes
         fixed = self.fixed_nbytes - self.work_extra - self.bookkeeping_extra - table_extra
-        return fixed + self.context_blocks * self.kv_block_nbytes + rows * self.row_nbytes
+        return fixed + self.context_blocks * self.kv_block_nbytes + rows
 
     def rows(self) -> list[tuple[str, int, int]]:
         """(purpose, bytes at the start, bytes with a full context), in the order of a printed table."""

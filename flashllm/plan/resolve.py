@@ -155,10 +155,12 @@ def _streaming(model: ModelDir, memory: MemoryPlan, profile: Profile | None) -> 
 
 def _small_cache(model: ModelDir, memory: MemoryPlan) -> list[str]:
     """That the neuron caches hold less than a token of a mixture of experts reads; nothing where they hold more."""
-    cycle, rows = model.architecture.cycle, [memory.cache_rows[layer] for layer in model.architecture.mixtures]
-    if not cycle or min(rows) >= cycle:
+    cycle, layers = model.architecture.cycle, model.architecture.mixtures
+    if not cycle or min(memory.cache_rows[layer] for layer in layers) >= cycle:
         return []
-    held, needed = (format_size(count * model.manifest.rows.stride) for count in (sum(rows), cycle * len(rows)))
+    of_each = [(memory.cache_rows[layer], memory.layer_row_nbytes[layer]) for layer in layers]
+    held = format_size(sum(rows * nbytes for rows, nbytes in of_each))
+    needed = format_size(sum(cycle * nbytes for _, nbytes in of_each))
     advice = (
         "most of them are read again for every token, though those chosen most often stay"
         if memory.cache_policy == "frequency"

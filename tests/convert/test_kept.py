@@ -18,10 +18,12 @@ from safetensors.torch import save_file
 from tiny_models import change_config
 
 from flashllm import _core
-from flashllm.base.codes.carried import PACKED_AS
+from flashllm.base.codes.carried import PACKED_AS, PLANE_CODES
+from flashllm.base.machine import process_nbytes
 from flashllm.cli import main
 from flashllm.config import Ablation, RunConfig
 from flashllm.convert.checkpoint.opened import open_checkpoint
+from flashllm.convert.kept import weights
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
 from flashllm.errors import FormatError, UsageError
@@ -83,14 +85,19 @@ def mixed(name):
     return "Q6_K" if "ffn_down" in name and "blk.0" in name else "Q4_K"
 
 
+def of_tables(name):
+    """As llama.cpp's IQ4_XS: some layers' down projections are in codes of a table, others not."""
+    return "IQ4_XS" if "ffn_down" in name and "blk.0" not in name else "Q5_K"
+
+
 def experts_alone(name):
     """As gpt-oss's files."""
     return "MXFP4" if "ffn_" in name else "Q8_0"
 
 
-def make(root, kind, model_type="llama"):
+def make(root, kind, model_type="llama", **sizes):
     """(GGUF file, Hugging Face folder of its dequantised weights)"""
-    config = {**WIDE, "hidden_act": "silu"} if model_type == "llama" else dict(WIDE)
+    config = WIDE | sizes | ({"hidden_act": "silu"} if model_type == "llama" else {})
     if model_type in MIXTURES:
         config |= dict.fromkeys(MIXTURES[model_type], 256)
         config |= {"linear_value_head_dim": 128} if "qwen3_5" in model_type else {}
@@ -120,22 +127,26 @@ def fresh(folder):
     return folder
 
 
-def logits_of(directory, mode, **config):
+def logits_of(directory, mode, process=None, **config):
     """With activations in fp32: 8 bits would hide what the weights are."""
     change_manifest(directory, activations=None)
-    with Model.open(directory, RunConfig(mode=mode, threads=2, io_threads=4, **config)) as model:
+    with Model.open(directory, RunConfig(mode=mode, threads=2, io_threads=4, **config), process=process) as model:
         sequence = model.new_sequence()
         ids = torch.randint(4, 300, (40,), generator=torch.Generator().manual_seed(0)).tolist()
         prompt = model.step([(sequence, ids)], all_logits=True)
         return np.concatenate([prompt, *(model.step([(sequence, ids[:count])]) for count in (1, 3, 8))])
 
 
-@pytest.mark.parametrize("kind", [*ENCODED_AS, mixed], ids=lambda kind: kind if isinstance(kind, str) else "mixed")
+@pytest.mark.parametrize(
+    "kind", [*ENCODED_AS, mixed, of_tables], ids=lambda kind: kind if isinstance(kind, str) else kind.__name__
+)
 def test_every_weight_and_every_logit_is_the_files(tmp_path, kind):
     path, folder = make(tmp_path, kind)
     kept = convert(path, tmp_path / "kept", dtype="float32", keep=True)
     convert(folder, tmp_path / "wide")
-    assert kept.rows.encoding == (ENCODED_AS[kind] if isinstance(kind, str) else "q4_k")
+    assert kept.rows.encoding == (
+        ENCODED_AS[kind] if isinstance(kind, str) else "q5_k" if kind is of_tables else "q4_k"
+    )
     assert kept.rows.has_plane
     with open_weights(tmp_path / "kept") as found, open_weights(tmp_path / "wide") as expected:
         for tensor, shape in expected.shapes.items():
@@ -357,7 +368,10 @@ def test_what_is_kept_is_told_and_counted(tmp_path, capsys):
     path, _ = make(tmp_path, mixed)
     assert main(["convert", str(path), str(tmp_path / "model")]) == 0
     told = capsys.readouterr().err
-    assert "the bits of model.gguf are kept: neurons q4_k, down codes6; scales of the down columns in memory" in told
+    assert (
+        "the bits of model.gguf are kept: neurons q4_k, down codes4 or codes6; scales of the down columns in memory"
+        in told
+    )
     manifest = Manifest.load(tmp_path / "model")
     assert manifest.down_scales == ("shared_16", *["shared_32_min"] * (manifest.architecture.num_layers - 1))
     assert manifest.resident_encoding == "q4_k"
@@ -365,11 +379,36 @@ def test_what_is_kept_is_told_and_counted(tmp_path, capsys):
     assert verify(tmp_path / "model").ok
     facts = inspect(tmp_path / "model")
     assert facts["down_scales_nbytes"] == manifest.planes_nbytes > 0
-    assert "down codes6" in format_inspection(facts)
+    assert "down codes4 or codes6" in format_inspection(facts)
     assert main(["plan", str(tmp_path / "model"), "--memory", "6GB", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["down_scale_bytes"] == manifest.planes_nbytes
     assert main(["convert", str(path), str(tmp_path / "anew"), "--bits", "4"]) == 0
     assert Manifest.load(tmp_path / "anew").rows.encoding == "int4_32"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "hidden", "in_place"), [("llama", 1536, False), ("olmoe", 768, False), ("olmoe", 768, True)]
+)
+def test_each_layer_has_down_columns_of_its_own_width(tmp_path, monkeypatch, model_type, hidden, in_place):
+    """The bits of earlier versions, which had all layers' in the widest, in fewer bytes."""
+    path, _ = make(tmp_path, mixed, model_type, hidden_size=hidden, head_dim=hidden // 4)
+    own = convert(path, tmp_path / "own", dtype="float32", keep=True, in_place=in_place)
+    monkeypatch.setattr(weights, "plane_code_of", lambda codes: PLANE_CODES["codes6"])
+    wide = convert(path, tmp_path / "wide", dtype="float32", keep=True, in_place=in_place)
+    assert own.rows.downs == ("codes6", *["codes4"] * (own.architecture.num_layers - 1))
+    assert (wide.rows.down, wide.rows.downs) == ("codes6", ())
+    assert own.layout(0) == wide.layout(0)
+    assert own.layout(1).stride < wide.layout(1).stride
+    assert all(verify(tmp_path / name).ok for name in ("own", "wide"))
+    process, found = process_nbytes() + 100_000_000, {}
+    for name, layouts in (("own", own.layouts), ("wide", wide.layouts)):
+        with Model.open(tmp_path / name, RunConfig(threads=2, io_threads=4), process=process) as model:
+            plan = model.plan.memory
+        limits = None, plan.minimum_nbytes + plan.neuron_cache // 3
+        found[name] = [logits_of(tmp_path / name, None, process, memory=limit) for limit in limits]
+        assert plan.rows_nbytes(plan.cache_rows) == sum(layout.layer_nbytes for layout in layouts)
+    for one, two in zip(found["own"], found["wide"], strict=True):
+        np.testing.assert_array_equal(one, two)
 
 
 def test_layers_that_differ_above_are_dequantised_and_said(tmp_path):

@@ -27,7 +27,11 @@ def flash(tmp_path):
             for at, layer in zip(offsets, data, strict=True)
         ]
         reader = _core.Reader(threads, verify=verify)
-        return _core.RowStream(reader, file, layers, stride=STRIDE, block_rows=block_rows, ahead=ahead), data, file
+        return (
+            _core.RowStream(reader, file, layers, strides=[STRIDE] * LAYERS, block_rows=block_rows, ahead=ahead),
+            data,
+            file,
+        )
 
     return make
 

@@ -138,7 +138,7 @@ def test_rows_of_experts_are_packed(encoding, mixture, activation, padded, strid
     tight = packed(layout, architecture)
     assert (layout.stride, tight.stride) == (padded, stride)
     assert tight.layer_nbytes % 4096 == tight.stream_block_rows * stride % 4096 == 0
-    assert tight.of_width(mixture[1]).layer_nbytes == mixture[1] * stride
+    assert tight.of_layer(0, mixture[1]).layer_nbytes == mixture[1] * stride
 
 
 @pytest.mark.parametrize("stride", [512, 1536, 4096, 16384])

@@ -88,12 +88,12 @@ std::vector<float> many_tokens(int threads, SimdLevel level, Dtype dtype, std::s
   const std::vector<float> bias = random_floats(kNeurons, random), down_bias = random_floats(kWidth, random);
   const std::byte* inputs = x.data() + first * kWidth * element;
 
-  DenseFfn ffn(format, dtype, pool, level);
+  DenseFfn ffn(dtype, pool, level);
   std::vector<std::byte> y(tokens * kWidth * element), out(tokens * kNeurons * element);
   std::vector<float> h(tokens * kLater);
   // In two parts, where there are tokens for them.
   const std::size_t cuts[] = {0, tokens / 3, tokens};
-  ffn.begin(Activation::relu);
+  ffn.begin(format, Activation::relu);
   for (std::size_t part = 0; part < 2; ++part)
     ffn.take(inputs + cuts[part] * kWidth * element, cuts[part + 1] - cuts[part]);
   for (std::size_t part = 0; part < 2; ++part) {

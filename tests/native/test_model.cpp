@@ -112,13 +112,14 @@ struct Whole {
     weights.final_norm = final_norm.norm(kind);
     for (const auto& block : blocks) {
       weights.blocks.push_back(block->weights(kind));
+      weights.blocks.back().format = flash.options(1, 1).format;
       weights.blocks.back().spec.attention.rotary = settings.rotary ? 0 : -1;
       weights.blocks.back().spec.norms = settings.rotary ? NormPlace::sum : NormPlace::input;
     }
-    model = std::make_unique<Model>(spec, weights, flash.options(1, 1).format, *stream, nullptr, pool,
-                                    counters, best_simd_level(), [this] {
-                                      if (checks_left-- == 0) throw std::runtime_error("interrupted");
-                                    });
+    model =
+        std::make_unique<Model>(spec, weights, *stream, nullptr, pool, counters, best_simd_level(), [this] {
+          if (checks_left-- == 0) throw std::runtime_error("interrupted");
+        });
   }
   static std::vector<RowSource> layers(const Flash& flash) {
     return {kLayers, {{kNeurons, 1}, kOffset, kStride, flash.sums.data()}};

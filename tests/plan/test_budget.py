@@ -49,11 +49,11 @@ def calibrated(model, req, window=5):
 
 
 def share_rows(available, needs):
-    return tuple(levels_by_need([available], needs)[0].tolist())
+    return tuple(levels_by_need([available], needs, [1] * len(needs))[0].tolist())
 
 
 def share_by_popularity(available, minimum, popularity):
-    return tuple(levels_by_popularity([available], minimum, popularity)[0].tolist())
+    return tuple(levels_by_popularity([available], minimum, popularity, [1] * len(minimum))[0].tolist())
 
 
 @given(st.integers(0, 10_000), st.lists(st.integers(0, 3000), min_size=1, max_size=12))
@@ -97,11 +97,11 @@ def test_no_other_shares_save_more(available, widths, seed):
 @given(st.integers(0, 5000), st.lists(st.integers(0, 40), min_size=1, max_size=6), st.sampled_from([1, 7, 64]))
 def test_rows_are_given_by_whole_units(available, units, unit):
     needs = [unit * each for each in units]
-    (rows,) = levels_by_need([available], needs, unit).tolist()
+    (rows,) = levels_by_need([available], needs, [1] * len(needs), unit).tolist()
     assert rows == [unit * each for each in share_rows(available // unit, units)]
     popularity = np.random.default_rng(available).random((len(units), 40)).astype(np.float32).repeat(unit, axis=1)
     nothing = [0] * len(units)
-    (rows,) = levels_by_popularity([available], nothing, popularity, unit).tolist()
+    (rows,) = levels_by_popularity([available], nothing, popularity, [1] * len(nothing), unit).tolist()
     assert rows == [
         unit * each for each in share_by_popularity(available // unit, nothing, [each[::unit] for each in popularity])
     ]

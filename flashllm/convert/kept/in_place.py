@@ -103,6 +103,7 @@ def slice_sums(
     FormatError for scales that no weights have.
     """
     in_place, architecture, layout = plan
+    layout = layout.of_layer(layer, architecture.unit_rows)
     unpackings = block_rows(in_place.layers[layer], layout, architecture.unit_rows)
     rows, sums = np.empty((architecture.unit_rows, layout.stride), np.uint8), []
     for expert in range(architecture.experts):

@@ -2,9 +2,9 @@
 
 Rows that a token is multiplied by (up, gate, attention, embedding, head) keep codes and scales in one vector. A down
 column's codes go into the neuron's row, and its scales, which the checkpoint has for groups of neurons, into the
-layer's plane of scales. Up and gate have one encoding in all layers, columns codes of one width: where layers differ,
-the widest. A plane's scales have one form: a shared expert's down projection of another form than the experts' is coded
-anew, in 8 bits. Matrices that cannot be kept are dequantised.
+layer's plane of scales. Up and gate have one encoding in all layers, columns codes of one width in a layer: of its
+experts, the widest. A plane's scales have one form: a shared expert's down projection of another form than the experts'
+is coded anew, in 8 bits. Matrices that cannot be kept are dequantised.
 
 Knows kinds of codes by `blocks.KINDS`, and encodings by their names, no file format.
 """
@@ -26,7 +26,6 @@ from flashllm.base.codes.carried import (
     UNIT,
     CarriedCode,
     Floats,
-    PlaneCode,
     Quantised,
     pack_codes,
     plane_code_of,
@@ -47,8 +46,10 @@ class KeptWeights:
     """The codes that are kept, a `CodedWeights`."""
 
     rows: str | None  # encoding of up and gate; None: they are not kept
-    down: str | None  # of down columns: of `PLANE_ENCODINGS`, or with scales of their own
-    down_scales: tuple[str, ...]  # of each layer, where `down` is
+    downs: tuple[
+        str, ...
+    ]  # of each layer's down columns: of `PLANE_ENCODINGS`, or with scales of their own; () not kept
+    down_scales: tuple[str, ...]  # of each layer, where those lie apart
     resident: Mapping[str, str]  # encoding by canonical name
     left: tuple[str, ...]  # canonical names of quantised matrices that are not kept
     anew: frozenset[str]  # of down projections that are coded anew, as `_ANEW`
@@ -60,7 +61,7 @@ class KeptWeights:
 
     def fingerprint(self) -> Any:
         """As of `CodedWeights`; the source's own fingerprint says the rest."""
-        return ["kept", self.rows, self.down, list(self.down_scales), dict(self.resident)]
+        return ["kept", self.rows, list(self.downs), list(self.down_scales), dict(self.resident)]
 
     @property
     def has_scales_apart(self) -> bool:
@@ -70,10 +71,10 @@ class KeptWeights:
 
     def vectors(self, name: str) -> Vectors | None:
         if name.endswith(".down.weight"):
-            if self.down is None:
+            if not self.downs:
                 return None
-            if self.down in PACKED_AS:  # the file has the columns as rows
-                code = PACKED_AS[self.down]
+            if (own := PACKED_AS.get(self._down(name))) is not None:  # the file has the columns as rows
+                code = own
                 return lambda first, count: self._packed(name, code, first, count)
             return lambda first, count: self._columns_of(name)[first : first + count]
         encoding = self.resident.get(name) or (self.rows if name in self._tensors else None)
@@ -123,7 +124,7 @@ class KeptWeights:
         """Every column's codes, [d_ff, bytes]; of one layer, or expert, at a time."""
         if name not in self._columns:
             self._columns.clear()
-            kind, claim, code = self._stored_kind(name), self._claims[name], self._down_code()
+            kind, claim, code = self._stored_kind(name), self._claims[name], PLANE_CODES[self._down(name)]
             d_model, d_ff = claim.shape
             packed = np.empty((d_ff, code.vector_nbytes(d_model)), np.uint8)
             unit_nbytes = code.vector_nbytes(UNIT)
@@ -136,9 +137,9 @@ class KeptWeights:
             self._columns[name] = packed
         return self._columns[name]
 
-    def _down_code(self) -> PlaneCode:
-        assert self.down is not None
-        return PLANE_CODES[self.down]
+    def _down(self, name: str) -> str:
+        """The encoding of its columns."""
+        return self.downs[int(name.split(".")[1])]
 
     def _kind(self, name: str) -> Kind:
         return KINDS[self._tensors[name].kind]
@@ -196,12 +197,12 @@ def keep_weights(
     of_rows = {encodings.get(name) for name in above}
     rows = next(iter(of_rows)) if len(of_rows) == 1 else None
     down = _kept_down(usable, claimed, bundles, architecture.d_model)
-    kept = {*resident, *(above if rows is not None else ()), *(below if down.encoding is not None else ())}
+    kept = {*resident, *(above if rows is not None else ()), *(below if down.encodings else ())}
     if not kept:
         return None
     return KeptWeights(
         rows=rows,
-        down=down.encoding,
+        downs=down.encodings,
         down_scales=down.scales,
         resident=resident,
         left=tuple(name for name in found if name not in kept),
@@ -216,7 +217,7 @@ def keep_weights(
 class _Down(NamedTuple):
     """How down columns are kept."""
 
-    encoding: str | None = None  # None: not at all
+    encodings: tuple[str, ...] = ()  # of each layer; (): not at all
     scales: tuple[str, ...] = ()  # forms of those that lie apart, of each layer
     anew: frozenset[str] = frozenset()  # names of those that are not kept, but coded anew
 
@@ -232,17 +233,20 @@ def _kept_down(
         return _Down()
     if any(usable[name].transposed for name in names):  # the file has the columns as rows, with their own scales
         own = {_encoding(usable[name]) if usable[name].transposed else None for name in names}
-        return _Down(own.pop()) if len(own) == 1 else _Down()
+        one = own.pop()
+        return _Down() if own or one is None else _Down((one,) * len(layers))
     kinds = {name: KINDS[usable[name].kind] for name in names}
     own_form = KINDS[_ANEW].form
     anew = [name for layer in layers for name in layer if own_form == kinds[layer[0]].form != kinds[name].form]
     kinds |= dict.fromkeys(anew, KINDS[_ANEW])
     forms = [{kinds[name].form.name for name in layer} for layer in layers]
-    code = plane_code_of([(kind.bits, kind.form) for kind in kinds.values()])
-    if code is None or d_model % UNIT or any(len(layer) > 1 for layer in forms):
+    usual = names[:1]  # what layers without neurons have
+    codes = [plane_code_of([(kinds[name].bits, kinds[name].form) for name in layer or usual]) for layer in layers]
+    found = tuple(code.name for code in codes if code is not None)
+    if len(found) < len(layers) or d_model % UNIT or any(len(layer) > 1 for layer in forms):
         return _Down()
-    usual = next(iter(kinds.values())).form.name  # what layers without neurons name
-    return _Down(code.name, tuple(next(iter(layer), usual) for layer in forms), frozenset(anew))
+    scales = tuple(next(iter(layer), kinds[usual[0]].form.name) for layer in forms)
+    return _Down(found, scales, frozenset(anew))
 
 
 def _coded_anew(values: Floats) -> Quantised:

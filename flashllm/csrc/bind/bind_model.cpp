@@ -65,7 +65,7 @@ using Entry = std::tuple<SequenceState*, std::vector<std::int32_t>>;
 class PyModel {
  public:
   // caches: of each layer whose neurons `source` reads; None: every token computes every neuron of it.
-  PyModel(nb::handle block, std::shared_ptr<NamedTensors> tensors, const RowFormat& rows,
+  PyModel(nb::handle block, std::shared_ptr<NamedTensors> tensors, const std::vector<RowFormat>& rows,
           std::shared_ptr<RowStream> stream, std::shared_ptr<NeuronSource> source,
           const std::vector<FileRows>& layers, const std::vector<std::optional<LayerCache>>& caches,
           std::shared_ptr<TokenTable> table, std::shared_ptr<ThreadPool> pool,
@@ -83,12 +83,12 @@ class PyModel {
     spec.fill_tokens = fill_tokens;
     spec.prefetch = prefetch;
     d_model_ = spec.block.d_model;
-    require(layers.size() == of.layers.size() && caches.size() == of.layers.size(),
-            "every layer needs its rows, and a cache or None");
+    require(rows.size() == of.layers.size() && layers.size() == rows.size() && caches.size() == rows.size(),
+            "every layer needs its rows and their format, and a cache or None");
     ModelWeights weights = read_ends(*tensors_, of);
     for (std::size_t i = 0; i < layers.size(); ++i)
-      weights.blocks.push_back(block_weights(of, i, rows, layers[i], caches[i]));
-    model_ = std::make_unique<Model>(spec, weights, rows, *stream_, table_.get(), *pool_, *counters_,
+      weights.blocks.push_back(block_weights(of, i, rows[i], layers[i], caches[i]));
+    model_ = std::make_unique<Model>(spec, weights, *stream_, table_.get(), *pool_, *counters_,
                                      tensors_->level(), [this] { check(); });
   }
 
@@ -249,12 +249,12 @@ void init_model(nb::module_& m) {
            nb::arg("columns"), nb::arg("encoding"), nb::arg("stride"), nb::arg("memory"), nb::arg("simd"),
            nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 8>());
   nb::class_<PyModel>(m, "Model")
-      .def(nb::init<nb::handle, std::shared_ptr<NamedTensors>, const RowFormat&, std::shared_ptr<RowStream>,
-                    std::shared_ptr<NeuronSource>, const std::vector<FileRows>&,
+      .def(nb::init<nb::handle, std::shared_ptr<NamedTensors>, const std::vector<RowFormat>&,
+                    std::shared_ptr<RowStream>, std::shared_ptr<NeuronSource>, const std::vector<FileRows>&,
                     const std::vector<std::optional<LayerCache>>&, std::shared_ptr<TokenTable>,
                     std::shared_ptr<ThreadPool>, std::shared_ptr<FfnCounters>, std::size_t, std::size_t,
                     bool>(),
-           nb::kw_only(), nb::arg("block"), nb::arg("tensors"), nb::arg("row_format"), nb::arg("stream"),
+           nb::kw_only(), nb::arg("block"), nb::arg("tensors"), nb::arg("row_formats"), nb::arg("stream"),
            nb::arg("source"), nb::arg("layers"), nb::arg("caches"), nb::arg("table").none(), nb::arg("pool"),
            nb::arg("counters"), nb::arg("block_tokens"), nb::arg("fill_tokens"), nb::arg("prefetch"))
       .def_prop_ro("ffns", &PyModel::ffns)

@@ -10,9 +10,10 @@ namespace {
 using Self = nb::pointer_and_handle<RowStream>;
 
 void make_stream(Self self, Reader& reader, const DirectFile& file, const std::vector<FileRows>& layers,
-                 std::uint32_t stride, std::size_t block_rows, std::size_t ahead) {
+                 const std::vector<std::uint32_t>& strides, std::size_t block_rows, std::size_t ahead) {
   std::vector<RowSource> sources;
-  for (const FileRows& each : layers) sources.push_back(each.source(stride));
+  require(strides.size() == layers.size(), "every layer's rows need a stride");
+  for (std::size_t i = 0; i < layers.size(); ++i) sources.push_back(layers[i].source(strides[i]));
   new (self.p) RowStream(reader, file, std::move(sources), block_rows, ahead);
   for (const FileRows& each : layers) keep(self.h, each);
 }
@@ -35,14 +36,14 @@ nb::object next(Self self) {
   }
   if (!more) return nb::none();
   const auto* rows = reinterpret_cast<const std::uint8_t*>(block.rows);
-  return nb::make_tuple(block.first_row, given_rows(rows, block.count, self.p->stride(), self.h));
+  return nb::make_tuple(block.first_row, given_rows(rows, block.count, block.stride, self.h));
 }
 
 // Whole rows of `memory`, from allocate(), keep the layer's first ones.
 void keep_rows(RowStream& self, std::size_t layer, const ByteArray& memory) {
   require(layer < self.num_layers(), "a layer beyond those there are");
   require_aligned(memory, kHashedMultiple, "memory that keeps rows");
-  self.keep(layer, bytes_of(memory), memory.nbytes() / self.stride());
+  self.keep(layer, bytes_of(memory), memory.nbytes() / self.stride(layer));
 }
 
 }  // namespace
@@ -67,7 +68,7 @@ void init_stream(nb::module_& m) {
            nb::arg("checksum_rows") = 1, nb::arg("experts").none() = nb::none());
   nb::class_<RowStream>(m, "RowStream")
       .def("__init__", &make_stream, nb::arg("reader"), nb::arg("file"), nb::arg("layers"), nb::kw_only(),
-           nb::arg("stride"), nb::arg("block_rows"), nb::arg("ahead"), nb::keep_alive<1, 2>(),
+           nb::arg("strides"), nb::arg("block_rows"), nb::arg("ahead"), nb::keep_alive<1, 2>(),
            nb::keep_alive<1, 3>())
       .def("begin", &begin, nb::arg("layer"), nb::arg("then").none() = nb::none())
       .def("next", &next)

@@ -7,8 +7,9 @@
 
 namespace flashllm {
 
-void DenseFfn::begin(Activation activation, const NeuronNorm& norm, const ScalePlane* plane,
-                     std::size_t first) {
+void DenseFfn::begin(const RowFormat& format, Activation activation, const NeuronNorm& norm,
+                     const ScalePlane* plane, std::size_t first) {
+  format_ = format;
   activation_ = activation;
   norm_ = norm;
   plane_ = plane;

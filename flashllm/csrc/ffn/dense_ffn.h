@@ -21,13 +21,12 @@ inline const float* part_of(const float* bias, std::size_t first) {
 class DenseFfn {
  public:
   // `dtype`: of what goes in and comes out.
-  DenseFfn(const RowFormat& format, Dtype dtype, ThreadPool& pool, SimdLevel level)
-      : format_(format), dtype_(dtype), pool_(pool), level_(level) {}
+  DenseFfn(Dtype dtype, ThreadPool& pool, SimdLevel level) : dtype_(dtype), pool_(pool), level_(level) {}
 
-  // No parts yet. `plane`: the layer's, of down columns whose scales lie apart, and then blocks are of
-  // neurons from `first` on. `norm`: see `apply`.
-  void begin(Activation activation, const NeuronNorm& norm = {}, const ScalePlane* plane = nullptr,
-             std::size_t first = 0);
+  // No parts yet. `format`: of the layer's rows. `plane`: the layer's, of down columns whose scales lie
+  // apart, and then blocks are of neurons from `first` on. `norm`: see `apply`.
+  void begin(const RowFormat& format, Activation activation, const NeuronNorm& norm = {},
+             const ScalePlane* plane = nullptr, std::size_t first = 0);
   // Part number parts(): x [tokens, d_model].
   void take(const std::byte* x, std::size_t tokens);
   std::size_t parts() const { return parts_.size(); }
@@ -65,9 +64,9 @@ class DenseFfn {
     std::size_t next;       // the first neuron of the next block
   };
 
-  const RowFormat format_;
+  RowFormat format_;  // of the layer, as what follows
   const Dtype dtype_;
-  Activation activation_;  // of the layer
+  Activation activation_;
   ThreadPool& pool_;
   const SimdLevel level_;
   NeuronNorm norm_;

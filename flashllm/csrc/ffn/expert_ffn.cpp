@@ -7,7 +7,9 @@
 
 namespace flashllm {
 
-void ExpertFfn::begin(Router& router, Activation activation, const ScalePlane* plane) {
+void ExpertFfn::begin(const RowFormat& format, Router& router, Activation activation,
+                      const ScalePlane* plane) {
+  format_ = format;
   router_ = &router;
   activation_ = activation;
   plane_ = plane;
@@ -60,7 +62,7 @@ void ExpertFfn::add(const RowBlock& block, const float* up_bias, const float* ga
 void ExpertFfn::gather(std::size_t begin, std::size_t end) {
   const std::size_t nbytes = format_.d_model * dtype_nbytes(dtype_);
   const std::vector<std::int32_t>& tokens = experts_.runs()[run_].tokens;
-  dense_.begin(activation_, {}, plane_, runs_[run_].first_row);
+  dense_.begin(format_, activation_, {}, plane_, runs_[run_].first_row);
   for (; begin < end; begin += together_) {
     const std::size_t count = std::min(together_, end - begin);
     gathered_.resize(count * nbytes);

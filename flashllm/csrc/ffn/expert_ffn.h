@@ -15,16 +15,16 @@ namespace flashllm {
 class ExpertFfn {
  public:
   // `dtype`: of what goes in. `together`: tokens of an expert whose products are made at once, at most.
-  ExpertFfn(const RowFormat& format, Dtype dtype, std::size_t together, ThreadPool& pool, SimdLevel level)
-      : format_(format),
-        dtype_(dtype),
+  ExpertFfn(Dtype dtype, std::size_t together, ThreadPool& pool, SimdLevel level)
+      : dtype_(dtype),
         together_(together),
         pool_(pool),
         kernels_(kernel_table(level, dtype)),
-        dense_(format, dtype, pool, level) {}
+        dense_(dtype, pool, level) {}
 
-  // No tokens yet. `plane`: the layer's, of down columns whose scales lie apart.
-  void begin(Router& router, Activation activation, const ScalePlane* plane = nullptr);
+  // No tokens yet. `format`: of the layer's rows; `plane`: of its down columns, where their scales lie apart.
+  void begin(const RowFormat& format, Router& router, Activation activation,
+             const ScalePlane* plane = nullptr);
   // The next tokens: x [tokens, d_model] fp32, of values that the dtype has; and what the router reads.
   void take(const float* routed_by, const float* x, std::size_t tokens);
   const ExpertTokens& experts() const { return experts_; }
@@ -44,7 +44,7 @@ class ExpertFfn {
  private:
   void gather(std::size_t begin, std::size_t end);
 
-  const RowFormat format_;
+  RowFormat format_;
   const Dtype dtype_;
   const std::size_t together_;
   ThreadPool& pool_;

@@ -65,8 +65,7 @@ FfnLayer::~FfnLayer() {
 }
 
 void FfnLayer::set_prefetch(std::unique_ptr<Predictor> predictor, Prefetch& buffer) {
-  require(buffer.unit_nbytes() == layout().stride * static_cast<std::size_t>(options_.unit_rows),
-          "prefetched units have another size than the layer's");
+  require(buffer.unit_nbytes() >= unit_nbytes(), "prefetched units have no room for the layer's");
   prefetch_predictor_ = std::move(predictor);
   prefetch_ = &buffer;
   depth_.emplace(static_cast<std::size_t>(buffer.capacity()),
@@ -369,7 +368,7 @@ void FfnLayer::copy_newcomers() {
   pool_.parallel_for(newcomers.size(), kCopyGrain, [&](std::size_t begin, std::size_t end) {
     for (std::size_t i = begin; i < end; ++i)
       if (prefetch_->has(newcomers[i]))
-        std::memcpy(cache_.rows(newcomers[i]), prefetch_->rows(newcomers[i]), prefetch_->unit_nbytes());
+        std::memcpy(cache_.rows(newcomers[i]), prefetch_->rows(newcomers[i]), unit_nbytes());
   });
 }
 

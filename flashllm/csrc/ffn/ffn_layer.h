@@ -118,6 +118,7 @@ class FfnLayer {
   std::int32_t num_neurons() const { return options_.num_neurons; }
   RowUnits units() const { return options_.units(); }
   const RowFormat& layout() const { return options_.format; }
+  std::size_t unit_nbytes() const { return layout().stride * static_cast<std::size_t>(options_.unit_rows); }
   Activation activation() const { return options_.activation; }
   const float* gate_bias() const { return options_.gate_bias; }
 

@@ -12,8 +12,9 @@
 
 namespace flashllm {
 
-// What of a layer's neurons is resident. What it points to must stay.
+// What lies in a layer's rows, and what of its neurons is resident. What it points to must stay.
 struct NeuronWeights {
+  RowFormat format;
   const float* up_bias = nullptr;    // [num_neurons] or nullptr
   const float* gate_bias = nullptr;  // the same; of a gated FFN
   // [num_neurons, d_model] without gaps, in the rows' codec: the resident gate of rows that hold none.
@@ -34,7 +35,6 @@ struct UnitRule {
 };
 
 struct FfnLayerOptions : NeuronWeights, UnitRule {
-  RowFormat format;
   std::int32_t layer = 0;
   std::int32_t num_neurons = 0;
   Activation activation = Activation::relu;

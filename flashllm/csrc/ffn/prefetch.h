@@ -73,7 +73,7 @@ class PrefetchDepth {
 // The buffer, which layers may share where two that follow each other do not.
 class Prefetch {
  public:
-  // `rows` holds `capacity` units of `unit_nbytes`; keeps references to all of them.
+  // `rows` holds `capacity` units of at most `unit_nbytes`; keeps references to all of them.
   Prefetch(std::byte* rows, std::int32_t capacity, std::size_t unit_nbytes, std::int32_t num_units,
            Reader& reader, const DirectFile& file);
   ~Prefetch() { abandon(); }

@@ -10,8 +10,9 @@ constexpr std::size_t kTogether = 16;  // neurons that all tokens use while they
 
 }  // namespace
 
-void TokenFfn::begin(const float* x, std::size_t tokens, Activation activation, float* y,
-                     const ScalePlane* plane) {
+void TokenFfn::begin(const RowFormat& format, const float* x, std::size_t tokens, Activation activation,
+                     float* y, const ScalePlane* plane) {
+  format_ = format;
   plane_ = plane;
   next_ = 0;
   norm_ = {};

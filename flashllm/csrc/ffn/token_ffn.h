@@ -21,12 +21,11 @@ void add_columns(const RowFormat& format, const std::byte* rows, std::size_t cou
 
 class TokenFfn {
  public:
-  TokenFfn(const RowFormat& format, ThreadPool& pool, SimdLevel level)
-      : format_(format), pool_(pool), level_(level) {}
+  TokenFfn(ThreadPool& pool, SimdLevel level) : pool_(pool), level_(level) {}
 
   // x: [tokens, d_model]; y: as large, set to zero and added to until the last block. Both must stay.
-  // `plane`: the layer's, of down columns whose scales lie apart.
-  void begin(const float* x, std::size_t tokens, Activation activation, float* y,
+  // `format`: of the layer's rows; `plane`: of its down columns, where their scales lie apart.
+  void begin(const RowFormat& format, const float* x, std::size_t tokens, Activation activation, float* y,
              const ScalePlane* plane = nullptr);
   // What `count` neurons are worth to each token. Blocks come in the order of ids. up_bias, gate_bias: the
   // neurons', or nullptr; gate: their gate [count, d_model] without gaps in the rows' codec, where rows of a
@@ -44,7 +43,7 @@ class TokenFfn {
   // h_[t][first_ + i] of neurons i in [begin, end) of a block.
   void activations(const RowMatrix& driver, const RowMatrix* up, std::size_t begin, std::size_t end);
 
-  const RowFormat format_;
+  RowFormat format_;
   ThreadPool& pool_;
   const SimdLevel level_;
   RowInputs x_;

@@ -14,6 +14,12 @@ constexpr std::size_t kPageNbytes = 4096;
 
 std::size_t whole_pages(std::size_t nbytes) { return (nbytes + kPageNbytes - 1) / kPageNbytes * kPageNbytes; }
 
+std::size_t longest_row(const std::vector<RowSource>& layers) {
+  std::size_t longest = 0;
+  for (const RowSource& each : layers) longest = std::max<std::size_t>(longest, each.stride);
+  return longest;
+}
+
 }  // namespace
 
 RowStream::RowStream(Reader& reader, const DirectFile& file, std::vector<RowSource> layers,
@@ -21,14 +27,12 @@ RowStream::RowStream(Reader& reader, const DirectFile& file, std::vector<RowSour
     : reader_(reader),
       file_(file),
       layers_(std::move(layers)),
-      stride_(layers_.empty() ? 0 : layers_.front().stride),
       block_rows_(block_rows),
       ahead_(ahead),
-      buffer_nbytes_(whole_pages(stride_ * block_rows)),
+      buffer_nbytes_(whole_pages(longest_row(layers_) * block_rows)),
       staging_((ahead + 1) * buffer_nbytes_),
       kept_(layers_.size()) {
-  require(stride_ != 0 && block_rows != 0 && ahead != 0,
-          "a row stream needs layers, and sizes that are not zero");
+  require(buffer_nbytes_ != 0 && ahead != 0, "a row stream needs layers, and sizes that are not zero");
   for (std::size_t i = 0; i <= ahead; ++i) batches_.push_back(std::make_unique<ReadBatch>());
 }
 
@@ -50,7 +54,9 @@ void RowStream::add_places(int layer, const RowRun& run, std::vector<Place>& pla
   const std::size_t end = run.first_row + run.count;
   for (std::size_t row = run.first_row; row < end; row += block_rows_)
     places.push_back({layer, row, std::min(block_rows_, end - row),
-                      run.rows == nullptr ? nullptr : run.rows + (row - run.first_row) * stride_});
+                      run.rows == nullptr
+                          ? nullptr
+                          : run.rows + (row - run.first_row) * stride(static_cast<std::size_t>(layer))});
 }
 
 void RowStream::begin(int layer, int then, std::size_t passed) {
@@ -94,10 +100,11 @@ bool RowStream::next(RowBlock& block) {
   // The blocks behind the one to use: the buffer of the block before is free by now.
   while (pending_.size() <= ahead_ && submitted_ < wanted_.size()) submit(wanted_[submitted_]);
   const Place place = places_[place_];
-  Kept& kept = kept_[static_cast<std::size_t>(place.layer)];
+  const auto layer = static_cast<std::size_t>(place.layer);
+  Kept& kept = kept_[layer];
   if (pending_.empty() || !(pending_.front().place == place)) {  // it was in memory
     block = {place.first_row, place.count,
-             place.rows != nullptr ? place.rows : kept.memory + place.first_row * stride_};
+             place.rows != nullptr ? place.rows : kept_row(layer, place.first_row), stride(layer)};
     ++place_;
     return true;
   }
@@ -109,16 +116,16 @@ bool RowStream::next(RowBlock& block) {
   try {
     reader_.wait(batch);
   } catch (const CoreError& error) {
-    layers_[static_cast<std::size_t>(current.place.layer)].rethrow(error, current.place.layer);
+    layers_[layer].rethrow(error, place.layer);
   }
   watch.charge(times_.wait_ns);
   times_.busy_ns += reader_.take_busy_ns();
   times_.bytes += batch.stats().bytes;
   times_.requests += batch.stats().requests;
   times_.retries += batch.stats().retries;
-  const bool is_own = kept.memory != nullptr && current.rows == kept.memory + place.first_row * stride_;
+  const bool is_own = kept.memory != nullptr && current.rows == kept_row(layer, place.first_row);
   if (is_own && kept.filled == place.first_row) kept.filled += place.count;
-  block = {place.first_row, place.count, current.rows};
+  block = {place.first_row, place.count, current.rows, stride(layer)};
   return true;
 }
 
@@ -126,17 +133,17 @@ void RowStream::submit(const Place& place) {
   const std::size_t buffer = next_buffer_;
   next_buffer_ = (next_buffer_ + 1) % batches_.size();
   settle(buffer);
-  const Kept& kept = kept_[static_cast<std::size_t>(place.layer)];
+  const auto layer = static_cast<std::size_t>(place.layer);
+  const Kept& kept = kept_[layer];
   const std::size_t count = place.count;
   // Where a layer follows itself its rows may be on their way already.
   const bool stays =
       place.first_row + count <= kept.rows && place.first_row >= kept.filled && !is_pending(place);
-  std::byte* rows =
-      stays ? kept.memory + place.first_row * stride_ : staging_.data() + buffer * buffer_nbytes_;
+  std::byte* rows = stays ? kept_row(layer, place.first_row) : staging_.data() + buffer * buffer_nbytes_;
   ReadBatch& batch = *batches_[buffer];
   batch.jobs.clear();
-  layers_[static_cast<std::size_t>(place.layer)].add_rows(static_cast<std::int32_t>(place.first_row),
-                                                          static_cast<std::int32_t>(count), rows, batch.jobs);
+  layers_[layer].add_rows(static_cast<std::int32_t>(place.first_row), static_cast<std::int32_t>(count), rows,
+                          batch.jobs);
   reader_.submit(batch, file_);
   reader_.start();
   pending_.push_back({place, buffer, rows});
@@ -157,9 +164,9 @@ void RowStream::set_kept(std::size_t layer, std::size_t rows) {
   drain();  // no read may land in memory that is given back
   if (rows < kept.rows) {
     kept.filled = std::min(kept.filled, rows / block_rows_ * block_rows_);
-    release_pages(kept.memory + rows * stride_, (kept.most - rows) * stride_);
+    release_pages(kept_row(layer, rows), (kept.most - rows) * stride(layer));
   } else {
-    reclaim_pages(kept.memory, rows * stride_);
+    reclaim_pages(kept.memory, rows * stride(layer));
   }
   kept.rows = rows;
 }

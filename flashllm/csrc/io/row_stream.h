@@ -31,6 +31,7 @@ struct RowBlock {
   std::size_t first_row = 0;
   std::size_t count = 0;
   const std::byte* rows = nullptr;  // valid until the next block is asked for
+  std::size_t stride = 0;           // bytes from one to the next
 };
 
 // What was read since the last `take`.
@@ -43,7 +44,7 @@ class RowStream {
  public:
   static constexpr int kNoLayer = -1;
 
-  // layers: units of one row, all of one stride. `ahead` blocks are read while one is used. Keeps references
+  // layers: units of one row. `ahead` blocks are read while one is used. Keeps references
   // to `reader` and `file`. Throws CoreError where a size is zero.
   RowStream(Reader& reader, const DirectFile& file, std::vector<RowSource> layers, std::size_t block_rows,
             std::size_t ahead);
@@ -75,7 +76,7 @@ class RowStream {
 
   StreamTimes take();
   std::size_t num_layers() const { return layers_.size(); }
-  std::size_t stride() const { return stride_; }
+  std::size_t stride(std::size_t layer) const { return layers_.at(layer).stride; }
   std::size_t block_rows() const { return block_rows_; }
 
  private:
@@ -104,6 +105,9 @@ class RowStream {
     return static_cast<std::size_t>(layers_.at(layer).units.num_rows);
   }
   RowRun all_rows(int layer) const;
+  std::byte* kept_row(std::size_t layer, std::size_t row) const {
+    return kept_[layer].memory + row * stride(layer);
+  }
   void add_places(int layer, const RowRun& run, std::vector<Place>& places) const;
   void begin_places(int then, std::size_t passed);
   void submit(const Place& place);
@@ -112,7 +116,7 @@ class RowStream {
   Reader& reader_;
   const DirectFile& file_;
   const std::vector<RowSource> layers_;
-  const std::size_t stride_, block_rows_, ahead_, buffer_nbytes_;
+  const std::size_t block_rows_, ahead_, buffer_nbytes_;
   // One allocation: in ordinary pages, which small ones are in, direct reads ran at half the speed.
   HugeBuffer staging_;
   std::vector<std::unique_ptr<ReadBatch>> batches_;  // the reads into each buffer

@@ -6,17 +6,15 @@
 
 namespace flashllm {
 
-FeedForward::FeedForward(const ModelSpec& spec, const std::vector<BlockWeights>& blocks,
-                         const RowFormat& rows, RowStream& stream, FfnCounters& counters, Stopwatch& watch,
-                         Arithmetic& arithmetic)
+FeedForward::FeedForward(const ModelSpec& spec, const std::vector<BlockWeights>& blocks, RowStream& stream,
+                         FfnCounters& counters, Stopwatch& watch, Arithmetic& arithmetic)
     : spec_(spec),
       blocks_(blocks),
-      rows_(rows),
       stream_(stream),
       counters_(counters),
       watch_(watch),
       arithmetic_(arithmetic),
-      few_(rows, arithmetic.pool(), arithmetic.level()),
+      few_(arithmetic.pool(), arithmetic.level()),
       alone_(new_stretch()) {
   require(blocks.size() == stream.num_layers(), "every block needs rows to stream");
 }
@@ -98,7 +96,8 @@ void FeedForward::run_firing(const FfnTurn& turn) {
 void FeedForward::find_firing(const FfnTurn& turn) {
   const BlockWeights& weights = blocks_[turn.layer];
   const std::size_t width = spec_.block.d_model, tokens = turn.part.count;
-  const float* driver_bias = rows_.gated() ? weights.gate_bias : weights.up_bias;
+  const RowFormat& format = weights.format;
+  const float* driver_bias = format.gated() ? weights.gate_bias : weights.up_bias;
   active_.resize(std::max(active_.size(), tokens));
   for (std::size_t t = 0; t < tokens; ++t) active_[t].clear();
   std::vector<const void*> rows;
@@ -109,10 +108,10 @@ void FeedForward::find_firing(const FfnTurn& turn) {
     ids.clear();
     values.resize(count);
     for (std::size_t i = 0; i < count; ++i) {
-      rows.push_back(block.rows + i * rows_.stride + rows_.driver());
+      rows.push_back(block.rows + i * format.stride + format.driver());
       ids.push_back(static_cast<std::int32_t>(block.first_row + i));
     }
-    const ScatteredRows scattered{rows.data(), count, width, rows_.codec, rows_.inputs};
+    const ScatteredRows scattered{rows.data(), count, width, format.codec, format.inputs};
     for (std::size_t t = 0; t < tokens; ++t) {
       dot_scattered(scattered, turn.x + t * width, ids.data(), driver_bias, weights.spec.activation,
                     values.data(), arithmetic_.pool(), arithmetic_.level());
@@ -157,7 +156,7 @@ void FeedForward::run_every(const FfnTurn& turn) {
   const BlockWeights& weights = blocks_[turn.layer];
   const std::size_t width = spec_.block.d_model, tokens = turn.part.count;
   const bool waits = static_cast<bool>(weights.neuron_norm);
-  few_.begin(turn.x, tokens, weights.spec.activation, turn.y, plane(weights));
+  few_.begin(weights.format, turn.x, tokens, weights.spec.activation, turn.y, plane(weights));
   if (waits) few_.keep_values(weights.neuron_norm);
   each_block(turn.layer, waits ? static_cast<int>(turn.layer) : layer_after(turn.layer, turn.part),
              [&](const RowBlock& block, std::size_t count) {
@@ -180,8 +179,8 @@ void FeedForward::run_every(const FfnTurn& turn) {
 
 FfnStretch FeedForward::new_stretch() const {
   const SimdLevel level = arithmetic_.level();
-  return {DenseFfn(rows_, spec_.block.dtype, arithmetic_.pool(), level),
-          ExpertFfn(rows_, spec_.block.dtype, spec_.block_tokens, arithmetic_.pool(), level)};
+  return {DenseFfn(spec_.block.dtype, arithmetic_.pool(), level),
+          ExpertFfn(spec_.block.dtype, spec_.block_tokens, arithmetic_.pool(), level)};
 }
 
 void FeedForward::take(FfnStretch& stretch, const FfnTurn& turn) {
@@ -191,11 +190,13 @@ void FeedForward::take(FfnStretch& stretch, const FfnTurn& turn) {
   const bool is_first = turn.part.number == 0;
   if (is_routed(turn.layer)) {
     require(tap == nullptr, "what the experts of a mixture see and compute cannot be observed");
-    if (is_first) stretch.experts.begin(*weights.ffn->router(), weights.spec.activation, plane(weights));
+    if (is_first)
+      stretch.experts.begin(weights.format, *weights.ffn->router(), weights.spec.activation, plane(weights));
     stretch.experts.take(seen(turn), turn.x, count);
   } else {
     if (tap != nullptr) tap->input(turn.layer, turn.x, count);
-    if (is_first) stretch.dense.begin(weights.spec.activation, weights.neuron_norm, plane(weights));
+    if (is_first)
+      stretch.dense.begin(weights.format, weights.spec.activation, weights.neuron_norm, plane(weights));
     stretch.dense.take(arithmetic_.narrowed(turn.x, count * spec_.block.d_model), count);
   }
   if (turn.part.fills && weights.ffn != nullptr) begin_fill(stretch, turn);
@@ -363,11 +364,11 @@ const float* FeedForward::seen(const FfnTurn& turn) const {
 
 const std::byte* FeedForward::gate_rows(const BlockWeights& weights, std::size_t first) const {
   if (weights.gate == nullptr) return nullptr;
-  return weights.gate + first * vector_nbytes(rows_.codec, spec_.block.d_model);
+  return weights.gate + first * vector_nbytes(weights.format.codec, spec_.block.d_model);
 }
 
 const ScalePlane* FeedForward::plane(const BlockWeights& weights) const {
-  return has_plane(rows_.down_codec) ? &weights.plane : nullptr;
+  return has_plane(weights.format.down_codec) ? &weights.plane : nullptr;
 }
 
 // The rows that a dense pass wants after this layer's; none where the next pass is not known.

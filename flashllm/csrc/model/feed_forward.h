@@ -39,9 +39,9 @@ struct FfnStretch {
 
 class FeedForward final : public FfnPart {
  public:
-  // Keeps references to all but the format. `watch`: of the pass.
-  FeedForward(const ModelSpec& spec, const std::vector<BlockWeights>& blocks, const RowFormat& rows,
-              RowStream& stream, FfnCounters& counters, Stopwatch& watch, Arithmetic& arithmetic);
+  // Keeps references. `watch`: of the pass.
+  FeedForward(const ModelSpec& spec, const std::vector<BlockWeights>& blocks, RowStream& stream,
+              FfnCounters& counters, Stopwatch& watch, Arithmetic& arithmetic);
 
   // Throws CoreError.
   void run(const FfnTurn& turn) override;
@@ -91,7 +91,6 @@ class FeedForward final : public FfnPart {
 
   const ModelSpec& spec_;
   const std::vector<BlockWeights>& blocks_;
-  const RowFormat rows_;
   RowStream& stream_;
   FfnCounters& counters_;
   Stopwatch& watch_;

@@ -13,9 +13,8 @@ constexpr std::size_t kShortPass = 16;  // tokens of a sparse pass that nobody n
 
 }  // namespace
 
-Model::Model(const ModelSpec& spec, const ModelWeights& weights, const RowFormat& rows, RowStream& stream,
-             TokenTable* table, ThreadPool& pool, FfnCounters& counters, SimdLevel level,
-             std::function<void()> check)
+Model::Model(const ModelSpec& spec, const ModelWeights& weights, RowStream& stream, TokenTable* table,
+             ThreadPool& pool, FfnCounters& counters, SimdLevel level, std::function<void()> check)
     : spec_(spec),
       weights_(weights),
       table_(table),
@@ -24,14 +23,15 @@ Model::Model(const ModelSpec& spec, const ModelWeights& weights, const RowFormat
       arithmetic_(spec.block.dtype, pool, level),
       ends_(spec_, weights_, arithmetic_),
       memory_(pool, level),
-      ffn_(spec_, weights_.blocks, rows, stream, counters, watch_, arithmetic_),
+      ffn_(spec_, weights_.blocks, stream, counters, watch_, arithmetic_),
       layer_(spec_.block, spec_.rotary, arithmetic_, memory_, ffn_) {
   require(spec_.block_tokens != 0, "a prompt's parts need a token");
-  require(rows.d_model == spec_.block.d_model, "rows are as wide as the model");
-  for (const BlockWeights& each : weights_.blocks)
+  for (const BlockWeights& each : weights_.blocks) {
+    require(each.format.d_model == spec_.block.d_model, "rows are as wide as the model");
     require(!each.neuron_norm.cuts_gates ||
                 (each.ffn == nullptr && each.up_bias == nullptr && each.gate_bias == nullptr),
             "a layer's gates are cut where it runs dense, without biases");
+  }
   const bool reads = reads_embedding();
   require((table != nullptr ? table->columns() : 0) == (reads ? spec_.embed_dim : spec_.block.row_width()),
           "the table of rows by token does not fit the model");

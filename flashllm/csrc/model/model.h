@@ -37,9 +37,8 @@ class Model {
   // more than a few tokens, and may throw, to end it. `table`: of per-layer embeddings; of a model without
   // these its embedding, where the weights have none; or nullptr. Throws CoreError where the weights do not
   // fit the spec.
-  Model(const ModelSpec& spec, const ModelWeights& weights, const RowFormat& rows, RowStream& stream,
-        TokenTable* table, ThreadPool& pool, FfnCounters& counters, SimdLevel level,
-        std::function<void()> check);
+  Model(const ModelSpec& spec, const ModelWeights& weights, RowStream& stream, TokenTable* table,
+        ThreadPool& pool, FfnCounters& counters, SimdLevel level, std::function<void()> check);
 
   const ModelSpec& spec() const { return spec_; }
   std::size_t num_layers() const { return weights_.blocks.size(); }

@@ -25,7 +25,7 @@ def inspect(path: Path) -> dict[str, Any]:
     tensors = read_header(path / RESIDENT).tensors
     checksums = sum(tensors[checksums_tensor(layer)].nbytes for layer in range(architecture.num_layers))
     resident = sum(info.nbytes for info in tensors.values())
-    ffn = architecture.neurons * layout.row_nbytes
+    ffn = sum(each.d_ff * each.row_nbytes for each in manifest.layouts)
     ffn_values = architecture.neurons * len(layout.matrices) * layout.d_model
     resident_values = sum(math.prod(shape) for shape in resident_shapes(model.config).values())
     table = model.table
@@ -46,7 +46,7 @@ def inspect(path: Path) -> dict[str, Any]:
         "ffn_file_nbytes": manifest.files[FFN].nbytes,
         "ffn_share": ffn / (ffn + resident - checksums),
         "resident_nbytes": resident,
-        "rows": {**manifest.to_json()["rows"], "layer_nbytes": layout.layer_nbytes},
+        "rows": {**manifest.to_json()["rows"], "layer_nbytes": layout.layer_nbytes, "encodings": layout.described},
         "stream_block_rows": manifest.stream_block_rows,
         "predictors": _predictors(path, manifest),
         "quality": manifest.to_json().get("quality"),
@@ -112,11 +112,6 @@ def _activations(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [("activations", f"{facts['activations']} at most, a token's and, with AVX2, a prompt's")]
 
 
-def _row_encodings(rows: Mapping[str, Any]) -> str:
-    down = rows.get("down_encoding")
-    return str(rows["encoding"]) if down is None else f"{rows['encoding']}, down {down}"
-
-
 def quality_line(quality: Mapping[str, Any]) -> str:
     """A line on what fewer bits cost, of the values of `Quality`."""
     found, source = quality["perplexity"], quality["source_perplexity"]
@@ -141,7 +136,7 @@ def format_inspection(facts: dict[str, Any]) -> str:
         ),
         ("on flash", f"{format_size(facts['ffn_nbytes'])} of neurons, {facts['ffn_share']:.0%} of the weights"),
         ("resident", f"{format_size(facts['resident_nbytes'])}, {facts['resident_encoding']}{_others(facts)}"),
-        ("row", f"{rows['row_nbytes']} bytes every {rows['stride']} ({padding:.1%} padding), {_row_encodings(rows)}"),
+        ("row", f"{rows['row_nbytes']} bytes every {rows['stride']} ({padding:.1%} padding), {rows['encodings']}"),
         *_activations(facts),
         ("modes", ", ".join(facts["modes"])),
         (

@@ -176,7 +176,7 @@ class _Verification:
         if not 0 < data_start <= MAX_HEADER_NBYTES + DATA_ALIGNMENT or data_start % DATA_ALIGNMENT:
             yield from (memoryview(chunk) for chunk in iterate_chunks(path))
             return
-        rows = np.empty((max(layout.stream_block_rows, self._manifest.checksum_rows), layout.stride), np.uint8)
+        buffer = np.empty(max(layout.stream_block_rows, self._manifest.checksum_rows) * layout.stride, np.uint8)
         fd = open_for_reading(path)
         try:
             drop_page_cache(fd)
@@ -190,6 +190,7 @@ class _Verification:
                 lying = self._manifest.lying_experts(layer) * self._manifest.architecture.unit_rows
                 if expected is not None:  # those of the experts come first
                     expected = expected[len(expected) - len(ids) :]
+                rows = stored.block_in(buffer)
                 at_once = len(rows) // together * together
                 for first in range(0, stored.num_rows, at_once):
                     block = rows[: min(at_once, stored.num_rows - first)]

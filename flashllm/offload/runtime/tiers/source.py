@@ -260,8 +260,12 @@ class _ModelDirWeights(WeightSource):
         return Extent(self.path / RESIDENT, info.offset, info.nbytes)
 
     def encoding(self, name: str) -> str | None:
-        of, resident = self._manifest, name in self._resident.header.tensors
-        stored = of.encoding_of(name) if resident else of.rows.encoding_of(name.split(".")[2])
+        of = self._manifest
+        if name in self._resident.header.tensors:
+            stored = of.encoding_of(name)
+        else:
+            _, layer, matrix, _ = name.split(".")
+            stored = of.layout(int(layer)).encoding_of(matrix)
         return stored.name if stored.name in self._codes else None
 
     def plane_nbytes(self, layer: int) -> int:
