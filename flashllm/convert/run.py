@@ -136,7 +136,7 @@ class _Conversion:
         self._table_checksums: list[NDArray[np.uint64]] = []  # of every row of per-layer embeddings
         self._layouts = plan.layouts
         self._together = checksum_rows(plan.layout, plan.architecture)
-        self._rows = np.empty(plan.layout.stream_block_rows * plan.layout.stride, np.uint8)  # of any layer
+        self._rows = np.empty((plan.layout.stream_block_rows, plan.layout.stride), np.uint8)  # of any layer
         self._weights = Weights(plan)
         self._slices: SliceReader | None = None  # of experts that stay where they are
 

@@ -259,8 +259,8 @@ class RowLayout:
         )
 
     def block_in(self, buffer: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """A buffer, uint8 [n], as rows [n, stride]."""
-        return buffer[: len(buffer) // self.stride * self.stride].reshape(-1, self.stride)
+        """As many rows [n, stride] of a buffer [n, bytes], whose rows are no shorter."""
+        return buffer.reshape(-1)[: len(buffer) * self.stride].reshape(-1, self.stride)
 
     @property
     def stream_block_rows(self) -> int:
@@ -280,7 +280,7 @@ def packed(layout: RowLayout, architecture: Architecture) -> RowLayout:
     processor's caches."""
     tight = replace(layout, packed=True)
     runs = (architecture.unit_rows, architecture.shared_neurons, *architecture.every_width)
-    strides = {tight.stride, *(tight.of_layer(layer, layout.d_ff).stride for layer in range(len(layout.downs)))}
+    strides = {tight.of_layer(layer, layout.d_ff).stride for layer in range(architecture.num_layers)}
     fits = architecture.unit_rows > 1 and all(run * each % PAGE_NBYTES == 0 for run in runs for each in strides)
     return tight if fits and SECTOR_NBYTES <= min(strides) <= tight.stride < layout.stride else layout
 

@@ -27,6 +27,7 @@ from flashllm.convert.kept import weights
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
 from flashllm.errors import FormatError, UsageError
+from flashllm.format import rows
 from flashllm.format.install import change_manifest
 from flashllm.format.manifest import MANIFEST, Manifest
 from flashllm.format.report.inspect import format_inspection, inspect
@@ -392,6 +393,7 @@ def test_what_is_kept_is_told_and_counted(tmp_path, capsys):
 def test_each_layer_has_down_columns_of_its_own_width(tmp_path, monkeypatch, model_type, hidden, in_place):
     """The bits of earlier versions, which had all layers' in the widest, in fewer bytes."""
     path, _ = make(tmp_path, mixed, model_type, hidden_size=hidden, head_dim=hidden // 4)
+    monkeypatch.setattr(rows, "STREAM_BLOCK_NBYTES", 1 << 18)  # a layer is several blocks
     own = convert(path, tmp_path / "own", dtype="float32", keep=True, in_place=in_place)
     monkeypatch.setattr(weights, "plane_code_of", lambda codes: PLANE_CODES["codes6"])
     wide = convert(path, tmp_path / "wide", dtype="float32", keep=True, in_place=in_place)

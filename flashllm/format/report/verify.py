@@ -176,7 +176,7 @@ class _Verification:
         if not 0 < data_start <= MAX_HEADER_NBYTES + DATA_ALIGNMENT or data_start % DATA_ALIGNMENT:
             yield from (memoryview(chunk) for chunk in iterate_chunks(path))
             return
-        buffer = np.empty(max(layout.stream_block_rows, self._manifest.checksum_rows) * layout.stride, np.uint8)
+        buffer = np.empty((max(layout.stream_block_rows, self._manifest.checksum_rows), layout.stride), np.uint8)
         fd = open_for_reading(path)
         try:
             drop_page_cache(fd)
