@@ -439,6 +439,10 @@ def test_what_a_manifest_says_of_scales_is_checked(tmp_path):
         ({"down_scales": ["half_32_min"] * len(written["down_scales"])}, "minimums is missing"),
         ({"rows": {**written["rows"], "down_encoding": "codes3"}}, "codes3"),
         ({"rows": {**written["rows"], "encoding": "codes4"}}, "codes4"),
+        ({"rows": {**written["rows"], "downs": ["codes4"] * 3}}, "written only where they differ"),
+        ({"rows": {**written["rows"], "downs": ["codes4", "codes6"]}}, "down_encoding must be codes6, the widest"),
+        ({"rows": {**written["rows"], "downs": ["codes2", "codes4"]}}, "downs must name 3 encodings, not 2"),
+        ({"rows": {**written["rows"], "downs": ["codes4", "codes_fp4", "codes4"]}}, "codes_fp4"),
     ):
         file.write_text(json.dumps({**written, **change}))
         with pytest.raises(FormatError, match=message):

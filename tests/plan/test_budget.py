@@ -18,7 +18,7 @@ from flashllm.format.rows import RowLayout, checksum_rows
 from flashllm.plan.memory import LIBRARY_GROWTH, plan_memory
 from flashllm.plan.memory_plan import KV_BLOCK_TOKENS
 from flashllm.plan.requests import PROMPT_NBYTES, body_nbytes, requests_nbytes
-from flashllm.plan.shares import levels_by_need, levels_by_popularity
+from flashllm.plan.shares import levels_by_blocks, levels_by_need, levels_by_popularity
 
 PLENTY, PROCESS = 10**12, 300_000_000
 
@@ -105,6 +105,19 @@ def test_rows_are_given_by_whole_units(available, units, unit):
     assert rows == [
         unit * each for each in share_by_popularity(available // unit, nothing, [each[::unit] for each in popularity])
     ]
+
+
+def test_shorter_rows_take_less_and_are_worth_more():
+    """Rows of 3 and 2: as many of each layer; whole blocks of 4; by popularity, what saves most for its size."""
+    assert levels_by_need([50, 49, 7], [12, 12], [3, 2]).tolist() == [[10, 10], [9, 11], [1, 2]]
+    blocks = [levels_by_blocks([memory], [8, 6], [3, 2], 4).tolist()[0] for memory in (11, 12, 20, 31, 32, 36)]
+    assert blocks == [[0, 0], [4, 0], [4, 4], [4, 4], [8, 4], [8, 6]]
+    popularity = [
+        np.array([0.9, 0.6], np.float32),
+        np.array([0.7, 0.3], np.float32),
+    ]  # for their size 0.3, 0.2; 0.35, 0.15
+    found = levels_by_popularity([10, 9, 8, 5, 4, 2, 1], (0, 0), popularity, [3, 2])
+    assert found.tolist() == [[2, 2], [2, 1], [2, 1], [1, 1], [0, 1], [0, 1], [0, 0]]
 
 
 # Plans
