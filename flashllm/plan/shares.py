@@ -14,8 +14,8 @@ Shares = NDArray[np.float32]  # of tokens, by neuron of a layer
 
 
 def levels_by_need(available: Sequence[int], needs: Sequence[int], sizes: Sequence[int], unit: int = 1) -> Rows:
-    """Rows of each layer, for each of some amounts of memory, [levels, layers]: at most its need, the rest shared
-    evenly, as rows, among the layers that can use more."""
+    """Rows of each layer, for each of some falling amounts of memory, [levels, layers]: at most its need, the rest
+    shared evenly, as rows, among the layers that can use more."""
     left = np.maximum(np.asarray(available, np.int64), 0) // unit
     units = np.zeros((len(left), len(needs)), np.int32)
     hungry = sorted(range(len(needs)), key=lambda layer: needs[layer])
@@ -23,7 +23,7 @@ def levels_by_need(available: Sequence[int], needs: Sequence[int], sizes: Sequen
         of_each = sum(sizes[other] for other in hungry[position:])
         units[:, layer] = np.minimum(needs[layer] // unit, left // of_each)
         left -= units[:, layer] * np.int64(sizes[layer])
-    return unit * units
+    return unit * np.minimum.accumulate(units)  # what a longer row leaves over may be two shorter ones
 
 
 def levels_by_blocks(available: Sequence[int], num_rows: Sequence[int], sizes: Sequence[int], block_rows: int) -> Rows:

@@ -107,9 +107,17 @@ def test_rows_are_given_by_whole_units(available, units, unit):
     ]
 
 
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), min_size=1, max_size=6), st.integers(0, 1500))
+def test_no_layer_has_more_rows_of_less_memory(layers, most):
+    needs, sizes = zip(*layers, strict=True)
+    levels = levels_by_need(range(most, -1, -1), needs, sizes)
+    assert (np.diff(levels, axis=0) <= 0).all()
+    assert (levels @ np.array(sizes) <= np.arange(most, -1, -1)).all()
+
+
 def test_shorter_rows_take_less_and_are_worth_more():
     """Rows of 3 and 2: as many of each layer; whole blocks of 4; by popularity, what saves most for its size."""
-    assert levels_by_need([50, 49, 7], [12, 12], [3, 2]).tolist() == [[10, 10], [9, 11], [1, 2]]
+    assert levels_by_need([50, 49, 7], [12, 12], [3, 2]).tolist() == [[10, 10], [9, 10], [1, 2]]
     blocks = [levels_by_blocks([memory], [8, 6], [3, 2], 4).tolist()[0] for memory in (11, 12, 20, 31, 32, 36)]
     assert blocks == [[0, 0], [4, 0], [4, 4], [4, 4], [8, 4], [8, 6]]
     popularity = [
