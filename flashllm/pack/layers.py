@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from flashllm import _core
 from flashllm.arch.registry import bundle_names
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, cast
-from flashllm.offload.runtime.host_ops import HostOps, Watch, batch_attention
+from flashllm.offload.runtime.host_ops import HostOps, Watch
 from flashllm.offload.runtime.ops import Matrix, Projected, Tensors
 from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK
 from flashllm.offload.runtime.tiers.source import ATTENTION, WeightSource
@@ -99,7 +99,9 @@ class Calibration:
         self._ops = HostOps(self._block, source.dtype.name, pool)
         length = len(sequences[0])
         self._positions = np.arange(length, dtype=np.int64)
-        self._attention = [batch_attention(layer.attention, source.dtype.name, pool) for layer in self._block.layers]
+        self._attention = [
+            _core.BatchAttention(layer.attention, source.dtype.name, pool) for layer in self._block.layers
+        ]
         self._blocks = -(-length // KV_BLOCK)
         self._arena = _core.allocate(self._blocks * max(each.block_nbytes for each in self._attention))
         self._states = self._embedded(sequences)
@@ -182,14 +184,13 @@ class Calibration:
         return self._ops.logits(self._ends(names, vectors), self._states[sequence])
 
     def _run(self, number: int, tensors: Tensors, states: Array, watch: Watch | None = None) -> Array:
-        window, sinks = self._block.layers[number].attention.window or 0, tensors.vectors.get("sinks")
-        attention = self._attention[number]
+        attention, sinks = self._attention[number], tensors.vectors.get("sinks")
         arena = self._arena[: self._blocks * attention.block_nbytes].reshape(self._blocks, -1)
 
         def attend(first: int, made: Projected, out: Array) -> None:
             positions = self._positions[first : first + len(out)].astype(np.int32)
             attention.write(made.keys, made.values, arena, positions // KV_BLOCK, positions)
-            attention.prompt(made.queries, arena, 0, first, out, window, sinks)
+            attention.prompt(made.queries, arena, 0, first, out, sinks)
 
         return self._ops.layer(number, tensors, states, self._positions, attend, watch=watch)
 

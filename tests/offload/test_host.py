@@ -14,6 +14,7 @@ from offload_host import GB, HOST, PLACES, RATE, policy_of
 from tiny_models import make_tiny_opt
 
 from flashllm import _core
+from flashllm.arch.mixers import Attention
 from flashllm.convert.run import convert
 from flashllm.errors import BudgetError
 from flashllm.offload.planner import host_peaks
@@ -115,10 +116,8 @@ def test_the_cache_takes_what_the_runtime_allocates(model, where, bits, lengths)
     policy = policy_of(where, compress_cache=bits > 0)
     work = Workload(prompt_len=prompt_len, gen_len=gen_len)
     costs = dataclasses.replace(host(shape, policy, work), cache_bits=bits)
-    attention = _core.BatchAttention(
-        heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, dtype="bfloat16", scale=1.0,
-        bits=bits, pool=_core.ThreadPool(1),
-    )  # fmt: skip
+    mixer = Attention(heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, query_scale=1.0)
+    attention = _core.BatchAttention(mixer, "bfloat16", _core.ThreadPool(1), bits=bits)
     assert attention.block_nbytes == costs.block_bytes
     assert attention.sealed_nbytes == costs.sealed_bytes
     places = arrange([(prompt_len, prompt_len + gen_len - 1)] * policy.block_size, policy)
@@ -135,7 +134,7 @@ def test_the_cache_takes_what_the_runtime_allocates(model, where, bits, lengths)
 def test_a_packed_block_has_the_cores_size_for_every_size_of_head(head_dim, bits):
     """Also where a head's numbers are no whole units of 16."""
     sizes = {"heads": 2, "kv_heads": 2, "head_dim": head_dim}
-    attention = _core.BatchAttention(dtype="bfloat16", scale=1.0, bits=bits, pool=_core.ThreadPool(1), **sizes)
+    attention = _core.BatchAttention(Attention(query_scale=1.0, **sizes), "bfloat16", _core.ThreadPool(1), bits=bits)
     costs = host(dataclasses.replace(FEW, **sizes), policy_of(compress_cache=True))
     assert dataclasses.replace(costs, cache_bits=bits).sealed_bytes == attention.sealed_nbytes
 

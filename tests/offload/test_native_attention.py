@@ -1,7 +1,9 @@
 """Attention of a batch over KV blocks: bits of the latency engine's over plain blocks, numpy elsewhere."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import group_codec
 import numpy as np
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from native_arrays import DTYPES, LEVELS, random_values, rounded
 
 from flashllm import _core
+from flashllm.arch.mixers import Attention
 
 BLOCK = 64
 CASES = [(dtype, level) for dtype in DTYPES for level in LEVELS]
@@ -18,18 +21,24 @@ LENGTHS = st.lists(st.sampled_from([1, 2, 63, 64, 65, 127, 128, 130, 200]), min_
 SHAPES = st.sampled_from([(4, 4, 8), (6, 2, 16), (2, 1, 33), (3, 3, 80), (8, 4, 64)])  # heads, kv_heads, head_dim
 
 
+def sizes_of(shape):
+    return dict(zip(("heads", "kv_heads", "head_dim"), shape, strict=True))
+
+
 def settings_of(shape, dtype, level, threads):
-    sizes = dict(zip(("heads", "kv_heads", "head_dim"), shape, strict=True))
-    return sizes | {"dtype": dtype, "scale": shape[2] ** -0.5, "pool": _core.ThreadPool(threads), "simd": level}
+    return {"dtype": dtype, "scale": shape[2] ** -0.5, "pool": _core.ThreadPool(threads), "simd": level}
 
 
 def native_attention(shape, dtype, level, *, threads=2, **options):
-    return _core.BatchAttention(**settings_of(shape, dtype, level, threads), **options)
+    """Sizes that an `Attention` would refuse go to the core, too."""
+    fields = dataclasses.asdict(Attention(heads=1, kv_heads=1, head_dim=8, query_scale=1.0))
+    mixer = SimpleNamespace(**fields | sizes_of(shape))
+    return _core.BatchAttention(mixer, **settings_of(shape, dtype, level, threads), **options)
 
 
 def latency_attention(shape, dtype, level, keys, values):
     """The latency engine's, which has these keys and values."""
-    attention = _core.KvAttention(context=len(keys), **settings_of(shape, dtype, level, 1))
+    attention = _core.KvAttention(context=len(keys), **sizes_of(shape), **settings_of(shape, dtype, level, 1))
     attention.append(keys, values)
     return attention
 

@@ -180,10 +180,10 @@ void init_compute(nb::module_& m) {
   m.def("best_simd_level", [] { return name_of(best_simd_level(), kSimdLevels); });
 
   nb::class_<ThreadPool>(m, "ThreadPool")
-      .def(nb::init<int>(), nb::arg("threads"))
+      .def(nb::init<int>(), "threads"_a)
       .def(
-          "set_side_work", [](ThreadPool& self, Reader* reader) { self.set_side_work(reader); },
-          nb::arg("reader"), nb::keep_alive<1, 2>());
+          "set_side_work", [](ThreadPool& self, Reader* reader) { self.set_side_work(reader); }, "reader"_a,
+          nb::keep_alive<1, 2>());
 
   m.def(
       "read_bandwidth",
@@ -192,7 +192,7 @@ void init_compute(nb::module_& m) {
         const nb::gil_scoped_release unlocked;
         return read_bandwidth(pool, nbytes, seconds, level);
       },
-      nb::arg("pool"), nb::arg("nbytes"), nb::arg("seconds"), nb::arg("simd") = "auto");
+      "pool"_a, "nbytes"_a, "seconds"_a, "simd"_a = "auto");
 
   m.def(
       "encode_rows",
@@ -210,16 +210,13 @@ void init_compute(nb::module_& m) {
                                        weights.shape(0), weights.shape(1), out.data(), pool,
                                        best_simd_level()));
       },
-      nb::arg("weights"), nb::arg("dtype"), nb::arg("encoding"), nb::arg("out"), nb::arg("pool"));
+      "weights"_a, "dtype"_a, "encoding"_a, "out"_a, "pool"_a);
 
   nb::class_<Linear>(m, "Linear")
-      .def("__init__", &make_linear, nb::arg("weight"), nb::arg("bias").none(), nb::arg("dtype"),
-           nb::arg("pool"), nb::arg("simd") = "auto", nb::arg("encoding").none() = nb::none(),
-           nb::arg("columns").none() = nb::none(), nb::arg("inputs") = "float32",
-           nb::arg("by_inputs") = false, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
-           nb::keep_alive<1, 5>())
-      .def("forward", &forward, nb::arg("x"), nb::arg("out"), nb::arg("many") = false,
-           nb::call_guard<nb::gil_scoped_release>());
+      .def("__init__", &make_linear, "weight"_a, "bias"_a.none(), "dtype"_a, "pool"_a, "simd"_a = "auto",
+           "encoding"_a.none() = nb::none(), "columns"_a.none() = nb::none(), "inputs"_a = "float32",
+           "by_inputs"_a = false, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 5>())
+      .def("forward", &forward, "x"_a, "out"_a, "many"_a = false, nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace flashllm

@@ -102,7 +102,7 @@ void init_ffn(nb::module_& m) {
         const FiringRange range = firing_range(parse_activation(activation, threshold, cut));
         return std::make_tuple(range.above, range.low, range.high);
       },
-      nb::arg("activation"), nb::arg("threshold") = 0.0F, nb::arg("cut") = 0.0F);
+      "activation"_a, "threshold"_a = 0.0F, "cut"_a = 0.0F);
 
   nb::class_<FfnCounters>(m, "Counters").def(nb::init<>()).def("take", &take);
 
@@ -116,8 +116,8 @@ void init_ffn(nb::module_& m) {
             require(capacity > 0, "a prefetch buffer needs room for at least one unit");
             new (self) Prefetch(bytes_of(rows), capacity, unit_nbytes, num_units, reader, file);
           },
-          nb::kw_only(), nb::arg("rows"), nb::arg("unit_nbytes"), nb::arg("num_units"), nb::arg("reader"),
-          nb::arg("file"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>());
+          nb::kw_only(), "rows"_a, "unit_nbytes"_a, "num_units"_a, "reader"_a, "file"_a,
+          nb::keep_alive<1, 2>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>());
 
   nb::class_<RowFormat>(m, "RowFormat")
       .def(
@@ -131,8 +131,8 @@ void init_ffn(nb::module_& m) {
             format.check();
             new (self) RowFormat(format);
           },
-          nb::kw_only(), nb::arg("encoding"), nb::arg("down_encoding"), nb::arg("stride"), nb::arg("d_model"),
-          nb::arg("up"), nb::arg("gate"), nb::arg("down"), nb::arg("inputs"));
+          nb::kw_only(), "encoding"_a, "down_encoding"_a, "stride"_a, "d_model"_a, "up"_a, "gate"_a, "down"_a,
+          "inputs"_a);
 
   nb::class_<NamedTensors>(m, "ResidentTensors")
       .def(
@@ -145,8 +145,8 @@ void init_ffn(nb::module_& m) {
                              {parse_codec(encoding), parse_codecs(other_encodings), parse_inputs(inputs)},
                              parse_dtype(dtype), parse_simd(simd));
           },
-          nb::arg("tensors"), nb::kw_only(), nb::arg("dtype"), nb::arg("encoding"),
-          nb::arg("other_encodings"), nb::arg("inputs"), nb::arg("simd") = "auto");
+          "tensors"_a, nb::kw_only(), "dtype"_a, "encoding"_a, "other_encodings"_a, "inputs"_a,
+          "simd"_a = "auto");
 
   // Made by hand: nb::init leaves out the braces of the base, and Clang warns of that.
   nb::class_<NeuronSource>(m, "NeuronSource")
@@ -160,13 +160,11 @@ void init_ffn(nb::module_& m) {
                                     std::move(file),
                                     std::move(bypass_rows)};
           },
-          nb::kw_only(), nb::arg("cache_policy"), nb::arg("window"), nb::arg("unit_rows") = 1,
-          nb::arg("wait_first") = false, nb::arg("split_rows") = false, nb::arg("reader"), nb::arg("file"),
-          nb::arg("bypass_rows").none() = nb::none());
+          nb::kw_only(), "cache_policy"_a, "window"_a, "unit_rows"_a = 1, "wait_first"_a = false,
+          "split_rows"_a = false, "reader"_a, "file"_a, "bypass_rows"_a.none() = nb::none());
 
   nb::class_<LayerCache>(m, "LayerCache")
-      .def(nb::init<ByteArray, std::optional<FloatArray>>(), nb::arg("memory"),
-           nb::arg("popularity").none() = nb::none());
+      .def(nb::init<ByteArray, std::optional<FloatArray>>(), "memory"_a, "popularity"_a.none() = nb::none());
 
   nb::class_<GatheredProducts>(m, "GatheredProducts")
       .def(
@@ -177,8 +175,7 @@ void init_ffn(nb::module_& m) {
                     "rows need neurons, of `stride` bytes each");
             new (self) GatheredProducts(format, bytes_of(row), neurons, path, pool);
           },
-          nb::arg("row_format"), nb::arg("row"), nb::arg("neurons"), nb::arg("path"), nb::arg("pool"),
-          nb::keep_alive<1, 6>())
+          "row_format"_a, "row"_a, "neurons"_a, "path"_a, "pool"_a, nb::keep_alive<1, 6>())
       .def(
           "run",
           [](GatheredProducts& self, const IdArray& active) {
@@ -186,16 +183,15 @@ void init_ffn(nb::module_& m) {
             const nb::gil_scoped_release unlocked;
             self.run(ids);
           },
-          nb::arg("active"));
+          "active"_a);
 
   nb::class_<PyFfnLayer>(m, "FfnLayer")
-      .def("set_predictor", &PyFfnLayer::set_predictor, nb::arg("tensors"), nb::arg("prefix") = "",
-           nb::arg("encodings") = std::map<std::string, std::string>(),
-           nb::arg("prefetch").none() = nb::none())
-      .def("guess_by_router", &PyFfnLayer::guess_by_router, nb::arg("prefetch"))
+      .def("set_predictor", &PyFfnLayer::set_predictor, "tensors"_a, "prefix"_a = "",
+           "encodings"_a = std::map<std::string, std::string>(), "prefetch"_a.none() = nb::none())
+      .def("guess_by_router", &PyFfnLayer::guess_by_router, "prefetch"_a)
       .def(
           "set_capacity", [](PyFfnLayer& self, std::int32_t rows) { self.layer().set_capacity(rows); },
-          nb::arg("rows"))
+          "rows"_a)
       .def_prop_ro("capacity", [](PyFfnLayer& self) { return self.layer().capacity(); });
 }
 

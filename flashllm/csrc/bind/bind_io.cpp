@@ -118,18 +118,18 @@ void write(DirectWriter& self, const std::vector<std::pair<std::uint64_t, ConstB
 }  // namespace
 
 void init_io(nb::module_& m) {
-  m.def("allocate", &allocate, nb::arg("nbytes"));
+  m.def("allocate", &allocate, "nbytes"_a);
   m.def(
       "populate",
       [](ByteArray memory) {
         const nb::gil_scoped_release unlocked;
         populate(reinterpret_cast<std::byte*>(memory.data()), memory.nbytes());
       },
-      nb::arg("memory"));
-  m.def("xxh3_64_rows", &xxh3_64_rows, nb::arg("rows"));
+      "memory"_a);
+  m.def("xxh3_64_rows", &xxh3_64_rows, "rows"_a);
 
   nb::class_<DirectFile>(m, "DirectFile")
-      .def(nb::init<std::string, bool>(), nb::arg("path"), nb::arg("direct") = true)
+      .def(nb::init<std::string, bool>(), "path"_a, "direct"_a = true)
       .def_prop_ro("path", &DirectFile::path)
       .def_prop_ro("size", &DirectFile::size)
       .def_prop_ro("direct", &DirectFile::direct)
@@ -156,26 +156,24 @@ void init_io(nb::module_& m) {
             };
             new (self) Reader(options);
           },
-          nb::arg("threads") = 32, nb::arg("max_gap") = 0, nb::arg("max_request") = std::uint64_t{1} << 20,
-          nb::arg("verify") = true, nb::arg("backend") = "threads", nb::arg("queue_depth") = 64,
-          nb::arg("patience_ms") = 60'000)
+          "threads"_a = 32, "max_gap"_a = 0, "max_request"_a = std::uint64_t{1} << 20, "verify"_a = true,
+          "backend"_a = "threads", "queue_depth"_a = 64, "patience_ms"_a = 60'000)
       .def_prop_ro("backend", [](const Reader& self) { return name_of(self.options().backend, kBackends); })
       .def_prop_ro("backend_reason", &Reader::backend_reason);
 
   nb::class_<PyReadBatch>(m, "ReadBatch")
-      .def(nb::init<std::shared_ptr<Reader>, std::shared_ptr<DirectFile>>(), nb::arg("reader"),
-           nb::arg("file"))
-      .def("add", &PyReadBatch::add, nb::arg("offset"), nb::arg("destination"),
-           nb::arg("checksums").none() = nb::none(), nb::arg("row_nbytes") = 0)
+      .def(nb::init<std::shared_ptr<Reader>, std::shared_ptr<DirectFile>>(), "reader"_a, "file"_a)
+      .def("add", &PyReadBatch::add, "offset"_a, "destination"_a, "checksums"_a.none() = nb::none(),
+           "row_nbytes"_a = 0)
       .def("submit", &PyReadBatch::submit)
       .def("poll", &PyReadBatch::poll)
       .def("wait", &PyReadBatch::wait);
 
   nb::class_<DirectWriter>(m, "DirectWriter")
-      .def(nb::init<std::string, std::uint64_t, int>(), nb::arg("path"), nb::arg("nbytes"),
-           nb::arg("threads") = 4, nb::call_guard<nb::gil_scoped_release>())
+      .def(nb::init<std::string, std::uint64_t, int>(), "path"_a, "nbytes"_a, "threads"_a = 4,
+           nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("direct", &DirectWriter::direct)
-      .def("write", &write, nb::arg("runs"))
+      .def("write", &write, "runs"_a)
       .def("close", &DirectWriter::close, nb::call_guard<nb::gil_scoped_release>());
 }
 

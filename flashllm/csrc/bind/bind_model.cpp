@@ -245,34 +245,34 @@ class PyPass {
 
 void init_model(nb::module_& m) {
   nb::class_<TokenTable>(m, "TokenTable")
-      .def("__init__", &make_table, nb::kw_only(), nb::arg("reader"), nb::arg("file"), nb::arg("rows"),
-           nb::arg("columns"), nb::arg("encoding"), nb::arg("stride"), nb::arg("memory"), nb::arg("simd"),
-           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 8>());
+      .def("__init__", &make_table, nb::kw_only(), "reader"_a, "file"_a, "rows"_a, "columns"_a, "encoding"_a,
+           "stride"_a, "memory"_a, "simd"_a, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
+           nb::keep_alive<1, 4>(), nb::keep_alive<1, 8>());
   nb::class_<PyModel>(m, "Model")
       .def(nb::init<nb::handle, std::shared_ptr<NamedTensors>, const std::vector<RowFormat>&,
                     std::shared_ptr<RowStream>, std::shared_ptr<NeuronSource>, const std::vector<FileRows>&,
                     const std::vector<std::optional<LayerCache>>&, std::shared_ptr<TokenTable>,
                     std::shared_ptr<ThreadPool>, std::shared_ptr<FfnCounters>, std::size_t, std::size_t,
                     bool>(),
-           nb::kw_only(), nb::arg("block"), nb::arg("tensors"), nb::arg("row_formats"), nb::arg("stream"),
-           nb::arg("source"), nb::arg("layers"), nb::arg("caches"), nb::arg("table").none(), nb::arg("pool"),
-           nb::arg("counters"), nb::arg("block_tokens"), nb::arg("fill_tokens"), nb::arg("prefetch"))
+           nb::kw_only(), "block"_a, "tensors"_a, "row_formats"_a, "stream"_a, "source"_a, "layers"_a,
+           "caches"_a, "table"_a.none(), "pool"_a, "counters"_a, "block_tokens"_a, "fill_tokens"_a,
+           "prefetch"_a)
       .def_prop_ro("ffns", &PyModel::ffns)
       .def(
-          "accept", [](PyModel& self, std::size_t count) { self.model().accept(count); }, nb::arg("count"),
+          "accept", [](PyModel& self, std::size_t count) { self.model().accept(count); }, "count"_a,
           nb::call_guard<nb::gil_scoped_release>())
-      .def("embed", &PyModel::embed, nb::arg("entries"), nb::arg("states"))
-      .def("run_block", &PyModel::run_block, nb::arg("layer"), nb::arg("entries"), nb::arg("states"),
-           nb::arg("observer").none() = nb::none())
+      .def("embed", &PyModel::embed, "entries"_a, "states"_a)
+      .def("run_block", &PyModel::run_block, "layer"_a, "entries"_a, "states"_a,
+           "observer"_a.none() = nb::none())
       .def("interrupt", [](PyModel& self) { self.model().interrupt(); })
-      .def("cancel", &PyModel::cancel, nb::arg("on"));
+      .def("cancel", &PyModel::cancel, "on"_a);
   nb::class_<PyPass>(m, "Pass")
       .def(nb::init<PyModel&, const std::vector<Entry>&, const std::string&, bool, nb::object, std::size_t,
                     std::size_t, nb::object>(),
-           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::arg("model"), nb::arg("entries"),
-           nb::arg("pass_"), nb::arg("all_logits") = false, nb::arg("observer").none() = nb::none(),
-           nb::arg("drafted") = 0, nb::arg("stretches") = 0, nb::arg("progress").none() = nb::none())
-      .def("advance", &PyPass::advance, nb::arg("seconds"))
+           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), "model"_a, "entries"_a, "pass_"_a,
+           "all_logits"_a = false, "observer"_a.none() = nb::none(), "drafted"_a = 0, "stretches"_a = 0,
+           "progress"_a.none() = nb::none())
+      .def("advance", &PyPass::advance, "seconds"_a)
       .def("close", &PyPass::close, nb::call_guard<nb::gil_scoped_release>());
 }
 

@@ -153,19 +153,13 @@ class PyBatchModel {
   BatchModel model_;
 };
 
-void make_attention(BatchAttention* self, std::size_t heads, std::size_t kv_heads, std::size_t head_dim,
-                    const std::string& dtype, float scale, ThreadPool& pool, int bits, float softcap,
-                    nb::handle alibi, std::size_t value_dim, const std::string& simd) {
-  AttentionShape shape;
-  shape.heads = heads;
-  shape.kv_heads = kv_heads;
-  shape.head_dim = head_dim;
-  shape.value_dim = value_dim;
-  shape.dtype = parse_dtype(dtype);
+void make_attention(BatchAttention* self, nb::handle mixer, const std::string& dtype, ThreadPool& pool,
+                    int bits, float scale, const std::string& simd) {
+  const AttentionSpec spec = read_mixer(mixer);
+  AttentionShape shape = spec.shape(parse_dtype(dtype));
   shape.scale = scale;
-  shape.softcap = softcap;
-  const KvBlockFormat format(kv_heads, head_dim, shape.dtype, bits, value_dim != 0);
-  new (self) BatchAttention(shape, read_alibi(alibi), format, pool, parse_simd(simd));
+  const KvBlockFormat format(shape.kv_heads, shape.head_dim, shape.dtype, bits, spec.is_latent());
+  new (self) BatchAttention(shape, spec.alibi, format, pool, parse_simd(simd));
 }
 
 // An array [slots, bytes of a block].
@@ -206,15 +200,14 @@ const float* sinks_of(const BatchAttention& self, const FloatRows& q, const Floa
 }
 
 void prompt(const BatchAttention& self, const FloatRows& q, const ConstRows& arena, std::size_t first_slot,
-            std::size_t first_position, const Floats& out, std::size_t window, const Sinks& sinks) {
+            std::size_t first_position, const Floats& out, const Sinks& sinks) {
   const float* taken = sinks_of(self, q, out, sinks);
-  self.prompt(q.data(), q.shape(0), arena_of(self, arena), first_slot, first_position, out.data(), window,
-              taken);
+  self.prompt(q.data(), q.shape(0), arena_of(self, arena), first_slot, first_position, out.data(), taken);
 }
 
 void decode(const BatchAttention& self, const FloatRows& q, const std::vector<ConstRows>& arenas,
             const Table& table, const Longs& offsets, const Longs& lengths, const Floats& out, double share,
-            std::size_t window, const Sinks& sinks) {
+            const Sinks& sinks) {
   const float* taken = sinks_of(self, q, out, sinks);
   require(offsets.shape(0) == q.shape(0) + 1 && lengths.shape(0) == q.shape(0),
           "lengths must have one value a query, offsets one more");
@@ -222,7 +215,7 @@ void decode(const BatchAttention& self, const FloatRows& q, const std::vector<Co
   std::vector<Arena<const std::byte>> lie;
   for (const ConstRows& arena : arenas) lie.push_back(arena_of(self, arena, !lie.empty()));
   self.decode(q.data(), q.shape(0), lie, {table.data(), table.shape(0), offsets.data(), lengths.data()},
-              out.data(), share, window, taken);
+              out.data(), share, taken);
 }
 
 }  // namespace
@@ -235,43 +228,36 @@ void init_offload(nb::module_& m) {
         activate(parse_activation(activation, threshold), 0.0F, values.data(), values.size(),
                  best_simd_level());
       },
-      nb::arg("values"), nb::arg("activation"), nb::arg("threshold") = 0.0F);
+      "values"_a, "activation"_a, "threshold"_a = 0.0F);
 
   nb::class_<PyLentLayer>(m, "LentLayer");
   nb::class_<PyLentEnds>(m, "LentEnds");
   nb::class_<PyBatchModel>(m, "BatchModel")
       .def(nb::init<nb::handle, const std::string&, std::shared_ptr<ThreadPool>, std::size_t,
                     const std::string&>(),
-           nb::kw_only(), nb::arg("block"), nb::arg("dtype"), nb::arg("pool"), nb::arg("rows_together"),
-           nb::arg("simd") = "auto")
-      .def("lend_layer", &PyBatchModel::lend_layer, nb::arg("number"), nb::arg("tensors"),
-           nb::arg("encodings"), nb::arg("down_by_inputs"))
-      .def("lend_ends", &PyBatchModel::lend_ends, nb::arg("tensors"))
-      .def("embed", &PyBatchModel::embed, nb::arg("ends"), nb::arg("rows"), nb::arg("positions"),
-           nb::arg("states"))
-      .def("run", &PyBatchModel::run, nb::arg("layer"), nb::arg("states"), nb::arg("positions"),
-           nb::arg("attend"), nb::arg("decoding") = false, nb::arg("watch").none() = nb::none())
-      .def("head", &PyBatchModel::head, nb::arg("ends"), nb::arg("states"), nb::arg("logits"));
+           nb::kw_only(), "block"_a, "dtype"_a, "pool"_a, "rows_together"_a, "simd"_a = "auto")
+      .def("lend_layer", &PyBatchModel::lend_layer, "number"_a, "tensors"_a, "encodings"_a,
+           "down_by_inputs"_a)
+      .def("lend_ends", &PyBatchModel::lend_ends, "tensors"_a)
+      .def("embed", &PyBatchModel::embed, "ends"_a, "rows"_a, "positions"_a, "states"_a)
+      .def("run", &PyBatchModel::run, "layer"_a, "states"_a, "positions"_a, "attend"_a, "decoding"_a = false,
+           "watch"_a.none() = nb::none())
+      .def("head", &PyBatchModel::head, "ends"_a, "states"_a, "logits"_a);
 
   // Calls let the interpreter's lock go.
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<BatchAttention>(m, "BatchAttention")
-      .def("__init__", &make_attention, nb::kw_only(), nb::arg("heads"), nb::arg("kv_heads"),
-           nb::arg("head_dim"), nb::arg("dtype"), nb::arg("scale"), nb::arg("pool"), nb::arg("bits") = 0,
-           nb::arg("softcap") = 0.0F, nb::arg("alibi").none() = nb::none(), nb::arg("value_dim") = 0,
-           nb::arg("simd") = "auto", nb::keep_alive<1, 7>())
+      .def("__init__", &make_attention, "mixer"_a, "dtype"_a, "pool"_a, nb::kw_only(), "bits"_a = 0,
+           "scale"_a = 1.0F, "simd"_a = "auto", nb::keep_alive<1, 4>())
+      .def_prop_ro("window", [](const BatchAttention& self) { return self.shape().window; })
       .def_prop_ro("block_nbytes", [](const BatchAttention& self) { return self.format().block_nbytes(); })
       .def_prop_ro("sealed_nbytes", [](const BatchAttention& self) { return self.format().sealed_nbytes(); })
-      .def("write", &write, nb::arg("keys"), nb::arg("values"), nb::arg("arena"), nb::arg("slots"),
-           nb::arg("positions"), Unlocked())
-      .def("seal", &seal, nb::arg("arena"), nb::arg("slots"), nb::arg("out_arena"), nb::arg("out_slots"),
-           Unlocked())
-      .def("prompt", &prompt, nb::arg("q"), nb::arg("arena"), nb::arg("first_slot"),
-           nb::arg("first_position"), nb::arg("out"), nb::arg("window") = 0,
-           nb::arg("sinks").none() = nb::none(), Unlocked())
-      .def("decode", &decode, nb::arg("q"), nb::arg("arenas"), nb::arg("table"), nb::arg("offsets"),
-           nb::arg("lengths"), nb::arg("out"), nb::arg("share") = 1.0, nb::arg("window") = 0,
-           nb::arg("sinks").none() = nb::none(), Unlocked());
+      .def("write", &write, "keys"_a, "values"_a, "arena"_a, "slots"_a, "positions"_a, Unlocked())
+      .def("seal", &seal, "arena"_a, "slots"_a, "out_arena"_a, "out_slots"_a, Unlocked())
+      .def("prompt", &prompt, "q"_a, "arena"_a, "first_slot"_a, "first_position"_a, "out"_a,
+           "sinks"_a.none() = nb::none(), Unlocked())
+      .def("decode", &decode, "q"_a, "arenas"_a, "table"_a, "offsets"_a, "lengths"_a, "out"_a,
+           "share"_a = 1.0, "sinks"_a.none() = nb::none(), Unlocked());
 }
 
 }  // namespace flashllm

@@ -73,7 +73,7 @@ void make_experts(nb::pointer_and_handle<LyingExperts> self, const std::vector<S
 }  // namespace
 
 void init_slices(nb::module_& m) {
-  m.def("block_codes", &block_codes, nb::arg("kind"), nb::arg("blocks"));
+  m.def("block_codes", &block_codes, "kind"_a, "blocks"_a);
   nb::class_<BlockRows>(m, "BlockRows")
       .def(
           "__init__",
@@ -81,10 +81,10 @@ void init_slices(nb::module_& m) {
              const std::string& matrix) {
             new (self) BlockRows(kind, length, format, by_name("a matrix", matrix, kMatrices));
           },
-          nb::arg("kind"), nb::arg("length"), nb::arg("row_format"), nb::arg("matrix"))
-      .def("unpack", &unpack, nb::arg("stored"), nb::arg("first"), nb::arg("rows"));
+          "kind"_a, "length"_a, "row_format"_a, "matrix"_a)
+      .def("unpack", &unpack, "stored"_a, "first"_a, "rows"_a);
   nb::class_<LyingExperts>(m, "LyingExperts")
-      .def("__init__", &make_experts, nb::arg("matrices"), nb::kw_only(), nb::arg("count"), nb::arg("size"));
+      .def("__init__", &make_experts, "matrices"_a, nb::kw_only(), "count"_a, "size"_a);
 }
 
 }  // namespace flashllm

@@ -34,25 +34,25 @@ void init_state(nb::module_& m) {
                                 layer.attention.shared});
             new (self) StateShape(layers, context, part_tokens, parse_dtype(dtype), bits);
           },
-          nb::arg("block"), nb::arg("context"), nb::arg("part_tokens"), nb::arg("dtype"), nb::arg("bits") = 0)
+          "block"_a, "context"_a, "part_tokens"_a, "dtype"_a, "bits"_a = 0)
       .def_prop_ro("block_nbytes", &StateShape::block_nbytes)
-      .def("nbytes", &StateShape::nbytes, nb::arg("length"));
+      .def("nbytes", &StateShape::nbytes, "length"_a);
 
   nb::class_<StatePool>(m, "StatePool")
-      .def(nb::init<const StateShape&>(), nb::arg("shape"))
+      .def(nb::init<const StateShape&>(), "shape"_a)
       .def_prop_ro("nbytes", &StatePool::nbytes);
 
   nb::class_<SequenceState>(m, "SequenceState")
-      .def(nb::init<std::shared_ptr<StatePool>>(), nb::arg("pool"))
+      .def(nb::init<std::shared_ptr<StatePool>>(), "pool"_a)
       .def_prop_ro("length", &SequenceState::length)
       .def_prop_ro("context", [](const SequenceState& self) { return self.shape().context(); })
-      .def("nbytes_to_add", &SequenceState::nbytes_to_add, nb::arg("length"), nb::arg("together") = 0)
+      .def("nbytes_to_add", &SequenceState::nbytes_to_add, "length"_a, "together"_a = 0)
       .def_prop_ro("nbytes_alone", &SequenceState::nbytes_alone)
-      .def("mark", &SequenceState::mark, nb::arg("positions"))
-      .def("commit", &SequenceState::commit, nb::arg("length"))
-      .def("can_keep", &SequenceState::can_keep, nb::arg("length"))
-      .def("keep", &SequenceState::keep, nb::arg("length"))
-      .def("copy_from", &SequenceState::copy_from, nb::arg("other"))
+      .def("mark", &SequenceState::mark, "positions"_a)
+      .def("commit", &SequenceState::commit, "length"_a)
+      .def("can_keep", &SequenceState::can_keep, "length"_a)
+      .def("keep", &SequenceState::keep, "length"_a)
+      .def("copy_from", &SequenceState::copy_from, "other"_a)
       .def("save",
            [](nb::handle_t<SequenceState> self) {
              return arrays_of(self, nb::cast<SequenceState&>(self).save());
@@ -62,7 +62,7 @@ void init_state(nb::module_& m) {
           [](nb::handle_t<SequenceState> self, std::size_t length, const std::vector<std::size_t>& pages) {
             return arrays_of(self, nb::cast<SequenceState&>(self).restore(length, pages));
           },
-          nb::arg("length"), nb::arg("pages"));
+          "length"_a, "pages"_a);
 }
 
 }  // namespace flashllm

@@ -64,17 +64,16 @@ RowSource FileRows::source(std::uint32_t stride) const {
 void init_stream(nb::module_& m) {
   nb::class_<FileRows>(m, "FileRows")
       .def(nb::init<std::uint64_t, std::size_t, ChecksumArray, std::size_t, std::shared_ptr<LyingExperts>>(),
-           nb::kw_only(), nb::arg("offset"), nb::arg("count"), nb::arg("checksums"),
-           nb::arg("checksum_rows") = 1, nb::arg("experts").none() = nb::none());
+           nb::kw_only(), "offset"_a, "count"_a, "checksums"_a, "checksum_rows"_a = 1,
+           "experts"_a.none() = nb::none());
   nb::class_<RowStream>(m, "RowStream")
-      .def("__init__", &make_stream, nb::arg("reader"), nb::arg("file"), nb::arg("layers"), nb::kw_only(),
-           nb::arg("strides"), nb::arg("block_rows"), nb::arg("ahead"), nb::keep_alive<1, 2>(),
-           nb::keep_alive<1, 3>())
-      .def("begin", &begin, nb::arg("layer"), nb::arg("then").none() = nb::none())
+      .def("__init__", &make_stream, "reader"_a, "file"_a, "layers"_a, nb::kw_only(), "strides"_a,
+           "block_rows"_a, "ahead"_a, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
+      .def("begin", &begin, "layer"_a, "then"_a.none() = nb::none())
       .def("next", &next)
-      .def("keep", &keep_rows, nb::arg("layer"), nb::arg("memory"), nb::keep_alive<1, 3>())
-      .def("set_kept", &RowStream::set_kept, nb::arg("layer"), nb::arg("rows"))
-      .def("kept", &RowStream::kept, nb::arg("layer"));
+      .def("keep", &keep_rows, "layer"_a, "memory"_a, nb::keep_alive<1, 3>())
+      .def("set_kept", &RowStream::set_kept, "layer"_a, "rows"_a)
+      .def("kept", &RowStream::kept, "layer"_a);
 }
 
 }  // namespace flashllm

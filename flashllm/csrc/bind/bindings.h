@@ -33,6 +33,7 @@
 namespace flashllm {
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
 // An array taken as it is or not at all. nanobind would hand over a converted copy of one with another dtype
 // or with gaps: reads would land in the copy, and weights would be held twice. (`noconvert` did not prevent

@@ -234,10 +234,11 @@ Architecture read_architecture(nb::handle block, Dtype dtype) {
   return result;
 }
 
-Alibi read_alibi(nb::handle alibi) {
-  Alibi result;
-  if (!alibi.is_none()) read(Attributes(alibi), result);
-  return result;
+AttentionSpec read_mixer(nb::handle mixer) {
+  LayerSpec layer;
+  ModelSpec model;
+  read_attention(Attributes(mixer), layer, model);
+  return layer.attention;
 }
 
 }  // namespace flashllm

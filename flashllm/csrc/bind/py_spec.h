@@ -9,7 +9,7 @@ namespace flashllm {
 // Throws CoreError where an option has a value that is none, and what Python throws where there is none of a
 // name.
 Architecture read_architecture(nb::handle block, Dtype dtype = Dtype::f32);
-// Of an Attention's `alibi`, which may be None.
-Alibi read_alibi(nb::handle alibi);
+// Of an Attention, but for its rotary embedding, which is one of a model's.
+AttentionSpec read_mixer(nb::handle mixer);
 
 }  // namespace flashllm

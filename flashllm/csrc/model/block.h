@@ -102,6 +102,19 @@ struct AttentionSpec {
   }
   std::size_t value_width() const { return value_dim == 0 ? head_dim : value_dim; }
   std::size_t mixed_dim() const { return heads * (is_latent() ? latent.value_dim : value_width()); }
+  // Of scores and values, for states of a dtype. It refers to this.
+  AttentionShape shape(Dtype dtype) const {
+    AttentionShape made;
+    made.heads = heads;
+    made.kv_heads = kv_heads;
+    made.head_dim = head_dim;
+    made.value_dim = latent.rank;
+    made.dtype = dtype;
+    made.softcap = softcap;
+    made.window = window;
+    if (!alibi.slopes.empty()) made.alibi = &alibi;
+    return made;
+  }
   std::size_t gates() const {
     return gate == Gate::none ? 0 : gate == Gate::head_softplus ? heads : mixed_dim();
   }

@@ -170,17 +170,8 @@ const RotaryTable* BlockAttention::rotary_of(const AttentionSpec& spec) const {
 }
 
 AttentionShape BlockAttention::shape(const BlockWeights& weights) const {
-  const AttentionSpec& spec = weights.spec.attention;
-  AttentionShape shape;
-  shape.heads = spec.heads;
-  shape.kv_heads = spec.kv_heads;
-  shape.head_dim = spec.head_dim;
-  shape.value_dim = spec.latent.rank;
-  shape.dtype = spec_.dtype;
-  shape.softcap = spec.softcap;
-  shape.window = spec.window;
+  AttentionShape shape = weights.spec.attention.shape(spec_.dtype);
   shape.sinks = weights.sinks;
-  if (!spec.alibi.slopes.empty()) shape.alibi = &spec.alibi;
   return shape;
 }
 

@@ -16,9 +16,8 @@ BatchAttention::BatchAttention(const AttentionShape& shape, Alibi alibi, const K
   if (!alibi_.slopes.empty()) shape_.alibi = &alibi_;
 }
 
-AttentionShape BatchAttention::of_layer(std::size_t window, const float* sinks) const {
+AttentionShape BatchAttention::with(const float* sinks) const {
   AttentionShape shape = shape_;
-  shape.window = window;
   shape.sinks = sinks;
   return shape;
 }
@@ -51,20 +50,19 @@ void BatchAttention::seal(const Arena<const std::byte>& arena, const std::int32_
 
 void BatchAttention::prompt(const float* q, std::size_t n, const Arena<const std::byte>& arena,
                             std::size_t first_slot, std::size_t first_position, float* out,
-                            std::size_t window, const float* sinks) const {
+                            const float* sinks) const {
   std::vector<const std::byte*> pages((first_position + n + kKvBlock - 1) / kKvBlock);
   require(first_slot <= arena.slots && pages.size() <= arena.slots - first_slot,
           "the sequence's blocks reach beyond the arena's " + std::to_string(arena.slots) + " slots");
   for (std::size_t i = 0; i < pages.size(); ++i)
     pages[i] = arena.block(static_cast<std::int64_t>(first_slot + i));
-  attend_many(of_layer(window, sinks), q, n, first_position, format_.view(pages.data()), out, pool_, level_);
+  attend_many(with(sinks), q, n, first_position, format_.view(pages.data()), out, pool_, level_);
 }
 
 void BatchAttention::decode(const float* q, std::size_t n, const std::vector<Arena<const std::byte>>& arenas,
-                            const BlockTable& table, float* out, double share, std::size_t window,
-                            const float* sinks) const {
+                            const BlockTable& table, float* out, double share, const float* sinks) const {
   require(share > 0.0 && share <= 1.0, "share must be more than 0 and at most 1");
-  AttentionShape shape = of_layer(window, sinks);
+  AttentionShape shape = with(sinks);
   shape.share = share;
   std::vector<const std::byte*> blocks(table.count);
   for (std::size_t b = 0; b < blocks.size(); ++b) {

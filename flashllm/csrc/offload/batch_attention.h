@@ -60,15 +60,14 @@ class BatchAttention {
   // Causal attention of n consecutive tokens, the first at `first_position`, over the plain blocks that lie
   // one after another from `first_slot` on. q and out [n, heads * head_dim], as below.
   void prompt(const float* q, std::size_t n, const Arena<const std::byte>& arena, std::size_t first_slot,
-              std::size_t first_position, float* out, std::size_t window, const float* sinks) const;
+              std::size_t first_position, float* out, const float* sinks) const;
   // Attention of one token of each of n sequences, which is in the last of its positions: that one's block is
   // plain and in the first arena; those before it are sealed, in the other arenas, where they are packed.
   void decode(const float* q, std::size_t n, const std::vector<Arena<const std::byte>>& arenas,
-              const BlockTable& table, float* out, double share, std::size_t window,
-              const float* sinks) const;
+              const BlockTable& table, float* out, double share, const float* sinks) const;
 
  private:
-  AttentionShape of_layer(std::size_t window, const float* sinks) const;
+  AttentionShape with(const float* sinks) const;
 
   ThreadPool& pool_;
   const SimdLevel level_;

@@ -157,15 +157,8 @@ class NativeProbe:
         return min(max(lost[0], 0.0), 0.95), min(max(lost[1], 0.0), 0.95)
 
     def _attention(self, heads: int, head_dim: int, bits: int) -> _core.BatchAttention:
-        return _core.BatchAttention(
-            heads=heads,
-            kv_heads=heads,
-            head_dim=head_dim,
-            dtype=self.dtype,
-            scale=head_dim**-0.5,
-            pool=self.pool,
-            bits=bits,
-        )
+        mixer = Attention(heads=heads, kv_heads=heads, head_dim=head_dim, query_scale=1.0)
+        return _core.BatchAttention(mixer, self.dtype, self.pool, bits=bits, scale=head_dim**-0.5)
 
     def _states(self, rows: int, columns: int) -> NDArray[np.float32]:
         """Values of the order that norms leave."""

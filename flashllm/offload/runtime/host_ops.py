@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
-from flashllm.arch.mixers import Attention
 from flashllm.arch.spec import BlockSpec
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.offload.runtime.ops import ROWS_TOGETHER, Attend, Positions, Projected, Tensors
@@ -98,19 +97,3 @@ class HostOps:
 
     def rows(self, x: Array, index: NDArray[np.int64]) -> Array:
         return np.ascontiguousarray(x[index])
-
-
-def batch_attention(mixer: Attention, dtype: str, pool: _core.ThreadPool, *, bits: int = 0) -> _core.BatchAttention:
-    """Attention of a layer over a cache of so many bits a number; 0: of the model's dtype."""
-    return _core.BatchAttention(
-        heads=mixer.heads,
-        kv_heads=mixer.kv_heads,
-        head_dim=mixer.head_dim,
-        dtype=dtype,
-        scale=1.0,  # queries are scaled already
-        softcap=mixer.softcap or 0.0,
-        alibi=mixer.alibi,
-        value_dim=mixer.latent.rank if mixer.latent is not None else 0,
-        bits=bits,
-        pool=pool,
-    )

@@ -13,7 +13,6 @@ from flashllm.errors import BudgetError
 from flashllm.offload.planner.packing import CODES
 from flashllm.offload.policy import Policy
 from flashllm.offload.runtime.device_tier import HostTier, Need, Sizes
-from flashllm.offload.runtime.host_ops import batch_attention
 from flashllm.offload.runtime.options import RunOptions
 from flashllm.offload.runtime.tiers.source import open_weights
 from flashllm.offload.runtime.tiers.weight_plan import plan_weights
@@ -40,7 +39,7 @@ class OpenModel(Closing):
             cache_bits = options.cache_bits if policy.compress_cache else 0
             self.tier = self._open_tier(dtype, cache_bits)
             self.attention = [
-                batch_attention(self.block.layers[layer].attention, dtype, self.pool, bits=cache_bits)
+                _core.BatchAttention(self.block.layers[layer].attention, dtype, self.pool, bits=cache_bits)
                 for layer in self.source.stage.numbers
             ]
             bits = options.weight_bits if policy.compress_weights else None

@@ -258,7 +258,7 @@ class _Run:
                 self._activations.load(step.batch, task.square, self._rows_by_tier(step, batch))
         elif step.action is Action.LOAD_CACHE:
             if not is_head and batch.active:
-                self._kv.load(task, batch.positions(step.token), window=self._window(step))
+                self._kv.load(task, batch.positions(step.token))
         elif is_head or not batch.active:
             return
         elif step.action is Action.STORE_ACTIVATION and step.layer == self._last_layer:
@@ -308,19 +308,14 @@ class _Run:
             return
 
         number = runner.stage.first + step.layer
-        window = self._window(step)
         keep = self._kv.prompt if step.token == 0 else self._kv.decode
 
         def attend(first: int, made: Projected, out: DeviceArray) -> None:
-            keep(task, first, made, out, window=window, sinks=weights.vectors.get("sinks"))
+            keep(task, first, made, out, sinks=weights.vectors.get("sinks"))
 
         weights, where = runner._weights.layer(step.layer, task.weights), self._positions(batch, step.token)
         x = runner._ops.layer(number, weights, x, where, attend, decoding=step.token > 0)
         self._activations.put(step.batch, x)
-
-    def _window(self, step: Step) -> int:
-        """Positions that a token sees in the step's layer; 0: all before it."""
-        return self.r.block.layers[self.r.stage.first + step.layer].attention.window or 0
 
     def _positions(self, batch: _Batch, token: int) -> NDArray[np.int64]:
         if token == 0:

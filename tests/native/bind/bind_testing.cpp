@@ -66,30 +66,27 @@ void init_testing(nb::module_& m) {
   init_kv_attention(m);
   init_inspection(m);
   bound<DirectFile>(m, "DirectFile")
-      .def("inject", &inject_fault, nb::arg("kind"), nb::arg("first"), nb::arg("count") = 1,
-           nb::arg("argument") = 0);
+      .def("inject", &inject_fault, "kind"_a, "first"_a, "count"_a = 1, "argument"_a = 0);
   bound<DirectWriter>(m, "DirectWriter")
       .def_prop_ro("path", &DirectWriter::path)
       .def_prop_ro("size", &DirectWriter::size)
       .def_prop_ro("fallback_reason", &DirectWriter::fallback_reason)
-      .def("inject", &inject_write_fault, nb::arg("kind"), nb::arg("first"), nb::arg("count") = 1,
-           nb::arg("argument") = 0);
+      .def("inject", &inject_write_fault, "kind"_a, "first"_a, "count"_a = 1, "argument"_a = 0);
 
-  m.def("digest", [](const std::string& simd) { return digest_of(parse_simd(simd)); }, nb::arg("simd"));
+  m.def("digest", [](const std::string& simd) { return digest_of(parse_simd(simd)); }, "simd"_a);
 
-  m.def("multiply_in_cache", &multiply_in_cache, nb::arg("unit"), nb::arg("has_offsets"), nb::arg("in_bytes"),
-        nb::arg("times"));
+  m.def("multiply_in_cache", &multiply_in_cache, "unit"_a, "has_offsets"_a, "in_bytes"_a, "times"_a);
 
-  m.def("refuse_enters", &refuse_enters, nb::arg("count"));
-  m.def("hang_reads", &hang_reads, nb::arg("count"), nb::arg("after") = 0);
-  m.def("lose_completions", &lose_completions, nb::arg("count"));
+  m.def("refuse_enters", &refuse_enters, "count"_a);
+  m.def("hang_reads", &hang_reads, "count"_a, "after"_a = 0);
+  m.def("lose_completions", &lose_completions, "count"_a);
   m.def(
       "distort_completions",
       [](const std::string& kind, std::uint64_t first, std::uint64_t count, std::int64_t argument) {
         distort_completions({by_name("a fault", kind, kWrong), first, count, argument});
       },
-      nb::arg("kind"), nb::arg("first"), nb::arg("count") = 1, nb::arg("argument") = 0);
-  m.def("interrupt_probes", &interrupt_probes, nb::arg("count"));
+      "kind"_a, "first"_a, "count"_a = 1, "argument"_a = 0);
+  m.def("interrupt_probes", &interrupt_probes, "count"_a);
 }
 
 }  // namespace flashllm

@@ -95,20 +95,20 @@ void init_inspection(nb::module_& m) {
             new (self) CacheReplay(policy, num_units, capacity, bypass, window,
                                    popularity ? popularity->data() : nullptr);
           },
-          nb::kw_only(), nb::arg("cache_policy"), nb::arg("num_units"), nb::arg("capacity"),
-          nb::arg("bypass"), nb::arg("window"), nb::arg("popularity").none())
+          nb::kw_only(), "cache_policy"_a, "num_units"_a, "capacity"_a, "bypass"_a, "window"_a,
+          "popularity"_a.none())
       .def(
           "token",
           [](CacheReplay& self, const IdArray& active) {
             return self.token(checked_ids(active, self.num_units()));
           },
-          nb::arg("active"))
+          "active"_a)
       .def(
           "missing",
           [](const CacheReplay& self, const IdArray& units) {
             return self.missing(checked_ids(units, self.num_units()));
           },
-          nb::arg("units"));
+          "units"_a);
 
   m.def("simd_levels", [] {
     std::vector<std::string> names;
@@ -127,25 +127,24 @@ void init_inspection(nb::module_& m) {
   bound<RowStream>(m, "RowStream").def("drain", [](RowStream& self) { self.drain(); }).def("take", &take);
 
   bound<PyFfnLayer>(m, "FfnLayer")
-      .def("__init__", &make_layer, nb::kw_only(), nb::arg("layer"), nb::arg("tensors"),
-           nb::arg("row_format"), nb::arg("neurons"), nb::arg("activation"), nb::arg("activation_cut") = 0.0F,
-           nb::arg("source"), nb::arg("rows"), nb::arg("cache"), nb::arg("pool"), nb::arg("counters"))
-      .def("set_trace", &set_trace, nb::arg("activity"), nb::arg("layer"), nb::keep_alive<1, 2>())
-      .def("forward_active", &forward_active, nb::arg("x"), nb::arg("active"), nb::arg("y"))
+      .def("__init__", &make_layer, nb::kw_only(), "layer"_a, "tensors"_a, "row_format"_a, "neurons"_a,
+           "activation"_a, "activation_cut"_a = 0.0F, "source"_a, "rows"_a, "cache"_a, "pool"_a, "counters"_a)
+      .def("set_trace", &set_trace, "activity"_a, "layer"_a, nb::keep_alive<1, 2>())
+      .def("forward_active", &forward_active, "x"_a, "active"_a, "y"_a)
       .def(
           "predict",
           [](PyFfnLayer& self, std::uintptr_t x) {
             return self.layer().predict(widened(self, x, 1).data(), 0);
           },
-          nb::arg("x"))
+          "x"_a)
       .def(
           "begin_fill",
           [](PyFfnLayer& self, std::uintptr_t x, std::size_t tokens) {
             const nb::gil_scoped_release unlocked;
             self.layer().begin_fill(widened(self, x, tokens).data(), tokens);
           },
-          nb::arg("x"), nb::arg("tokens"))
-      .def("fill_from", &fill_from, nb::arg("rows"), nb::arg("first_neuron"), nb::arg("count"))
+          "x"_a, "tokens"_a)
+      .def("fill_from", &fill_from, "rows"_a, "first_neuron"_a, "count"_a)
       .def("cached", [](PyFfnLayer& self) { return self.layer().cached(); })
       .def_prop_ro("current_window",
                    [](PyFfnLayer& self) { return self.layer().cache().policy().current_window(); });

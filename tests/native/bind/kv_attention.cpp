@@ -80,13 +80,13 @@ void init_kv_attention(nb::module_& m) {
   nb::class_<PyKvAttention>(m, "KvAttention")
       .def(nb::init<std::size_t, std::size_t, std::size_t, std::size_t, const std::string&, float,
                     std::shared_ptr<ThreadPool>, const std::string&>(),
-           nb::kw_only(), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("context"),
-           nb::arg("dtype"), nb::arg("scale"), nb::arg("pool"), nb::arg("simd") = "auto")
+           nb::kw_only(), "heads"_a, "kv_heads"_a, "head_dim"_a, "context"_a, "dtype"_a, "scale"_a, "pool"_a,
+           "simd"_a = "auto")
       .def_prop_ro("length", &PyKvAttention::length)
-      .def("append", &PyKvAttention::append, nb::arg("keys"), nb::arg("values"))
-      .def("attend_each", &PyKvAttention::attend_each, nb::arg("q"), nb::arg("out"))
-      .def("attend_many", &PyKvAttention::attend_many, nb::arg("q"), nb::arg("out"))
-      .def("keep", &PyKvAttention::keep, nb::arg("length"));
+      .def("append", &PyKvAttention::append, "keys"_a, "values"_a)
+      .def("attend_each", &PyKvAttention::attend_each, "q"_a, "out"_a)
+      .def("attend_many", &PyKvAttention::attend_many, "q"_a, "out"_a)
+      .def("keep", &PyKvAttention::keep, "length"_a);
 }
 
 }  // namespace flashllm

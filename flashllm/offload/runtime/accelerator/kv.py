@@ -189,7 +189,7 @@ class SplitKv:
         """Bytes of the device that a cache of this arrangement takes."""
         return sum(layers * made.nbytes(*_size(places)) for places in arrangement.batches)
 
-    def prompt(self, task: Task, _first: int, made: Projected, out: Tensor, *, window: int, sinks: None = None) -> None:
+    def prompt(self, task: Task, _first: int, made: Projected, out: Tensor, *, sinks: None = None) -> None:
         """As `KvCache.prompt`; the device attends for all sequences, and keeps what is its own. There are no windows:
         `torch_ops.lacking` refuses a model that has them."""
         places = self._arrangement.batches[task.step.batch]
@@ -227,10 +227,10 @@ class SplitKv:
             where.tolist(), places.tolist(), on_device[0], on_device[1], on_device[2], lengths
         )
 
-    def load(self, task: Task, positions: Sequence[int | None], *, window: int) -> None:
-        self._beside.load(task, positions[self._batches[task.step.batch].count :], window=window)
+    def load(self, task: Task, positions: Sequence[int | None]) -> None:
+        self._beside.load(task, positions[self._batches[task.step.batch].count :])
 
-    def decode(self, task: Task, _first: int, made: Projected, out: Tensor, *, window: int, sinks: None = None) -> None:
+    def decode(self, task: Task, _first: int, made: Projected, out: Tensor, *, sinks: None = None) -> None:
         step, mine = self._steps[task.step.batch, task.step.token], self._batches[task.step.batch]
         count = len(step.rows)
         others = None
@@ -240,7 +240,7 @@ class SplitKv:
             self._attend_step(step, mine, task.step.layer, Projected(*(x[:count] for x in made)), out[:count])
         if others is not None:
             attended = np.empty_like(others.queries)
-            self._beside.decode(task, 0, others, attended, window=window)
+            self._beside.decode(task, 0, others, attended)
             out[count:] = self._device.from_host(attended)
 
     def store_step(self, task: Task) -> None:

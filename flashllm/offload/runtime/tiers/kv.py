@@ -75,18 +75,15 @@ class KvCache:
 
     # A prompt ------------------------------------------------------------------------------------------------------
 
-    def prompt(
-        self, task: Task, first: int, made: Projected, out: Array, *, window: int, sinks: Array | None = None
-    ) -> None:
+    def prompt(self, task: Task, first: int, made: Projected, out: Array, *, sinks: Array | None = None) -> None:
         """Keep the keys and values of some tokens of a batch's prompts, and attend: causal, prompt by prompt. The
         prompts follow each other, and these are the tokens from number `first` on. Arrays are fp32, queries, keys and
-        values of the model's dtype; out: [tokens, heads * head_dim]. `window`: positions that a token sees, 0 for all;
-        `sinks` [heads]: scores of no position."""
+        values of the model's dtype; out: [tokens, heads * head_dim]. `sinks` [heads]: scores of no position."""
         self.keep_prompt(task, made.keys, made.values, first)
         for place, rows, positions in self._pieces(task, first, len(out)):
             arena, slot = self._prompt_blocks(task, place)
             attention = self._attention[task.step.layer]
-            attention.prompt(made.queries[rows], arena, slot, int(positions[0]), out[rows], window, sinks)
+            attention.prompt(made.queries[rows], arena, slot, int(positions[0]), out[rows], sinks)
 
     def keep_prompt(self, task: Task, keys: Array, values: Array, first: int = 0) -> None:
         """Keep what `prompt` keeps, where something else attends: keys and values [tokens, kv_heads * head_dim]."""
@@ -153,11 +150,11 @@ class KvCache:
             np.array(offsets, np.int64),
         )
 
-    def load(self, task: Task, positions: Sequence[int | None], *, window: int) -> None:
+    def load(self, task: Task, positions: Sequence[int | None]) -> None:
         """Read a batch's blocks on disk into the buffer, those before the window left out. `positions` of its places;
         None: not needed any more."""
         runs: list[tuple[int, Array]] = []
-        places = self._arrangement.batches[task.step.batch]
+        places, window = self._arrangement.batches[task.step.batch], self._attention[task.step.layer].window
         for place, position in zip(places, positions, strict=True):
             if not place.on_disk or position is None:
                 continue
@@ -169,9 +166,7 @@ class KvCache:
         if runs:
             self._on_disk().read(runs)
 
-    def decode(
-        self, task: Task, first: int, made: Projected, out: Array, *, window: int, sinks: Array | None = None
-    ) -> None:
+    def decode(self, task: Task, first: int, made: Projected, out: Array, *, sinks: Array | None = None) -> None:
         """Keep the key and value of one token a sequence, and attend to all positions that it sees: as `prompt`."""
         layer = task.step.layer
         step, places = self._steps[task.step.batch, task.step.token], self._arrangement.batches[task.step.batch]
@@ -190,7 +185,6 @@ class KvCache:
             positions.astype(np.int64) + 1,
             out,
             self._share,
-            window,
             sinks,
         )
 
