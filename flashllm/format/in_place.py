@@ -76,7 +76,7 @@ class Slices:
             check_int("file", file, 0, 10**5)
             check_int("offset", offset, 0, 2**62)
 
-    def to_json(self) -> list[Any]:
+    def to_plain(self) -> list[Any]:
         """[file, kind, first offset, nbytes] where one slice lies behind the other; else files and offsets are lists,
         of each."""
         file, first = self.places[0]
@@ -143,12 +143,6 @@ class InPlace:
         """FormatError where one is gone or another."""
         for file in self.files:
             file.check(directory)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "files": [{name: getattr(file, name) for name in LyingFile.__slots__} for file in self.files],
-            "layers": [[each.to_json() for each in layer] for layer in self.layers],
-        }
 
 
 class SliceReader:

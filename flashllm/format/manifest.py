@@ -32,7 +32,7 @@ from typing import Any, Self
 from flashllm.arch.registry import block_spec, resident_shapes, resolve
 from flashllm.arch.spec import Architecture, BlockSpec
 from flashllm.arch.tensors import EMBEDDING, TOKEN_TABLE
-from flashllm.base.checks import check_file_name, check_int, check_keys, check_str, from_json
+from flashllm.base.checks import check_file_name, check_int, check_keys, check_str, from_json, to_json
 from flashllm.base.codes.carried import PLANE_CODES, SCALE_FORMS
 from flashllm.base.files import is_there, read_json_object, write_atomically
 from flashllm.errors import FormatError, UsageError
@@ -96,19 +96,18 @@ _UNWRITTEN: dict[str, Any] = {  # keys that are there only where the value is an
 class Manifest:
     """The manifest. `rows` is the layout; its derived numbers are written out and compared when read."""
 
+    format_version: int = FORMAT_VERSION
     flashllm_version: str
     architecture: Architecture
     dtype: str  # of the hidden states, the KV cache and the resident weights that no `resident_encoding` is for
-    rows: RowLayout
-    files: Mapping[str, FileEntry]
-    source: Source
     resident_encoding: str | None = None  # of the resident matrices, where they are coded
-    other_encodings: Mapping[str, str] = field(
-        default_factory=dict
-    )  # by name, of resident matrices that differ from that
+    # By name, of resident matrices that differ from that.
+    other_encodings: Mapping[str, str] = field(default_factory=dict)
     down_scales: tuple[str, ...] = ()  # of each layer, where down columns have theirs in memory: of `SCALE_FORMS`
     activations: str | None = None  # one of ACTIVATIONS, a token at a time; else fp32
     checksum_rows: int = 1  # rows of mixtures that share a checksum; more than one only where experts are read whole
+    rows: RowLayout
+    files: Mapping[str, FileEntry]
     calibration: Calibration | None = None
     sparsity: Sparsity | None = None
     quality: Quality | None = None  # of fewer bits, where it was measured
@@ -116,7 +115,7 @@ class Manifest:
     sparse_prefill_tokens: int = 8  # prompts of at most this many new tokens use the predictor
     prefill_block_tokens: int = 256  # a longer prompt is computed in blocks of so many tokens
     stream_block_rows: int  # neurons of one dense FFN product
-    format_version: int = FORMAT_VERSION
+    source: Source
 
     def __post_init__(self) -> None:
         if type(self.format_version) is not int or self.format_version != FORMAT_VERSION:
@@ -339,39 +338,15 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object, in the order of the written file."""
-        calibration, sparsity, quality = (
-            None if each is None else dataclasses.asdict(each)
-            for each in (self.calibration, self.sparsity, self.quality)
-        )
-        value = {
-            "format_version": self.format_version,
-            "flashllm_version": self.flashllm_version,
-            "architecture": {
-                name: value
-                for name, value in dataclasses.asdict(self.architecture).items()
-                if (name not in EXPERT_KEYS or self.architecture.experts) and (name not in LAYER_KEYS or value)
-            },
-            "dtype": self.dtype,
-            "resident_encoding": self.resident_encoding,
-            "other_encodings": dict(self.other_encodings),
-            "down_scales": list(self.down_scales),
-            "activations": self.activations,
-            "checksum_rows": self.checksum_rows,
-            "rows": {
-                name: list(stored) if isinstance(stored, tuple) else stored
-                for name in ROW_KEYS
-                if (stored := getattr(self.rows, name)) or name not in UNWRITTEN_ROW_KEYS
-            },
-            "files": {name: dataclasses.asdict(self.files[name]) for name in sorted(self.files)},
-            "calibration": calibration,
-            "sparsity": sparsity,
-            "quality": quality,
-            "in_place": None if self.in_place is None else self.in_place.to_json(),
-            "sparse_prefill_tokens": self.sparse_prefill_tokens,
-            "prefill_block_tokens": self.prefill_block_tokens,
-            "stream_block_rows": self.stream_block_rows,
-            "source": dataclasses.asdict(self.source),
+        value: dict[str, Any] = to_json(self)
+        value["architecture"] = {
+            name: each
+            for name, each in value["architecture"].items()
+            if (name not in EXPERT_KEYS or self.architecture.experts) and (name not in LAYER_KEYS or each)
         }
+        rows = {name: to_json(getattr(self.rows, name)) for name in ROW_KEYS}
+        value["rows"] = {name: each for name, each in rows.items() if each or name not in UNWRITTEN_ROW_KEYS}
+        value["files"] = {name: value["files"][name] for name in sorted(value["files"])}
         return {name: each for name, each in value.items() if name not in _UNWRITTEN or each != _UNWRITTEN[name]}
 
     def save(self, directory: Path) -> None:
