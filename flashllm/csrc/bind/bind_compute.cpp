@@ -12,38 +12,20 @@ namespace flashllm {
 
 namespace {
 
-constexpr Named<RowCodec> kCodecs[] = {{"float32", RowCodec::f32},
-                                       {"float16", RowCodec::f16},
-                                       {"bfloat16", RowCodec::bf16},
-                                       {"int8_32", RowCodec::int8_32},
-                                       {"int8_64", RowCodec::int8_64},
-                                       {"int4_32", RowCodec::int4_32},
-                                       {"int4_64", RowCodec::int4_64},
-                                       {"int4_32_min", RowCodec::int4_32_min},
-                                       {"int4_64_min", RowCodec::int4_64_min},
-                                       {"bf12", RowCodec::bf12},
-                                       {"int5_32", RowCodec::int5_32},
-                                       {"int5_32_min", RowCodec::int5_32_min},
-                                       {"q4_k", RowCodec::q4_k},
-                                       {"q5_k", RowCodec::q5_k},
-                                       {"q6_k", RowCodec::q6_k},
-                                       {"mxfp4", RowCodec::mxfp4},
-                                       {"q2_k", RowCodec::q2_k},
-                                       {"q3_k", RowCodec::q3_k},
-                                       {"iq4_nl", RowCodec::iq4_nl},
-                                       {"iq4_xs", RowCodec::iq4_xs},
-                                       {"ternary", RowCodec::ternary},
-                                       {"codes2", RowCodec::codes2},
-                                       {"codes4", RowCodec::codes4},
-                                       {"codes5", RowCodec::codes5},
-                                       {"codes6", RowCodec::codes6},
-                                       {"codes8", RowCodec::codes8},
-                                       {"nvfp4", RowCodec::nvfp4},
-                                       {"codes_fp4", RowCodec::codes_fp4},
-                                       {"codes_iq4", RowCodec::codes_iq4}};
+constexpr Named<RowCodec> kCodecs[] = {
+    {"float32", RowCodec::f32}, {"float16", RowCodec::f16},   {"bfloat16", RowCodec::bf16},
+    NAMED(RowCodec, int8_32),   NAMED(RowCodec, int8_64),     NAMED(RowCodec, int4_32),
+    NAMED(RowCodec, int4_64),   NAMED(RowCodec, int4_32_min), NAMED(RowCodec, int4_64_min),
+    NAMED(RowCodec, bf12),      NAMED(RowCodec, int5_32),     NAMED(RowCodec, int5_32_min),
+    NAMED(RowCodec, q4_k),      NAMED(RowCodec, q5_k),        NAMED(RowCodec, q6_k),
+    NAMED(RowCodec, mxfp4),     NAMED(RowCodec, q2_k),        NAMED(RowCodec, q3_k),
+    NAMED(RowCodec, iq4_nl),    NAMED(RowCodec, iq4_xs),      NAMED(RowCodec, ternary),
+    NAMED(RowCodec, codes2),    NAMED(RowCodec, codes4),      NAMED(RowCodec, codes5),
+    NAMED(RowCodec, codes6),    NAMED(RowCodec, codes8),      NAMED(RowCodec, nvfp4),
+    NAMED(RowCodec, codes_fp4), NAMED(RowCodec, codes_iq4)};
 
 constexpr Named<InputForm> kInputs[] = {
-    {"float32", InputForm::f32}, {"int8", InputForm::int8}, {"int16", InputForm::int16}};
+    {"float32", InputForm::f32}, NAMED(InputForm, int8), NAMED(InputForm, int16)};
 
 constexpr nb::dlpack::dtype type_of(nb::dlpack::dtype_code code, std::uint8_t bits) {
   return {static_cast<std::uint8_t>(code), bits, 1};
@@ -55,15 +37,10 @@ constexpr std::pair<nb::dlpack::dtype, Element> kElements[] = {
     {type_of(nb::dlpack::dtype_code::Int, 8), Element::i8},
     {type_of(nb::dlpack::dtype_code::UInt, 8), Element::u8}};
 
-constexpr Named<Activation::Kind> kActivations[] = {{"relu", Activation::relu},
-                                                    {"squared_relu", Activation::squared_relu},
-                                                    {"drelu", Activation::drelu},
-                                                    {"fatrelu", Activation::fatrelu},
-                                                    {"silu", Activation::silu},
-                                                    {"gelu", Activation::gelu},
-                                                    {"gelu_tanh", Activation::gelu_tanh},
-                                                    {"quick_gelu", Activation::quick_gelu},
-                                                    {"clamped_swiglu", Activation::clamped_swiglu}};
+constexpr Named<Activation::Kind> kActivations[] = {
+    NAMED(Activation, relu),      NAMED(Activation, squared_relu), NAMED(Activation, drelu),
+    NAMED(Activation, fatrelu),   NAMED(Activation, silu),         NAMED(Activation, gelu),
+    NAMED(Activation, gelu_tanh), NAMED(Activation, quick_gelu),   NAMED(Activation, clamped_swiglu)};
 
 }  // namespace
 

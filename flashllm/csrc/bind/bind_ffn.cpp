@@ -23,20 +23,12 @@ std::int32_t units_in(const ByteArray& memory, std::size_t nbytes, std::int32_t 
 
 nb::dict take(FfnCounters& counters) {
   const FfnCounters taken = std::exchange(counters, {});
-  return dict_of({{"io_ns", taken.io_ns},
-                  {"memory_ns", taken.memory_ns},
-                  {"compute_ns", taken.compute_ns},
-                  {"io_busy_ns", taken.io_busy_ns},
-                  {"bytes_read", taken.bytes_read},
-                  {"requests", taken.requests},
-                  {"retries", taken.retries},
-                  {"active", taken.active},
-                  {"hits", taken.hits},
-                  {"misses", taken.misses},
-                  {"united", taken.united},
-                  {"rejected_bytes", taken.rejected_bytes},
-                  {"prefetched", taken.prefetched},
-                  {"prefetch_used", taken.prefetch_used}});
+  return dict_of({NAMED_MEMBER(taken, io_ns), NAMED_MEMBER(taken, memory_ns), NAMED_MEMBER(taken, compute_ns),
+                  NAMED_MEMBER(taken, io_busy_ns), NAMED_MEMBER(taken, bytes_read),
+                  NAMED_MEMBER(taken, requests), NAMED_MEMBER(taken, retries), NAMED_MEMBER(taken, active),
+                  NAMED_MEMBER(taken, hits), NAMED_MEMBER(taken, misses), NAMED_MEMBER(taken, united),
+                  NAMED_MEMBER(taken, rejected_bytes), NAMED_MEMBER(taken, prefetched),
+                  NAMED_MEMBER(taken, prefetch_used)});
 }
 
 }  // namespace

@@ -23,9 +23,8 @@ Checksums xxh3_64_rows(const ConstRows& rows) {
   return owned<Checksums>(std::move(sums), {rows.shape(0)});
 }
 
-constexpr Named<ReadBackendKind> kBackends[] = {{"threads", ReadBackendKind::threads},
-                                                {"io_uring", ReadBackendKind::io_uring},
-                                                {"auto", ReadBackendKind::automatic}};
+constexpr Named<ReadBackendKind> kBackends[] = {
+    NAMED(ReadBackendKind, threads), NAMED(ReadBackendKind, io_uring), {"auto", ReadBackendKind::automatic}};
 
 // A batch of reads as Python sees it: it keeps its destinations alive, and never dies with reads under way.
 class PyReadBatch {
@@ -85,13 +84,9 @@ class PyReadBatch {
       reader_->wait(batch_);
     }
     const ReadStats& stats = batch_.stats();
-    return dict_of({{"jobs", stats.jobs},
-                    {"requests", stats.requests},
-                    {"bytes", stats.bytes},
-                    {"gap_bytes", stats.gap_bytes},
-                    {"bounced", stats.bounced},
-                    {"retries", stats.retries},
-                    {"wall_ns", stats.wall_ns}});
+    return dict_of({NAMED_MEMBER(stats, jobs), NAMED_MEMBER(stats, requests), NAMED_MEMBER(stats, bytes),
+                    NAMED_MEMBER(stats, gap_bytes), NAMED_MEMBER(stats, bounced),
+                    NAMED_MEMBER(stats, retries), NAMED_MEMBER(stats, wall_ns)});
   }
 
  private:

@@ -14,8 +14,8 @@ namespace {
 using Logits = Given<float, Two>;
 using States = Array<float, Two>;
 
-constexpr Named<Pass> kPasses[] = {
-    {"sparse", Pass::sparse}, {"oracle", Pass::oracle}, {"dense", Pass::dense}, {"prompt", Pass::prompt}};
+constexpr Named<Pass> kPasses[] = {NAMED(Pass, sparse), NAMED(Pass, oracle), NAMED(Pass, dense),
+                                   NAMED(Pass, prompt)};
 
 // What a Python object sees of a dense pass: `input(layer, x [tokens, d_model])`, then for each block of
 // neurons `activations(layer, first, h [neurons, tokens])`, fp32; both arrays are valid during the call. What

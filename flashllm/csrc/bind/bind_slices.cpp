@@ -8,8 +8,8 @@ namespace flashllm {
 
 namespace {
 
-constexpr Named<RowMatrixName> kMatrices[] = {
-    {"up", RowMatrixName::up}, {"gate", RowMatrixName::gate}, {"down", RowMatrixName::down}};
+constexpr Named<RowMatrixName> kMatrices[] = {NAMED(RowMatrixName, up), NAMED(RowMatrixName, gate),
+                                              NAMED(RowMatrixName, down)};
 
 using OwnedBytes = Given<std::uint8_t, Two>;
 

@@ -100,6 +100,9 @@ struct Named {
   const char* name;
   T value;
 };
+// A value under its own name: an enumerator, or a member of a struct.
+#define NAMED(of, name) {#name, of::name}
+#define NAMED_MEMBER(of, name) {#name, (of).name}
 
 // Throws CoreError, which says the names there are, for another one.
 template <typename T, std::size_t kCount>
@@ -121,13 +124,10 @@ const char* name_of(T value, const Named<T> (&values)[kCount]) {
 
 inline constexpr Named<Dtype> kDtypes[] = {
     {"float32", Dtype::f32}, {"float16", Dtype::f16}, {"bfloat16", Dtype::bf16}};
-inline constexpr Named<SimdLevel> kSimdLevels[] = {{"scalar", SimdLevel::scalar},
-                                                   {"neon", SimdLevel::neon},
-                                                   {"avx2", SimdLevel::avx2},
-                                                   {"avx2_vnni", SimdLevel::avx2_vnni},
-                                                   {"avx512", SimdLevel::avx512},
-                                                   {"avx512_bf16", SimdLevel::avx512_bf16},
-                                                   {"avx512_amx", SimdLevel::avx512_amx}};
+inline constexpr Named<SimdLevel> kSimdLevels[] = {NAMED(SimdLevel, scalar),    NAMED(SimdLevel, neon),
+                                                   NAMED(SimdLevel, avx2),      NAMED(SimdLevel, avx2_vnni),
+                                                   NAMED(SimdLevel, avx512),    NAMED(SimdLevel, avx512_bf16),
+                                                   NAMED(SimdLevel, avx512_amx)};
 
 // Throws CoreError for an array of another dtype; bf16 comes as uint16 from numpy, which has no such type.
 template <typename Array>

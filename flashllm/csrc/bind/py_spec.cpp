@@ -6,26 +6,18 @@ namespace flashllm {
 
 namespace {
 
-constexpr Named<NormPlace> kNormPlaces[] = {{"input", NormPlace::input},
-                                            {"sum", NormPlace::sum},
-                                            {"output", NormPlace::output},
-                                            {"both", NormPlace::both}};
-constexpr Named<HeadNorm> kHeadNorms[] = {{"none", HeadNorm::none},
-                                          {"head", HeadNorm::head},
-                                          {"heads", HeadNorm::heads},
-                                          {"projection", HeadNorm::projection},
-                                          {"turned_head", HeadNorm::turned_head}};
-constexpr Named<Norm::Kind> kNorms[] = {{"layer", Norm::Kind::layer}, {"rms", Norm::Kind::rms}};
-constexpr Named<Rotary::Style> kStyles[] = {{"half", Rotary::Style::half},
-                                            {"interleaved", Rotary::Style::interleaved}};
-constexpr Named<Gate> kGates[] = {{"none", Gate::none},
-                                  {"sigmoid", Gate::sigmoid},
-                                  {"softplus", Gate::softplus},
-                                  {"head_softplus", Gate::head_softplus}};
-constexpr Named<RouterSpec::Score> kScores[] = {{"softmax", RouterSpec::Score::softmax},
-                                                {"softmax_of_chosen", RouterSpec::Score::softmax_of_chosen},
-                                                {"sigmoid", RouterSpec::Score::sigmoid},
-                                                {"sparse_mixer", RouterSpec::Score::sparse_mixer}};
+constexpr Named<NormPlace> kNormPlaces[] = {NAMED(NormPlace, input), NAMED(NormPlace, sum),
+                                            NAMED(NormPlace, output), NAMED(NormPlace, both)};
+constexpr Named<HeadNorm> kHeadNorms[] = {NAMED(HeadNorm, none), NAMED(HeadNorm, head),
+                                          NAMED(HeadNorm, heads), NAMED(HeadNorm, projection),
+                                          NAMED(HeadNorm, turned_head)};
+constexpr Named<Norm::Kind> kNorms[] = {NAMED(Norm::Kind, layer), NAMED(Norm::Kind, rms)};
+constexpr Named<Rotary::Style> kStyles[] = {NAMED(Rotary::Style, half), NAMED(Rotary::Style, interleaved)};
+constexpr Named<Gate> kGates[] = {NAMED(Gate, none), NAMED(Gate, sigmoid), NAMED(Gate, softplus),
+                                  NAMED(Gate, head_softplus)};
+constexpr Named<RouterSpec::Score> kScores[] = {
+    NAMED(RouterSpec::Score, softmax), NAMED(RouterSpec::Score, softmax_of_chosen),
+    NAMED(RouterSpec::Score, sigmoid), NAMED(RouterSpec::Score, sparse_mixer)};
 constexpr Named<bool> kGroupScores[] = {{"one", false}, {"two", true}};
 
 // Attributes of a Python object, each read into what it is here. One that is None leaves what is there.
@@ -56,17 +48,15 @@ class Attributes {
   nb::object object_;
 };
 
-void read(const Attributes& from, Alibi& to) {
-  from("slopes", to.slopes);
-  from("scale", to.scale);
-  from("rounded", to.rounded);
-}
+// The attribute of a member's name.
+#define TAKE(name) from(#name, to.name)
+
+void read(const Attributes& from, Alibi& to) { TAKE(slopes), TAKE(scale), TAKE(rounded); }
 
 // Which of the model's rotary embeddings it is.
 void read(const Attributes& from, int& index, std::vector<Rotary>& all) {
   Rotary to;
-  from("inverse_frequency", to.inverse_frequency);
-  from("scaling", to.scaling);
+  TAKE(inverse_frequency), TAKE(scaling);
   from("style", to.style, kStyles);
   const auto same = std::find(all.begin(), all.end(), to);
   index = static_cast<int>(same - all.begin());
@@ -75,87 +65,52 @@ void read(const Attributes& from, int& index, std::vector<Rotary>& all) {
 
 void read(const Attributes& from, RouterSpec& to) {
   from("score", to.score, kScores);
-  from("groups", to.groups);
-  from("chosen_groups", to.chosen_groups);
+  TAKE(groups), TAKE(chosen_groups);
   from("groups_by", to.groups_by_two, kGroupScores);
-  from("normalized", to.normalized);
-  from("epsilon", to.epsilon);
-  from("least_sum", to.least_sum);
-  from("factor", to.factor);
-  from("norm_epsilon", to.norm_epsilon);
-  from("jitter", to.jitter);
+  TAKE(normalized), TAKE(epsilon), TAKE(least_sum), TAKE(factor), TAKE(norm_epsilon), TAKE(jitter);
 }
 
 void read(const Attributes& from, ExpertsSpec& to) {
-  from("count", to.count);
-  from("chosen", to.chosen);
-  from("size", to.size);
-  from("shared", to.shared);
+  TAKE(count), TAKE(chosen), TAKE(size), TAKE(shared);
   from("router", to.router, &read);
 }
 
-void read(const Attributes& from, Growth& to) {
-  from("rate", to.rate);
-  from("step", to.step);
-}
+void read(const Attributes& from, Growth& to) { TAKE(rate), TAKE(step); }
 
 void read(const Attributes& from, LatentSpec& to) {
-  from("rank", to.rank);
-  from("plain_dim", to.plain_dim);
-  from("value_dim", to.value_dim);
-  from("query_rank", to.query_rank);
-  from("norm_epsilon", to.norm_epsilon);
+  TAKE(rank), TAKE(plain_dim), TAKE(value_dim), TAKE(query_rank), TAKE(norm_epsilon);
 }
 
 void read_attention(const Attributes& from, LayerSpec& layer, ModelSpec& model) {
   AttentionSpec& to = layer.attention;
-  from("heads", to.heads);
-  from("kv_heads", to.kv_heads);
-  from("head_dim", to.head_dim);
-  from("query_scale", to.query_scale);
+  TAKE(heads), TAKE(kv_heads), TAKE(head_dim), TAKE(query_scale);
   from("growth", to.growth, &read);
   from("query_key_norm", to.head_norm, kHeadNorms);
   from("rotary", to.rotary, &read, model.rotary);
-  from("window", to.window);
-  from("softcap", to.softcap);
+  TAKE(window), TAKE(softcap);
   from("alibi", to.alibi, &read);
-  from("value_dim", to.value_dim);
-  from("value_scale", to.value_scale);
+  TAKE(value_dim), TAKE(value_scale);
   from("latent", to.latent, &read);
   from("gate", to.gate, kGates);
-  from("out_scale", to.out_scale);
-  from("value_norm", to.value_norm);
-  from("key_is_value", to.key_is_value);
-  from("shared", to.shared);
+  TAKE(out_scale), TAKE(value_norm), TAKE(key_is_value), TAKE(shared);
 }
 
 void read_state(const Attributes& from, StateSpec& to) {
-  from("key_heads", to.key_heads);
-  from("value_heads", to.value_heads);
-  from("key_dim", to.key_dim);
-  from("value_dim", to.value_dim);
-  from("kernel", to.kernel);
+  TAKE(key_heads), TAKE(value_heads), TAKE(key_dim), TAKE(value_dim), TAKE(kernel);
 }
 
 void read_delta_rule(const Attributes& from, LayerSpec& layer, ModelSpec&) {
-  read_state(from, layer.state);
-  from("tiled", layer.state.tiled);
-  from("channel_rank", layer.state.channel_rank);
-  from("beta_scale", layer.state.beta_scale);
-  from("norm_epsilon", layer.state.norm_epsilon);
-  layer.state.by_delta_rule = true;
+  StateSpec& to = layer.state;
+  read_state(from, to);
+  TAKE(tiled), TAKE(channel_rank), TAKE(beta_scale), TAKE(norm_epsilon);
+  to.by_delta_rule = true;
 }
 
 void read_state_space(const Attributes& from, LayerSpec& layer, ModelSpec&) {
   StateSpec& to = layer.state;
   read_state(from, to);
-  from("gate_first", to.gate_first);
-  from("gate_scale", to.gate_scale);
-  from("query_scale", to.query_scale);
-  from("key_scale", to.key_scale);
-  from("value_scale", to.value_scale);
-  from("decay_scale", to.decay_scale);
-  from("out_scale", to.out_scale);
+  TAKE(gate_first), TAKE(gate_scale), TAKE(query_scale), TAKE(key_scale), TAKE(value_scale),
+      TAKE(decay_scale), TAKE(out_scale);
 }
 
 void read_convolution(const Attributes& from, LayerSpec& layer, ModelSpec&) {
@@ -179,50 +134,41 @@ void read(const Attributes& from, LayerSpec& to, ModelSpec& model) {
     by_name("a mixer", nb::cast<std::string>(mixer.object("kind")), kMixers)(mixer, to, model);
   }
   from("norms", to.norms, kNormPlaces);
-  from("parallel", to.parallel);
-  from("shared_norm", to.shared_norm);
-  from("neurons", to.neurons);
+  TAKE(parallel), TAKE(shared_norm), TAKE(neurons);
   from("experts", to.experts, &read);
-  from("beside", to.beside);
+  TAKE(beside);
   from("activation_threshold", to.activation.threshold);
   from("activation_cut", to.activation.cut);
   from("activation_scale", to.activation.scale);
-  from("ffn_scale", to.ffn_scale);
-  from("gate_deviations", to.gate_deviations);
+  TAKE(ffn_scale), TAKE(gate_deviations);
 }
 
 void read_per_layer(const Attributes& from, std::size_t& width) { from("dim", width); }
 
+void read(const Attributes& from, BlockSpec& to) {
+  TAKE(d_model), TAKE(residual_scale), TAKE(rounded_inputs), TAKE(streams), TAKE(laurel);
+  from("per_layer", to.per_layer, &read_per_layer);
+}
+
+void read(const Attributes& from, ModelSpec& to) {
+  read(from, to.block);
+  from("vocab_size", to.vocab);
+  TAKE(embed_dim), TAKE(position_offset), TAKE(embedding_scale), TAKE(logit_scale), TAKE(logit_softcap);
+}
+
 void read(const Attributes& from, Architecture& to) {
-  ModelSpec& model = to.model;
-  from("d_model", model.block.d_model);
-  from("residual_scale", model.block.residual_scale);
-  from("rounded_inputs", model.block.rounded_inputs);
-  from("streams", model.block.streams);
-  from("laurel", model.block.laurel);
-  from("vocab_size", model.vocab);
-  from("embed_dim", model.embed_dim);
-  from("position_offset", model.position_offset);
-  from("embedding_scale", model.embedding_scale);
-  from("logit_scale", model.logit_scale);
-  from("logit_softcap", model.logit_softcap);
+  read(from, to.model);
   from("norm", to.norms.kind, kNorms);
   from("norm_epsilon", to.norms.epsilon);
   from("norm_shift", to.norms.shift);
-  from("context", to.context);
-  from("gated", to.gated);
-  from("sub_norms", to.sub_norms);
-  from("embedding_norm", to.embedding_norm);
-  from("final_norm", to.final_norm);
-  from("learned_positions", to.learned_positions);
-  from("tied_head", to.tied_head);
+  TAKE(context), TAKE(gated), TAKE(sub_norms), TAKE(embedding_norm), TAKE(final_norm),
+      TAKE(learned_positions), TAKE(tied_head);
   const Activation activation = parse_activation(nb::cast<std::string>(from.object("activation")));
   for (const nb::handle layer : from.object("layers")) {
     to.layers.emplace_back().activation = activation;
-    read(Attributes(layer), to.layers.back(), model);
+    read(Attributes(layer), to.layers.back(), to.model);
   }
-  from("per_layer", model.block.per_layer, &read_per_layer);
-  model.block.layers = to.layers.size();
+  to.model.block.layers = to.layers.size();
 }
 
 }  // namespace

@@ -10,14 +10,12 @@ namespace flashllm {
 
 namespace {
 
-constexpr Named<Fault::Kind> kFaults[] = {
-    {"error", Fault::Kind::error},   {"short_read", Fault::Kind::short_read},
-    {"flip", Fault::Kind::flip},     {"end_of_file", Fault::Kind::end_of_file},
-    {"random", Fault::Kind::random}, {"interrupt", Fault::Kind::interrupt}};
-constexpr Named<WrongCompletions::Kind> kWrong[] = {{"length", WrongCompletions::Kind::length},
-                                                    {"error", WrongCompletions::Kind::error},
-                                                    {"twice", WrongCompletions::Kind::twice},
-                                                    {"id", WrongCompletions::Kind::id}};
+constexpr Named<Fault::Kind> kFaults[] = {NAMED(Fault::Kind, error),  NAMED(Fault::Kind, short_read),
+                                          NAMED(Fault::Kind, flip),   NAMED(Fault::Kind, end_of_file),
+                                          NAMED(Fault::Kind, random), NAMED(Fault::Kind, interrupt)};
+constexpr Named<WrongCompletions::Kind> kWrong[] = {
+    NAMED(WrongCompletions::Kind, length), NAMED(WrongCompletions::Kind, error),
+    NAMED(WrongCompletions::Kind, twice), NAMED(WrongCompletions::Kind, id)};
 
 void inject_fault(DirectFile& file, const std::string& kind, std::uint64_t first, std::uint64_t count,
                   std::uint64_t argument) {

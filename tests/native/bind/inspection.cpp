@@ -75,11 +75,8 @@ void make_layer(PyFfnLayer* self, std::size_t layer, std::shared_ptr<NamedTensor
 
 nb::dict take(RowStream& self) {
   const StreamTimes times = self.take();
-  return dict_of({{"wait_ns", times.wait_ns},
-                  {"busy_ns", times.busy_ns},
-                  {"bytes", times.bytes},
-                  {"requests", times.requests},
-                  {"retries", times.retries}});
+  return dict_of({NAMED_MEMBER(times, wait_ns), NAMED_MEMBER(times, busy_ns), NAMED_MEMBER(times, bytes),
+                  NAMED_MEMBER(times, requests), NAMED_MEMBER(times, retries)});
 }
 
 }  // namespace
