@@ -258,7 +258,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """The report."""
     tasks = list(TASKS) if args.tasks == "all" else [name for name in args.tasks.split(",") if name]
     unknown = sorted(set(tasks) - set(TASKS))
     if unknown:

@@ -119,7 +119,6 @@ class MaskedModel:
         return [Variant.DENSE, Variant.ORACLE, *self._predictors]
 
     def predictors(self, variant: Variant) -> list[Namer] | None:
-        """Namers of a variant that has some."""
         return self._predictors.get(variant)
 
     def use(self, variant: Variant, watcher: Watcher | None = None) -> None:
@@ -152,7 +151,6 @@ class MaskedModel:
 
     @property
     def context(self) -> int:
-        """Tokens a sequence may have."""
         return self.model.context
 
     @property
@@ -168,7 +166,6 @@ class MaskedModel:
         return self.model.is_prompt(tokens)
 
     def new_sequence(self) -> SequenceState:
-        """An empty sequence."""
         return self.model.new_sequence()
 
     def step(self, entries: Sequence[tuple[SequenceState, Sequence[int]]], *, as_prompt: bool = False) -> Floats:

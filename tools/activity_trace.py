@@ -133,7 +133,6 @@ class Trace(Closing):
         pread_into(self._fd, view, self._offset + token % self.info.num_tokens * nbytes, self.path)
 
     def token(self, token: int) -> Bits:
-        """The bit sets of one token, as `read_into`."""
         buffer = np.empty(self.info.token_shape, np.uint8)
         self.read_into(token, buffer)
         return buffer

@@ -48,7 +48,6 @@ def finish_reason(reason: str, called: bool) -> str:
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprobs] | None, text: TokenText) -> Any:
-    """Log probabilities of an answer's tokens in a conversation."""
     if tokens is None:
         return None
     return {"content": [token_entry(token, text) for token in tokens], "refusal": None}

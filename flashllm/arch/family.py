@@ -36,12 +36,10 @@ ACTIVATION_NAMES = {  # transformers' names of what can be computed, and those o
 
 
 def always(config: Config) -> bool:
-    """Every model has it."""
     return True
 
 
 def never(config: Config) -> bool:
-    """No model has it."""
     return False
 
 
@@ -372,7 +370,6 @@ def each_layer(block: BlockSpec, of: Iterable[T], change: Callable[[LayerSpec, T
 
 
 def with_attention(layer: LayerSpec, **changes: Any) -> LayerSpec:
-    """The layer with these changes of its attention."""
     return replace(layer, mixer=replace(layer.attention, **changes))
 
 

@@ -227,12 +227,10 @@ class ShortConvolution(Recurrent):
 
     @property
     def rows(self) -> Mapping[str, int]:
-        """Outputs of each projection by its canonical name within a layer."""
         return dict.fromkeys(("query", "key", "value"), self.width)
 
     @property
     def mixed_dim(self) -> int:
-        """Inputs of the output projection."""
         return self.width
 
     @property
@@ -268,14 +266,12 @@ class HeadStates(Recurrent):
 
     @property
     def rows(self) -> Mapping[str, int]:
-        """Outputs of each projection by its canonical name within a layer."""
         key, value = self.key_heads * self.key_dim, self.value_heads * self.value_dim
         of_heads = dict.fromkeys(self.small, self.value_heads)
         return {"query": key, "key": key, "value": value, "out_gate": value, **of_heads}
 
     @property
     def mixed_dim(self) -> int:
-        """Inputs of the output projection."""
         return self.value_heads * self.value_dim
 
     @property
@@ -333,7 +329,6 @@ class DeltaRule(HeadStates):
 
     @property
     def norm_dim(self) -> int:
-        """Weights of the norm of what is mixed."""
         return self.value_dim
 
 

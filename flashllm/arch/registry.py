@@ -166,7 +166,6 @@ class Claim:
 
     @property
     def rows(self) -> int:
-        """How many there are."""
         return self.shape[0]
 
 

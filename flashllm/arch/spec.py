@@ -94,7 +94,6 @@ class LayerSpec:
         return self.second if self.second is not None or isinstance(self.mixer, Attention) else self.mixer
 
     def has_norm(self, name: str) -> bool:
-        """True where it has the norm of this canonical name."""
         before, behind = self.norms != "output", self.norms in ("output", "both")
         of_heads = self.mixer is not None and self.mixer.query_key_norm != "none"
         latent = None if self.mixer is None else self.mixer.latent
@@ -239,12 +238,10 @@ class BlockSpec:
 
     @property
     def attentions(self) -> tuple[Attention, ...]:
-        """The mixers of those layers that attend to keys and values."""
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention))
 
     @property
     def recurrent(self) -> tuple[Keeping, ...]:
-        """The mixers of its layers that keep a state."""
         return tuple(layer.recurrent for layer in self.layers if layer.recurrent is not None)
 
     @property
@@ -339,7 +336,6 @@ class Architecture:
 
     @property
     def mixtures(self) -> tuple[int, ...]:
-        """The layers that are mixtures of experts."""
         return tuple(i for i in range(self.num_layers) if i not in self.dense_layers) if self.experts else ()
 
     @property

@@ -26,42 +26,38 @@ def _always(config: Config) -> bool:
     return True
 
 
+# Layers that have a tensor.
+
+
 def every_layer(layer: LayerSpec) -> bool:
     return True
 
 
 def mixtures(layer: LayerSpec) -> bool:
-    """Layers that are mixtures of experts have it."""
     return layer.experts is not None
 
 
 def attentions(layer: LayerSpec) -> bool:
-    """Layers that attend to keys and values have it."""
     return isinstance(layer.mixer, Attention)
 
 
 def own_keys(layer: LayerSpec) -> bool:
-    """Layers that attend to keys of their own have it."""
     return isinstance(layer.mixer, Attention) and layer.mixer.shared is None
 
 
 def own_values(layer: LayerSpec) -> bool:
-    """Layers that project values of their own have it."""
     return own_keys(layer) and not layer.attention.key_is_value
 
 
 def delta_rules(layer: LayerSpec) -> bool:
-    """Layers that keep a state by the delta rule have it."""
     return isinstance(layer.mixer, DeltaRule)
 
 
 def state_spaces(layer: LayerSpec) -> bool:
-    """Layers with a state-space mixer have it."""
     return isinstance(layer.recurrent, StateSpace)
 
 
 def short_convolutions(layer: LayerSpec) -> bool:
-    """Layers with a convolution between two gates have it."""
     return isinstance(layer.mixer, ShortConvolution)
 
 
@@ -82,7 +78,6 @@ class Part:
 
 
 def whole(config: Config) -> Part:
-    """All rows, in their order."""
     return Part()
 
 
@@ -140,7 +135,6 @@ class ArchitectureSpec:
 
     @property
     def embedding(self) -> str:
-        """State_dict name of the embedding."""
         return self.source_of("embedding.weight")
 
     @property
@@ -150,11 +144,9 @@ class ArchitectureSpec:
 
     @property
     def head(self) -> str:
-        """State_dict name of the head."""
         return self.source_of("head.weight")
 
     def matrix_part(self, matrix: str, config: Config) -> Part:
-        """Which rows of its tensor an FFN matrix is."""
         return self.matrix_parts.get(matrix, whole)(config)
 
     def present(self, config: Config) -> list[ResidentTensor]:

@@ -17,7 +17,6 @@ _NO_LIMIT = 2**60  # version 1 control groups report "no limit" as a huge number
 
 
 def num_cores() -> int:
-    """Cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

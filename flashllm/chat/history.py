@@ -19,7 +19,6 @@ class SafeHistory(FileHistory):
         self._failed = False
 
     def store_string(self, string: str) -> None:
-        """Append an input to the file."""
         if self._failed:
             return
         try:

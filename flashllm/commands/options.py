@@ -16,7 +16,6 @@ AUTO = "auto"  # as a limit of memory
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """MODEL, which may be left out."""
     parser.add_argument(
         "model",
         metavar="MODEL",

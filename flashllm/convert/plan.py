@@ -61,7 +61,6 @@ class ConversionPlan(Storage):
 
     @property
     def ffn_nbytes(self) -> int:
-        """Size of `ffn.safetensors`."""
         return len(self.ffn_header) + sum(layout.layer_nbytes for layout in self.layouts if layout is not None)
 
     @property
@@ -77,7 +76,6 @@ class ConversionPlan(Storage):
 
     @property
     def resident_nbytes(self) -> int:
-        """Size of `resident.safetensors`."""
         return len(self.resident_header) + sum(entry.nbytes for entry in self.resident)
 
     @property
@@ -168,7 +166,6 @@ class ConversionPlan(Storage):
             yield {matrix: self.claims[f"{name}{matrix}.weight"] for matrix in self.architecture.matrices}
 
     def dtype_of(self, name: str) -> WeightDtype:
-        """Dtype of a tensor of the checkpoint."""
         return WEIGHT_DTYPE_BY_CODE[self.checkpoint.tensors[name].dtype]
 
 

@@ -180,7 +180,6 @@ class _Builder:
         return max_request(self._manifest) if ablation.merged else max(rows.stride, PAGE_NBYTES)
 
     def _neuron_source(self) -> _core.NeuronSource:
-        """The source that layers with a neuron cache read."""
         manifest, memory, ablation = self._manifest, self._plan.memory, self._config.ablation
         return _core.NeuronSource(
             reader=self._reader,
@@ -215,7 +214,6 @@ class _Builder:
         )
 
     def _layer_rows(self, checksums: list[NDArray[np.uint64]]) -> list[_core.FileRows]:
-        """The places of each layer's rows on flash."""
         tensors, experts = read_header(self._path / FFN).tensors, self._lying_experts()
         return [
             _core.FileRows(
@@ -229,7 +227,6 @@ class _Builder:
         ]
 
     def _lying_experts(self) -> list[_core.LyingExperts | None]:
-        """The experts of each layer that lie in another file."""
         manifest, in_place = self._manifest, self._manifest.in_place
         if in_place is None:
             return [None] * manifest.architecture.num_layers
@@ -256,7 +253,6 @@ class _Builder:
         return [of_layer(layer, slices) if slices else None for layer, slices in enumerate(in_place.layers)]
 
     def _caches(self) -> list[_core.LayerCache | None]:
-        """The neuron cache of each layer that has one."""
         architecture, popularity = self._manifest.architecture, self._plan.popularity
         unit = architecture.unit_rows
         return [

@@ -245,7 +245,6 @@ class Manifest:
 
     @property
     def layouts(self) -> list[RowLayout]:
-        """`layout` of every layer."""
         return [self.layout(layer) for layer in range(self.architecture.num_layers)]
 
     def checksum_rows_of(self, layer: int) -> int:
@@ -254,7 +253,6 @@ class Manifest:
 
     @property
     def checksums(self) -> list[int]:
-        """Checksums of each layer."""
         together = [self.checksum_rows_of(layer) for layer in range(self.architecture.num_layers)]
         return checksum_counts(self.architecture, self.rows, self.in_place, together)
 

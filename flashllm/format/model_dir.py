@@ -126,7 +126,6 @@ class ModelDir:
 
     @property
     def architecture(self) -> Architecture:
-        """As the manifest records it."""
         return self.manifest.architecture
 
     @property

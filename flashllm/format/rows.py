@@ -126,7 +126,6 @@ class TableLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows."""
         return self.rows * self.stride
 
 

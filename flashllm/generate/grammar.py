@@ -162,7 +162,6 @@ class Grammar:
         self._state, self._vocab, self._end_ids = state, vocab, end_ids
 
     def start(self, reasoning: Reasoning | None = None) -> Matcher:
-        """The matcher of a new answer."""
         return Matcher(self._state.deep_copy(), self._vocab, self._end_ids, reasoning)
 
 

@@ -16,7 +16,6 @@ class TurnStats:
     _later: list[TokenRecord] = field(default_factory=list)
 
     def add(self, record: PrefillRecord | TokenRecord) -> None:
-        """Count the next record of the stream."""
         if isinstance(record, PrefillRecord):
             self.prefill = record
             self.first_token_ms = record.times.total_ms

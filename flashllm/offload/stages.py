@@ -25,7 +25,6 @@ class Stage:
 
     @property
     def numbers(self) -> range:
-        """The numbers of its layers in the model."""
         return range(self.first, self.end)
 
     @property

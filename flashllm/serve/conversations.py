@@ -170,7 +170,6 @@ class Conversations:
         return True
 
     def close(self) -> None:
-        """Forget all."""
         for one in sorted(self._kept, key=lambda one: -len(one.tokens)):
             self._let_go(one)
 

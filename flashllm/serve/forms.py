@@ -92,7 +92,6 @@ class Form:
         return {**self._head, "choices": [], "usage": self.usage()} if self._asked.include_usage else None
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's count of tokens."""
         prompt = sum(map(len, self._prompts))
         new = sum(choice.new_tokens for choice in self._choices)
         return {

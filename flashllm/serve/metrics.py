@@ -48,7 +48,6 @@ class Metrics:
         self._requests.labels(path, str(status)).inc()
 
     def see(self, event: Event) -> None:
-        """Count what a record says."""
         if not isinstance(event, Began | Chosen):
             return
         times, found = event.record.times, {"read_bytes": event.record.times.bytes_read}

@@ -25,7 +25,6 @@ _HEADERS = {
 
 
 def routes() -> list[Route]:
-    """The page and what it loads."""
     return [Route(path, _file) for path in _FILES]
 
 

@@ -143,17 +143,14 @@ class Worker(Closing):
 
     @property
     def waiting(self) -> int:
-        """Jobs that have not begun."""
         return len(self._waiting)
 
     @property
     def busy(self) -> bool:
-        """True while a job is computed."""
         return bool(self._running)
 
     @property
     def alive(self) -> bool:
-        """True while jobs are answered."""
         return all(thread.is_alive() for thread in self._threads) and not self._closing
 
     @property

@@ -247,7 +247,6 @@ class LogitCounts:
 
 
 def count_logits(predictor: LayerPredictor, chunks: Chunks, d_ff: int) -> LogitCounts:
-    """Over all chunks."""
     active, counts = fires(d_ff), LogitCounts()
     for x, packed in chunks():
         for start in range(0, len(x), JUDGE_TOKENS):

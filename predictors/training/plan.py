@@ -46,7 +46,6 @@ class TrainingPlan:
         return self.model + self.work
 
     def table(self) -> str:
-        """The text that is printed before work begins."""
         shape = self.shape
         limit = "" if self.limit is None else f" of {format_size(self.limit)}"
         return (

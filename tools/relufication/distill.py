@@ -42,7 +42,6 @@ class Recipe:
 
     @property
     def steps(self) -> int:
-        """Steps of the whole run."""
         return self.tokens // (self.length * self.batch)
 
 
@@ -61,7 +60,6 @@ class Training:
 
     @property
     def tokens(self) -> int:
-        """Tokens seen so far."""
         return self.step * self.recipe.batch * self.recipe.length
 
     def learning_rate(self) -> float:

@@ -16,7 +16,6 @@ VOCAB, CONTEXT = 50272, 2048
 def opt_config(
     layers: int, hidden: int, heads: int, *, dtype: str, vocab: int = VOCAB, context: int = CONTEXT
 ) -> dict[str, Any]:
-    """A config.json."""
     return {
         "architectures": ["OPTForCausalLM"],
         "model_type": "opt",

@@ -59,7 +59,6 @@ PHI3 = row(
 
 
 def granite_block(config: Config, **traits: Any) -> BlockSpec:
-    """The block of a config with Granite's multipliers."""
     by = check_number("logits_scaling", config["logits_scaling"])
     if by == 0:
         raise ValueError("logits_scaling must not be 0")

@@ -77,7 +77,6 @@ EXAONE4 = row("exaone4", block=lambda config: exaone_block(config, norms="output
 
 
 def granite_swa_block(config: Config, **traits: Any) -> BlockSpec:
-    """The block with Granite's multipliers and windows."""
     block = granite_block(with_types(config, 4, first=True), **traits)
     if config["layer_rope_theta"] is None:
         return block

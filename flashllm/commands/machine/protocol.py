@@ -106,7 +106,6 @@ def llama_cpp(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(step: _Step, settings: dict[str, Any]) -> dict[str, Any]:
-    """The prompt's pass, and those of the tokens after it."""
     ids, prompt = settings["ids"], settings["prompt"]
     return {"prompt": step(ids[:prompt]), "tokens": [step([one]) for one in ids[prompt:]]}
 
@@ -118,7 +117,6 @@ def _bytes_read() -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the engine that the settings name."""
     settings = json.loads((sys.argv[1:] if argv is None else argv)[0])
     try:
         result = (flashllm if settings["engine"] == "flashllm" else llama_cpp)(settings)

@@ -31,7 +31,6 @@ def untrained_header(architecture: Architecture, rank: int, model_sha256: str) -
 
 
 def untrained_nbytes(architecture: Architecture, rank: int) -> int:
-    """Size of the predictor file."""
     layers = [2 * rank * (architecture.d_model + d_ff) + 4 * (d_ff + 1) for d_ff in architecture.every_width if d_ff]
     return len(untrained_header(architecture, rank, "0" * 64)) + sum(layers)
 
@@ -51,7 +50,6 @@ def coded_gates_header(architecture: Architecture, model_sha256: str) -> bytes:
 
 
 def coded_gates_nbytes(architecture: Architecture) -> int:
-    """Size of that file."""
     codes = architecture.neurons * GATE_CODE.vector_nbytes(architecture.d_model)
     return len(coded_gates_header(architecture, "0" * 64)) + 2 * architecture.num_layers + codes
 

@@ -107,7 +107,6 @@ class ChatTemplate(Closing):
         return {"source": source, "values": values, "messages": messages}
 
     def close(self) -> None:
-        """End the process."""
         self._renderer.close()
 
 

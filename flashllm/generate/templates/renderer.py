@@ -116,7 +116,6 @@ class Renderer(OneProcess):
         return self._child
 
     def _end(self) -> int | None:
-        """End the process where there is one, and return its status."""
         self._child = None
         return self._finalizer() if self._finalizer is not None else None
 

@@ -104,7 +104,6 @@ class _Walk:
             self.refuse(f"{count} {what}, where {most} are the most,")
 
     def number(self, nbytes: int) -> int:
-        """An unsigned integer."""
         return int.from_bytes(self.taken(nbytes), "little")
 
     def taken(self, nbytes: int) -> bytes:

@@ -89,7 +89,6 @@ def _aligned(nbytes: int, alignment: int) -> int:
 
 
 def _kind_of(number: int, where: str) -> _Kind:
-    """The kind of this number, which can be read."""
     gguf: Any = importlib.import_module("gguf")
     if number == _I2_S:
         raise UnsupportedModelError(
@@ -110,7 +109,6 @@ def _kind_of(number: int, where: str) -> _Kind:
 
 
 def _placed(entry: TableEntry, kind: _Kind, start: int, where: str) -> Placed:
-    """The tensor `entry`, by itself."""
     again, shape = "the file is damaged, get it again", entry.shape
     if not shape or 0 in shape:
         raise FormatError(f"{where} holds nothing: its shape is {list(shape)}; {again}")

@@ -40,7 +40,6 @@ class Metadata:
         return short
 
     def flag(self, key: str, default: bool | None = None) -> bool:
-        """True or false."""
         value = self._for_all_layers(key, default)
         if type(value) is not bool:
             raise self._wrong(key, "true or false", value)
@@ -56,7 +55,6 @@ class Metadata:
         return self._list(key, "texts", None, lambda each: isinstance(each, str))
 
     def integers(self, key: str, count: int) -> list[int]:
-        """So many integers."""
         return self._list(key, "integers", count, lambda each: type(each) is int)
 
     def integers_of_layers(self, key: str, count: int, *, least: int = 1) -> list[int]:
@@ -68,11 +66,9 @@ class Metadata:
         return values
 
     def flags(self, key: str, count: int) -> list[bool]:
-        """So many of true and false."""
         return self._list(key, "true and false", count, lambda each: type(each) is bool)
 
     def numbers(self, key: str, count: int) -> list[float]:
-        """So many finite numbers."""
         return self._list(key, "finite numbers", count, lambda each: type(each) in (int, float) and math.isfinite(each))
 
     def deviations(self, key: str, count: int) -> list[float]:
