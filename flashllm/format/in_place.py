@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from flashllm._core import BlockRows
 from flashllm.arch.spec import Architecture
-from flashllm.base.checks import check_int, check_list, check_str
+from flashllm.base.checks import check_int, check_list, check_str, from_json
 from flashllm.base.files import drop_page_cache, open_for_reading, pread_bytes
 from flashllm.errors import FormatError
 from flashllm.format.rows import RowLayout
@@ -182,16 +182,12 @@ def read_in_place(value: Any, experts: int) -> InPlace | None:
         return None
     if not isinstance(value, dict) or set(value) != {"files", "layers"}:
         raise ValueError("in_place must have files and layers")
-    files = []
-    for file in check_list(value["files"], "in_place.files"):
-        if not isinstance(file, dict) or set(file) != set(LyingFile.__slots__):
-            raise ValueError("in_place.files must have path, nbytes and mtime_ns")
-        files.append(LyingFile(**file))
+    files = from_json(tuple[LyingFile, ...], value["files"], "in_place.files")
     layers = []
     for layer in check_list(value["layers"], "in_place.layers"):
         found = [check_list(each, "in_place.layers") for each in check_list(layer, "in_place.layers")]
         layers.append(tuple(Slices.from_json(each, experts) for each in found))
-    return InPlace(files=tuple(files), layers=tuple(layers))
+    return InPlace(files=files, layers=tuple(layers))
 
 
 def block_rows(slices: tuple[Slices, ...], layout: RowLayout, size: int) -> list[BlockRows]:

@@ -17,6 +17,7 @@ from flashllm.engine.model import Model
 from flashllm.errors import UsageError
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import PREDICTORS
+from flashllm.generate.session import common_prefix
 from flashllm.generate.tokenizer import Tokenizer
 
 _PRIOR = 0.7  # that a drafted token is right, before any was judged
@@ -40,9 +41,8 @@ class DraftModel:
 
     def draft(self, tokens: "array[int]", count: int) -> list[int]:
         # 1. What the last draft has in common with the tokens stays; the rest, wrong guesses, is cut off.
-        longest = min(len(self._held), len(tokens) - 1)
-        shared = next((at for at in range(longest) if self._held[at] != tokens[at]), longest)
-        shared = self._sequence.keep(shared)
+        alike = common_prefix(self._held, tokens, min(len(self._held), len(tokens) - 1))
+        shared = self._sequence.keep(alike)
         self._held = tokens[:shared]
         began = time.perf_counter()
         logits = self._model.step([(self._sequence, tokens[shared:])])[0]

@@ -11,7 +11,7 @@ A form is data. A mark in the text opens reasoning, or a call, which is written 
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from flashllm.errors import UsageError
 
@@ -79,8 +79,11 @@ def _json(open_: str, head: str, *close: str) -> Call:
     return Call(open=open_, body="json", head=head, until=("{",), close=close)
 
 
-def _bare(open_: str, close: str, quote: str) -> Call:
-    return Call(open=open_, body="bare", head=r"call:(?P<name>[\w.:-]+)", until=("{",), close=(close,), quote=quote)
+def _bare(open_: str, close: str, quote: str) -> dict[str, Any]:
+    """The fields `calls` and `held` of a format with such bodies."""
+    call = Call(open=open_, body="bare", head=r"call:(?P<name>[\w.:-]+)", until=("{",), close=(close,), quote=quote)
+    held = Held(call=f"{open_}call:NAME{{ARGUMENTS}}{close}", parameter="KEY:VALUE", joined=",", between="")
+    return {"calls": (call,), "held": (held,)}
 
 
 def _parameters(open_: str, head: str, close: str, *parameter: str) -> Call:
@@ -189,23 +192,12 @@ FORMATS = (
         name="gemma4",
         written=("<|tool_call>",),
         thinking=(("<|channel>thought", "<channel|>"),),
-        held=(
-            Held(call="<|tool_call>call:NAME{ARGUMENTS}<tool_call|>", parameter="KEY:VALUE", joined=",", between=""),
-        ),
-        calls=(_bare("<|tool_call>", "<tool_call|>", '<|"|>'),),
+        **_bare("<|tool_call>", "<tool_call|>", '<|"|>'),
     ),
     Format(
         name="functiongemma",
         written=("<start_function_call>",),
-        held=(
-            Held(
-                call="<start_function_call>call:NAME{ARGUMENTS}<end_function_call>",
-                parameter="KEY:VALUE",
-                joined=",",
-                between="",
-            ),
-        ),
-        calls=(_bare("<start_function_call>", "<end_function_call>", "<escape>"),),
+        **_bare("<start_function_call>", "<end_function_call>", "<escape>"),
     ),
     Format(
         name="cohere",
