@@ -1,6 +1,7 @@
 // The tests that need no file: they run under an emulator too, which has neither direct reads nor io_uring.
 #include "check.h"
 #include "digest.h"
+#include "simd_levels.h"
 
 void test_arithmetic(int scale) {
   test_thread_pool(scale);

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "attention_fixture.h"
+#include "simd_levels.h"
 
 namespace {
 
@@ -165,10 +166,9 @@ void check_packed(Dtype dtype, int bits, SimdLevel level) {
     for (std::size_t p = 0; p < i / kKvBlock * kKvBlock; ++p)
       for (std::size_t h = 0; h < problem.kv_heads; ++h)
         for (std::vector<float>* side : {&seen.keys, &seen.values}) {
-          const auto unpack =
-              side == &seen.keys ? &KvBlockFormat::unpack_keys : &KvBlockFormat::unpack_values;
-          (view.format->*unpack)(view.packed(p / kKvBlock), h, p % kKvBlock, 1, unpacked.data(),
-                                 group_kernels(level));
+          view.format->unpack(side == &seen.keys ? KvBlockFormat::Side::keys : KvBlockFormat::Side::values,
+                              view.packed(p / kKvBlock), h, p % kKvBlock, 1, unpacked.data(),
+                              group_kernels(level));
           std::copy_n(unpacked.data(), dim, side->data() + p * seen.row + h * dim);
         }
     const AttendingToken token{q.data() + i * row, view, i + 1, few.data()};

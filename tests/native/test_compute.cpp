@@ -14,6 +14,7 @@
 #include "kernels/thread_pool.h"
 #include "planes/scale_planes.h"
 #include "random_rows.h"
+#include "simd_levels.h"
 
 namespace {
 
@@ -30,10 +31,10 @@ std::vector<float> products(int threads, SimdLevel level, Dtype dtype, std::size
   kernels.from_f32(random_floats(rows * columns, random).data(), rows * columns, weights.data());
   const std::vector<float> x = random_floats(tokens * columns, random);
   const std::vector<float> bias = random_floats(rows, random);
-  const LinearWeights linear_weights{weights.data(), rows,       columns, columns * dtype_nbytes(dtype),
-                                     dtype,          bias.data()};
   std::vector<float> out(tokens * rows);
-  linear(linear_weights, x.data(), tokens, out.data(), pool, level);
+  const RowMatrix matrix{weights.data(),  rows,    columns,    columns * dtype_nbytes(dtype),
+                         codec_of(dtype), nullptr, bias.data()};
+  linear(matrix, x.data(), tokens, out.data(), pool, level);
 
   std::vector<float> wide(rows * columns);
   kernels.to_f32(weights.data(), wide.size(), wide.data());
@@ -52,7 +53,7 @@ std::vector<float> products(int threads, SimdLevel level, Dtype dtype, std::size
   std::vector<const void*> pointers;
   std::vector<std::int32_t> ids;
   for (std::size_t r = rows; r-- > 0;) {
-    pointers.push_back(weights.data() + r * linear_weights.stride);
+    pointers.push_back(weights.data() + r * matrix.stride);
     ids.push_back(static_cast<std::int32_t>(r));
   }
   std::vector<float> values(rows), y(columns, 0.5F);
@@ -295,8 +296,8 @@ void grouped_products(RowCodec codec, SimdLevel level, std::size_t rows, std::si
   const ScatteredRows scattered{vectors.data(), rows, columns, codec};
   ThreadPool single(1);
   std::vector<float> expected(2 * rows), found(2 * rows), values(rows), sum(columns), same(columns);
-  linear({reinterpret_cast<const std::byte*>(wide.data()), rows, columns, 4 * columns, Dtype::f32, nullptr},
-         x.data(), 2, expected.data(), single, level);
+  linear({reinterpret_cast<const std::byte*>(wide.data()), rows, columns, 4 * columns}, x.data(), 2,
+         expected.data(), single, level);
   dot_scattered(scattered, x.data(), ids.data(), nullptr, Activation::identity, values.data(), single, level);
   CHECK(same_bits(values, std::vector<float>(expected.begin(), expected.begin() + rows)));
   sum_scattered(scattered, scales.data(), sum.data(), single, level);

@@ -144,7 +144,7 @@ void check_many_tokens(const ExpertsSpec& spec, std::mt19937& random) {
     ffn.end();
     for (const RowRun& run : ffn.runs())
       for (std::size_t first = 0; first < run.count; first += rows_a_block) {
-        RowBlock block;
+        RowRun block;
         block.first_row = run.first_row + first;
         block.count = std::min(rows_a_block, run.count - first);
         block.rows = reinterpret_cast<const std::byte*>(rows.data() + block.first_row * row_floats);

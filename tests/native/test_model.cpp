@@ -295,7 +295,7 @@ void streams_give_every_row_once(const Flash& flash, int scale) {
     RowStream stream(reader, *flash.file, Whole::layers(flash), 7, ahead);
     for (int round = 0; round < 4 * scale; ++round) {
       stream.begin(round % 2, (round + 1) % 2);
-      RowBlock block;
+      RowRun block;
       std::size_t rows = 0;
       while (stream.next(block)) {
         CHECK(block.first_row == rows);

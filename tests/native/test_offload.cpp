@@ -6,6 +6,7 @@
 #include "attention/kv_block.h"
 #include "attention_fixture.h"
 #include "check.h"
+#include "simd_levels.h"
 
 namespace {
 

@@ -5,6 +5,7 @@
 
 #include "ffn/predictor.h"
 #include "fixture.h"
+#include "simd_levels.h"
 
 namespace {
 

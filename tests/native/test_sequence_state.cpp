@@ -77,8 +77,9 @@ struct Rows {
     for (std::size_t head = 0; head < kKvHeads; ++head) {
       const std::byte* page = view.packed(position / kKvBlock);
       const GroupKernels& kernels = group_kernels(SimdLevel::scalar);
-      view.format->unpack_keys(page, head, position % kKvBlock, 1, row[0], kernels);
-      view.format->unpack_values(page, head, position % kKvBlock, 1, row[1], kernels);
+      for (const auto side : {KvBlockFormat::Side::keys, KvBlockFormat::Side::values})
+        view.format->unpack(side, page, head, position % kKvBlock, 1, row[static_cast<std::size_t>(side)],
+                            kernels);
       for (std::size_t i = 0; i < kHeadDim; ++i)
         for (std::size_t side = 0; side < 2; ++side)
           CHECK(std::fabs(row[side][i] - of(position, layer)[side * kRow + head * kHeadDim + i]) < 0.03F);

@@ -132,10 +132,10 @@ class TileAttention {
     return kv_.format != nullptr && start_ / kKvBlock < (first_position_ + tile_.first) / kKvBlock;
   }
   // keys_: rows [kKvBlock, head_dim] of this page
-  const float* unpacked(void (KvBlockFormat::*unpack)(const std::byte*, std::size_t, std::size_t, std::size_t,
-                                                      float*, const GroupKernels&) const) const {
+  const float* unpacked(KvBlockFormat::Side side) const {
     const std::size_t dim = shape_.head_dim, row = kv_.format->unpacked_row();
-    (kv_.format->*unpack)(kv_.packed(start_ / kKvBlock), kv_head(), 0, kKvBlock, keys_.get(), group_kernels_);
+    kv_.format->unpack(side, kv_.packed(start_ / kKvBlock), kv_head(), 0, kKvBlock, keys_.get(),
+                       group_kernels_);
     for (std::size_t i = 1; i < kKvBlock && row != dim; ++i)
       std::copy_n(keys_.get() + i * row, dim, keys_.get() + i * dim);
     return keys_.get();
@@ -183,7 +183,7 @@ class TileAttention {
     const std::byte* rows = is_packed() ? nullptr : kv_.key_rows(kv_head(), start_ / kKvBlock);
     const float* keys = reinterpret_cast<const float*>(rows);
     if (is_packed()) {
-      keys = unpacked(&KvBlockFormat::unpack_keys);
+      keys = unpacked(KvBlockFormat::Side::keys);
     } else if (pairs_ == nullptr && shape_.dtype != Dtype::f32) {
       kernels_.to_f32(rows, keys_seen_ * shape_.head_dim, keys_.get());
       keys = keys_.get();
@@ -293,7 +293,7 @@ class TileAttention {
   // values_: [keys_seen_, depth] in panels of columns
   void load_values() {
     if (is_packed()) {
-      const auto* rows = reinterpret_cast<const std::byte*>(unpacked(&KvBlockFormat::unpack_values));
+      const auto* rows = reinterpret_cast<const std::byte*>(unpacked(KvBlockFormat::Side::values));
       return wide_kernels_.to_panels(rows, keys_seen_, shape_.head_dim, panel_, values_.get());
     }
     kernels_.to_panels(kv_.value_rows(kv_head(), start_ / kKvBlock), keys_seen_, shape_.head_dim, panel_,

@@ -55,8 +55,8 @@ class CachedRows {
       return {plain_rows(p, is_key), plain_nbytes_, std::min(few, length_ - p), plain_};
     }
     float* unpacked = unpacked_.get() + to * kv_.format->unpacked_row();
-    const auto unpack = is_key ? &KvBlockFormat::unpack_keys : &KvBlockFormat::unpack_values;
-    (kv_.format->*unpack)(kv_.packed(page), kv_head_, at, few, unpacked, group_kernels_);
+    const auto side = is_key ? KvBlockFormat::Side::keys : KvBlockFormat::Side::values;
+    kv_.format->unpack(side, kv_.packed(page), kv_head_, at, few, unpacked, group_kernels_);
     return {reinterpret_cast<const std::byte*>(unpacked), kv_.format->unpacked_row() * sizeof(float), few,
             wide_};
   }

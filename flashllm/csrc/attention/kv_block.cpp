@@ -86,16 +86,11 @@ bool KvBlockFormat::pack(const KvView& plain, std::size_t page, std::byte* packe
   return true;
 }
 
-const std::byte* KvBlockFormat::packed_keys(const std::byte* sealed, std::size_t kv_head) const {
-  return sealed + kv_head * packed_head_nbytes();
-}
-
-const std::byte* KvBlockFormat::packed_values(const std::byte* sealed, std::size_t kv_head) const {
-  return packed_keys(sealed, kv_head) + (keys_alone_ ? 0 : keys_.nbytes);
-}
-
-void KvBlockFormat::unpack(const std::byte* from, const Groups& groups, std::size_t first, std::size_t n,
-                           float* to, const GroupKernels& kernels) const {
+void KvBlockFormat::unpack(Side side, const std::byte* sealed, std::size_t kv_head, std::size_t first,
+                           std::size_t n, float* to, const GroupKernels& kernels) const {
+  const Groups& groups = side == Side::keys ? keys_ : values_;
+  const std::size_t before = side == Side::keys || keys_alone_ ? 0 : keys_.nbytes;
+  const std::byte* from = sealed + kv_head * packed_head_nbytes() + before;
   auto rows = grouped<ConstGroupedRows>(from, groups.scales, codes_nbytes(head_dim_, bits_));
   rows.codes += first * rows.code_stride;
   if (groups.by_channel) {
@@ -105,16 +100,6 @@ void KvBlockFormat::unpack(const std::byte* from, const Groups& groups, std::siz
   rows.scales += first * groups_of(head_dim_);
   rows.minimums += first * groups_of(head_dim_);
   kernels.unpack_rows(rows, n, unpacked_row(), bits_, to, unpacked_row());
-}
-
-void KvBlockFormat::unpack_keys(const std::byte* sealed, std::size_t kv_head, std::size_t first,
-                                std::size_t n, float* to, const GroupKernels& kernels) const {
-  unpack(packed_keys(sealed, kv_head), keys_, first, n, to, kernels);
-}
-
-void KvBlockFormat::unpack_values(const std::byte* sealed, std::size_t kv_head, std::size_t first,
-                                  std::size_t n, float* to, const GroupKernels& kernels) const {
-  unpack(packed_values(sealed, kv_head), values_, first, n, to, kernels);
 }
 
 }  // namespace flashllm

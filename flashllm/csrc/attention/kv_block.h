@@ -25,6 +25,7 @@ static_assert(kKvBlock <= kGroup, "a group by channel holds a block");
 class KvBlockFormat {
  public:
   static constexpr std::size_t kPage = 4096;  // blocks are whole pages, for direct reads and writes
+  enum class Side { keys, values };
 
   // `bits` of a packed value; 0: sealed blocks are plain ones. Throws CoreError (usage) for sizes of zero and
   // widths there are none of.
@@ -53,11 +54,10 @@ class KvBlockFormat {
   // The same of a page of a view, where blocks are packed: packed_nbytes() are written.
   bool pack(const KvView& plain, std::size_t page, std::byte* packed, SimdLevel level) const;
 
-  // Of a packed block: keys [first, first + n) of a head, unpacked; rows of `to` are unpacked_row() floats.
-  void unpack_keys(const std::byte* sealed, std::size_t kv_head, std::size_t first, std::size_t n, float* to,
-                   const GroupKernels& kernels) const;
-  void unpack_values(const std::byte* sealed, std::size_t kv_head, std::size_t first, std::size_t n,
-                     float* to, const GroupKernels& kernels) const;
+  // Of a packed block: keys, or values, [first, first + n) of a head, unpacked; rows of `to` are
+  // unpacked_row() floats.
+  void unpack(Side side, const std::byte* sealed, std::size_t kv_head, std::size_t first, std::size_t n,
+              float* to, const GroupKernels& kernels) const;
   std::size_t unpacked_row() const { return in_units(head_dim_); }
 
  private:
@@ -68,10 +68,6 @@ class KvBlockFormat {
   };
   Groups groups(bool by_channel) const;
   std::size_t packed_head_nbytes() const { return keys_.nbytes + (keys_alone_ ? 0 : values_.nbytes); }
-  const std::byte* packed_keys(const std::byte* sealed, std::size_t kv_head) const;
-  const std::byte* packed_values(const std::byte* sealed, std::size_t kv_head) const;
-  void unpack(const std::byte* from, const Groups& groups, std::size_t first, std::size_t n, float* to,
-              const GroupKernels& kernels) const;
 
   std::size_t kv_heads_, head_dim_;
   Dtype dtype_;

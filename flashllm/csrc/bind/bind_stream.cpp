@@ -28,7 +28,7 @@ void begin(RowStream& self, int layer, std::optional<int> then) {
 
 // (first row, rows [count, stride], valid until the next call), or None after the last block
 nb::object next(Self self) {
-  RowBlock block;
+  RowRun block;
   bool more = false;
   {
     const nb::gil_scoped_release unlocked;

@@ -33,7 +33,7 @@ void ExpertFfn::end() {
 
 // An expert whose rows come at once serves some of its tokens after the other; of others, all wait for the
 // last rows.
-void ExpertFfn::add(const RowBlock& block, const float* up_bias, const float* gate_bias) {
+void ExpertFfn::add(const RowRun& block, const float* up_bias, const float* gate_bias) {
   require(run_ != runs_.size() && block.first_row == runs_[run_].first_row + rows_ &&
               rows_ + block.count <= runs_[run_].count,
           "rows of experts come in another order than they were asked for");

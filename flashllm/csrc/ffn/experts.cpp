@@ -20,6 +20,12 @@ float exponentials(std::vector<float>& values) {
   return sum;
 }
 
+// Adds the units of `size` neurons that `count` neurons from `first` on are.
+void add_units(std::size_t first, std::size_t count, std::size_t size, std::vector<std::int32_t>& units) {
+  for (std::size_t row = 0; row < count; row += size)
+    units.push_back(static_cast<std::int32_t>((first + row) / size));
+}
+
 }  // namespace
 
 Router::Router(const ExpertsSpec& spec, const RowMatrix& weights, const RowMatrix& shared_gate, Dtype dtype,
@@ -186,8 +192,7 @@ const std::vector<ExpertTokens::Run>& ExpertTokens::end() {
 std::vector<std::int32_t> ExpertTokens::units(std::size_t size) const {
   std::vector<std::int32_t> units;
   for (const Run& run : runs_)
-    for (std::size_t row = 0; !run.tokens.empty() && row < run.count; row += size)
-      units.push_back(static_cast<std::int32_t>((run.first + row) / size));
+    if (!run.tokens.empty()) add_units(run.first, run.count, size, units);
   return units;
 }
 
@@ -197,9 +202,7 @@ std::vector<std::vector<std::int32_t>> ExpertTokens::units_of_tokens(std::size_t
   for (const Run& run : runs_)
     for (auto t = std::lower_bound(run.tokens.begin(), run.tokens.end(), static_cast<std::int32_t>(first));
          t != run.tokens.end() && static_cast<std::size_t>(*t) < end; ++t)
-      for (std::size_t row = 0; row < run.count; row += size)
-        units[static_cast<std::size_t>(*t) - first].push_back(
-            static_cast<std::int32_t>((run.first + row) / size));
+      add_units(run.first, run.count, size, units[static_cast<std::size_t>(*t) - first]);
   return units;
 }
 
@@ -220,12 +223,8 @@ void RouterPredictor::predict(const float* x, std::size_t token, ThreadPool& poo
   active.clear();
   if (inside_ == nullptr) {
     const auto size = static_cast<std::size_t>(units_.size);
-    for (std::size_t run = 0; run < spec.runs(); ++run) {
-      if (weights[run] == 0.0F) continue;
-      const std::size_t end = spec.first(run) + spec.neurons(run);
-      for (std::size_t first = spec.first(run); first < end; first += size)
-        active.push_back(static_cast<std::int32_t>(first / size));
-    }
+    for (std::size_t run = 0; run < spec.runs(); ++run)
+      if (weights[run] != 0.0F) add_units(spec.first(run), spec.neurons(run), size, active);
     return;
   }
   inside_->predict(x, token, pool, level, named_);

@@ -95,7 +95,7 @@ void RowStream::begin_places(int then, std::size_t passed) {
   if (submitted_ == 0) reader_.take_busy_ns();  // time of earlier passes does not count
 }
 
-bool RowStream::next(RowBlock& block) {
+bool RowStream::next(RowRun& block) {
   if (place_ == places_.size()) return false;
   // The blocks behind the one to use: the buffer of the block before is free by now.
   while (pending_.size() <= ahead_ && submitted_ < wanted_.size()) submit(wanted_[submitted_]);

@@ -24,14 +24,8 @@ namespace flashllm {
 struct RowRun {
   std::size_t first_row = 0;
   std::size_t count = 0;
-  const std::byte* rows = nullptr;  // where they are in memory already
-};
-
-struct RowBlock {
-  std::size_t first_row = 0;
-  std::size_t count = 0;
-  const std::byte* rows = nullptr;  // valid until the next block is asked for
-  std::size_t stride = 0;           // bytes from one to the next
+  const std::byte* rows = nullptr;  // where they are in memory, if they are
+  std::size_t stride = 0;           // of a block: bytes from one to the next
 };
 
 // What was read since the last `take`.
@@ -59,9 +53,9 @@ class RowStream {
   // The same of these rows alone, ascending runs; no block has rows of two of them. Runs that are in memory
   // stay there until the next one's blocks are asked for.
   void begin(int layer, const std::vector<RowRun>& runs, std::size_t passed = 0);
-  // The next block of the layer; false after the last one. Throws CoreError, which names the layer and the
-  // row.
-  bool next(RowBlock& block);
+  // The next block of the layer, whose rows are valid until the one after it is asked for; false after the
+  // last one. Throws CoreError, which names the layer and the row.
+  bool next(RowRun& block);
   // Waits for the reads under way and drops them, errors included.
   void drain() noexcept;
   // A pass was interrupted: reads that never end do not hold up the drain (reader.h).

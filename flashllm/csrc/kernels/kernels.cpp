@@ -40,7 +40,6 @@ extern const LevelKernels kLevel;
 
 namespace {
 
-constexpr std::size_t kRowGrain = 16;                                      // rows a thread takes at a time
 constexpr std::size_t kSumGrain = (std::size_t{1} << 20) / sizeof(float);  // floats of a MiB
 
 #if defined(__x86_64__)
@@ -49,15 +48,6 @@ bool has_avx_vnni() {
   return has;
 }
 #endif
-
-// Whether the processor has it, of levels up to its best.
-bool has_level(SimdLevel level) {
-#if defined(__x86_64__)
-  return level != SimdLevel::neon && (level != SimdLevel::avx2_vnni || has_avx_vnni());
-#else
-  return level <= best_simd_level();
-#endif
-}
 
 }  // namespace
 
@@ -81,20 +71,12 @@ SimdLevel best_simd_level() {
 #endif
 }
 
-std::vector<SimdLevel> simd_levels() {
-  std::vector<SimdLevel> levels = {SimdLevel::scalar};
-#if defined(__x86_64__)
-  for (const SimdLevel level : {SimdLevel::avx2, SimdLevel::avx2_vnni, SimdLevel::avx512,
-                                SimdLevel::avx512_bf16, SimdLevel::avx512_amx})
-    if (level <= best_simd_level() && has_level(level)) levels.push_back(level);
-#elif defined(__aarch64__)
-  levels.push_back(SimdLevel::neon);
-#endif
-  return levels;
-}
-
 void require_simd_level(SimdLevel level) {
-  require(level <= best_simd_level() && has_level(level), "this processor lacks the SIMD level asked for");
+  bool is_there = level <= best_simd_level();
+#if defined(__x86_64__)
+  if (level == SimdLevel::neon || (level == SimdLevel::avx2_vnni && !has_avx_vnni())) is_there = false;
+#endif
+  require(is_there, "this processor lacks the SIMD level asked for");
 }
 
 const LevelKernels& level_kernels(SimdLevel level) {
@@ -246,25 +228,6 @@ void activate(Activation activation, float bias, float* values, std::size_t n, S
   }
   if (activation.cut == 0.0F) return;
   for (std::size_t i = 0; i < n; ++i) values[i] = std::fabs(values[i]) < activation.cut ? 0.0F : values[i];
-}
-
-void linear(const LinearWeights& weights, const float* x, std::size_t tokens, float* out, ThreadPool& pool,
-            SimdLevel level) {
-  const KernelTable& kernels = kernel_table(level, weights.dtype);
-  pool.parallel_for(weights.rows, kRowGrain, [&](std::size_t begin, std::size_t end) {
-    // All tokens use a small block of rows while it is in the processor's cache.
-    const std::size_t block = tokens == 1 ? end - begin : kRowGrain;
-    for (std::size_t r = begin; r < end; r += block) {
-      const std::size_t n = std::min(block, end - r);
-      for (std::size_t m = 0; m < tokens; ++m) {
-        float* values = out + m * weights.rows + r;
-        kernels.dot_matrix(weights.data + r * weights.stride, weights.stride, n, x + m * weights.columns,
-                           weights.columns, values);
-        if (weights.bias != nullptr)
-          for (std::size_t i = 0; i < n; ++i) values[i] += weights.bias[r + i];
-      }
-    }
-  });
 }
 
 }  // namespace flashllm

@@ -18,10 +18,9 @@ enum class Dtype { f32, f16, bf16 };
 inline std::size_t dtype_nbytes(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
 
 // scalar is everywhere; neon is 64-bit ARM's; the others x86-64's, each with all of those before it, though
-// processors with AVX-512 may lack the instructions of avx2_vnni, which then is not among `simd_levels`.
+// processors with AVX-512 may lack the instructions of avx2_vnni.
 enum class SimdLevel { scalar, neon, avx2, avx2_vnni, avx512, avx512_bf16, avx512_amx };
 SimdLevel best_simd_level();
-std::vector<SimdLevel> simd_levels();      // of this processor, the best one last
 void require_simd_level(SimdLevel level);  // throws CoreError (usage) where the processor lacks it
 
 struct Activation {
@@ -240,7 +239,7 @@ SumFloats sum_floats_kernel(SimdLevel level);
 // are not counted. Throws CoreError (usage), std::bad_alloc.
 std::vector<double> read_bandwidth(ThreadPool& pool, std::size_t nbytes, double seconds, SimdLevel level);
 
-// out[m][r] = sum_j weights[r][j] * x[m][j] (+ bias[r]), rows `stride` bytes apart.
+// Rows `stride` bytes apart, and what is added to each's products.
 struct LinearWeights {
   const std::byte* data = nullptr;
   std::size_t rows = 0;
@@ -249,8 +248,6 @@ struct LinearWeights {
   Dtype dtype = Dtype::f32;
   const float* bias = nullptr;
 };
-void linear(const LinearWeights& weights, const float* x, std::size_t tokens, float* out, ThreadPool& pool,
-            SimdLevel level);
 
 float sigmoid(float x);
 float softplus(float x);

@@ -168,8 +168,9 @@ std::size_t vector_nbytes(RowCodec codec, std::size_t length) {
 
 void linear(const RowMatrix& matrix, const float* x, std::size_t tokens, float* out, ThreadPool& pool,
             SimdLevel level) {
-  if (is_coded(matrix.codec)) {
-    const RowInputs inputs(x, tokens, matrix.columns, matrix.inputs);
+  if (matrix.codec != RowCodec::int8) {
+    const InputForm form = is_coded(matrix.codec) ? matrix.inputs : InputForm::f32;
+    const RowInputs inputs(x, tokens, matrix.columns, form);
     return pool.parallel_for(matrix.rows, kRowGrain, [&](std::size_t begin, std::size_t end) {
       // All tokens use a small block of rows while it is in the processor's cache.
       const std::size_t block = tokens == 1 ? end - begin : kRowGrain;
@@ -177,7 +178,6 @@ void linear(const RowMatrix& matrix, const float* x, std::size_t tokens, float* 
         dot_block(matrix, r, std::min(block, end - r), inputs, 0, tokens, out + r, matrix.rows, level);
     });
   }
-  if (matrix.codec != RowCodec::int8) return linear(plain(matrix), x, tokens, out, pool, level);
   require(matrix.stride == matrix.columns && matrix.scales != nullptr,
           "rows of 8 bits must follow one another and have scales");
   const Int8Weights weights{reinterpret_cast<const std::int8_t*>(matrix.data), matrix.rows, matrix.columns,

@@ -103,7 +103,7 @@ void FeedForward::find_firing(const FfnTurn& turn) {
   std::vector<const void*> rows;
   std::vector<std::int32_t> ids;
   std::vector<float> values;
-  each_block(turn.layer, layer_after(turn.layer, turn.part), [&](const RowBlock& block, std::size_t count) {
+  each_block(turn.layer, layer_after(turn.layer, turn.part), [&](const RowRun& block, std::size_t count) {
     rows.clear();
     ids.clear();
     values.resize(count);
@@ -142,7 +142,7 @@ template <typename Body>
 void FeedForward::each_block(std::size_t layer, int then, const Body& body) {
   stream_.begin(static_cast<int>(layer), then);
   watch_.charge(counters_.compute_ns);
-  RowBlock block;
+  RowRun block;
   while (stream_.next(block)) {
     charge_stream();
     body(block, std::min(block.count, blocks_[layer].spec.neurons - block.first_row));
@@ -159,7 +159,7 @@ void FeedForward::run_every(const FfnTurn& turn) {
   few_.begin(weights.format, turn.x, tokens, weights.spec.activation, turn.y, plane(weights));
   if (waits) few_.keep_values(weights.neuron_norm);
   each_block(turn.layer, waits ? static_cast<int>(turn.layer) : layer_after(turn.layer, turn.part),
-             [&](const RowBlock& block, std::size_t count) {
+             [&](const RowRun& block, std::size_t count) {
                few_.multiply(block.rows, count, part_of(weights.up_bias, block.first_row),
                              part_of(weights.gate_bias, block.first_row),
                              gate_rows(weights, block.first_row));
@@ -168,7 +168,7 @@ void FeedForward::run_every(const FfnTurn& turn) {
   if (waits) {
     few_.apply();
     each_block(turn.layer, layer_after(turn.layer, turn.part),
-               [&](const RowBlock& block, std::size_t count) { few_.add(block.rows, count); });
+               [&](const RowRun& block, std::size_t count) { few_.add(block.rows, count); });
   }
   if (weights.down_bias == nullptr) return;
   for (std::size_t t = 0; t < tokens; ++t)
@@ -251,7 +251,7 @@ void FeedForward::stream_rows(const FfnStretch& stretch, std::size_t layer, cons
 bool FeedForward::next_rows(FfnStretch& stretch, std::size_t layer, const Part& last,
                             const std::function<void()>& look) {
   const BlockWeights& weights = blocks_[layer];
-  RowBlock block;
+  RowRun block;
   if (!stream_.next(block)) {
     if (!weights.neuron_norm || stretch.is_applied) return false;
     stretch.dense.apply();
@@ -287,7 +287,7 @@ void FeedForward::give(FfnStretch& stretch, const FfnTurn& turn) {
 }
 
 // A block of neurons for all parts; the neuron cache takes what it wants of it.
-void FeedForward::add_neurons(FfnStretch& stretch, std::size_t layer, const Part& last, const RowBlock& block,
+void FeedForward::add_neurons(FfnStretch& stretch, std::size_t layer, const Part& last, const RowRun& block,
                               const std::function<void()>& look) {
   const BlockWeights& weights = blocks_[layer];
   const std::size_t count = std::min(block.count, weights.spec.neurons - block.first_row);
@@ -344,7 +344,7 @@ void FeedForward::begin_fill(const FfnStretch& stretch, std::size_t layer, const
   watch_.restart();
 }
 
-void FeedForward::fill_from(FfnLayer& ffn, const RowBlock& block, std::size_t count) {
+void FeedForward::fill_from(FfnLayer& ffn, const RowRun& block, std::size_t count) {
   ffn.fill_from(block.rows, static_cast<std::int32_t>(block.first_row), static_cast<std::int32_t>(count));
   watch_.restart();
 }

@@ -69,7 +69,7 @@ class FeedForward final : public FfnPart {
   void run_firing(const FfnTurn& turn);
   void run_every(const FfnTurn& turn);
   void stream_rows(const FfnStretch& stretch, std::size_t layer, const Part& last);
-  void add_neurons(FfnStretch& stretch, std::size_t layer, const Part& last, const RowBlock& block,
+  void add_neurons(FfnStretch& stretch, std::size_t layer, const Part& last, const RowRun& block,
                    const std::function<void()>& look);
 
   void find_firing(const FfnTurn& turn);
@@ -78,7 +78,7 @@ class FeedForward final : public FfnPart {
   void begin_fill(const FfnStretch& stretch, std::size_t layer, const Part& last, const float* x,
                   std::size_t recent);
   static void add_units(const FfnLayer& ffn, const RowRun& run, std::vector<RowRun>& runs);
-  void fill_from(FfnLayer& ffn, const RowBlock& block, std::size_t count);
+  void fill_from(FfnLayer& ffn, const RowRun& block, std::size_t count);
   template <typename Body>
   void each_block(std::size_t layer, int then, const Body& body);
   void charge_stream();

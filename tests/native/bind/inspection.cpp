@@ -5,6 +5,7 @@
 #include "bind_testing.h"
 #include "cache_replay.h"
 #include "io/row_stream.h"
+#include "simd_levels.h"
 #include "trace_predictor.h"
 
 namespace flashllm {
