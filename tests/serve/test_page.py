@@ -161,7 +161,15 @@ def test_a_conversation_in_a_browser(tiny, model, browser):
         expect(tab.locator(".turn")).to_have_text(["ab", said])
         assert tab.locator("#system").input_value() == "Be brief."
         assert tab.locator("#key").input_value() == ""
-        # 4. What the server refuses is said.
+        # 4. A reload in the middle of an answer keeps the question, and what was said by then.
+        tab.locator("#new").click()
+        tab.locator("#text").fill("cd")
+        tab.locator("#send").click()
+        expect(tab.locator(".turn.assistant")).to_contain_text("<script>")
+        tab.reload()
+        expect(tab.locator(".turn.user")).to_have_text("cd")
+        expect(tab.locator(".turn.assistant.stopped")).to_contain_text("<script>")
+        # 5. What the server refuses is said.
         tab.locator("#text").fill("more " * 90)
         tab.locator("#text").press("Enter")
         expect(tab.locator("#status.error")).to_contain_text("more than the model's 96 positions")

@@ -100,7 +100,7 @@ function request() {
   return JSON.stringify({
     messages: [
       ...(system ? [{ role: "system", content: system }] : []),
-      ...messages.map(({ role, content }) => ({ role, content })),
+      ...messages.slice(0, -1).map(({ role, content }) => ({ role, content })),
     ],
     stream: true,
     stream_options: { include_usage: true, include_timings: true },
@@ -111,10 +111,10 @@ function request() {
 }
 
 async function ask(text) {
-  messages.push({ role: "user", content: text });
   const reply = { role: "assistant", content: "" };
+  messages.push({ role: "user", content: text }, reply);
   const element = turn(reply);
-  $("log").append(turn(messages.at(-1)), element);
+  $("log").append(turn(messages.at(-2)), element);
   scroll(true);
   const answer = new Answer();
   running = new AbortController();
@@ -143,12 +143,10 @@ async function ask(text) {
   } finally {
     element.classList.toggle("stopped", Boolean(reply.stopped));
     if (reply.content === "" && !reply.calls?.length && reply.stopped) {
+      messages.splice(-2);
+      element.previousElementSibling.remove();
       element.remove();
-      messages.pop();
-      $("log").lastElementChild.remove();
       $("text").value ||= text; // nothing was answered: the question can be sent again
-    } else {
-      messages.push(reply);
     }
     running = null;
     busy(false);
@@ -211,6 +209,11 @@ $("new").addEventListener("click", () => {
   messages = [];
   $("log").replaceChildren();
   say("");
+  store();
+});
+addEventListener("pagehide", () => {
+  if (running === null) return;
+  messages.at(-1).stopped = true;
   store();
 });
 $("key").addEventListener("change", introduce);
