@@ -14,6 +14,7 @@ import json
 import os
 import queue
 import stat
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -282,8 +283,10 @@ def parse_json(raw: bytes, what: str) -> Any:
         return json.loads(text, object_pairs_hook=reject_duplicates, parse_constant=reject_constant)
     except RecursionError as error:
         raise FormatError(f"{what}: {_JSON_DEPTH_ERROR}") from error
-    except ValueError as error:  # JSONDecodeError, and integers of thousands of digits
+    except json.JSONDecodeError as error:
         raise FormatError(f"{what}: is not JSON: {error}") from error
+    except ValueError as error:
+        raise FormatError(f"{what}: holds an integer of more than {sys.get_int_max_str_digits()} digits") from error
 
 
 def read_bounded(path: Path, max_nbytes: int) -> bytes:

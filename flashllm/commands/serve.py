@@ -7,11 +7,13 @@ import argparse
 import contextlib
 import dataclasses
 import ipaddress
+import re
 from pathlib import Path
 
 from flashllm.base.command_line import say, size, whole
 from flashllm.commands import options
 from flashllm.commands.options import find_model, loading
+from flashllm.errors import UsageError
 
 _MIN_KEY_CHARS = 16
 
@@ -57,15 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write conversations that leave memory into this folder, for their next turn, also after a restart; they "
         "hold what was said (default: they are forgotten)",
     )
-    group.add_argument(
-        "--park-size", metavar="SIZE", type=size, default=4 * 10**9, help="the folder's limit (default: 4GB)"
-    )
-    group.add_argument(
-        "--park-writes", metavar="SIZE", type=size, default=16 * 10**9, help="written a day at most (default: 16GB)"
-    )
+    group.add_argument("--park-size", metavar="SIZE", type=size, help="the folder's limit (default: 4GB)")
+    group.add_argument("--park-writes", metavar="SIZE", type=size, help="written into it a day at most (default: 16GB)")
     group.add_argument(
         "--allow-origin",
         metavar="URL",
+        type=_origin,
         action="append",
         default=[],
         help="let pages of this origin use the server (repeatable; *: any)",
@@ -86,6 +85,10 @@ def main(args: argparse.Namespace) -> int:
     from flashllm.serve.server import Server, listen, url
 
     key = None if args.api_key_file is None else read_key(args.api_key_file)
+    sizes = {"parking_nbytes": args.park_size, "parking_daily_nbytes": args.park_writes}
+    limits: dict[str, int] = {name: nbytes for name, nbytes in sizes.items() if nbytes is not None}
+    if limits and args.park is None:
+        raise UsageError("--park-size and --park-writes are limits of a folder: name it with --park DIR")
     path = find_model(args)
     with contextlib.ExitStack() as stack:
         sock = stack.enter_context(contextlib.closing(listen(args.host, args.port)))
@@ -107,13 +110,12 @@ def main(args: argparse.Namespace) -> int:
                         parallel=args.parallel,
                         keep=args.keep,
                         parking=args.park,
-                        parking_nbytes=args.park_size,
-                        parking_daily_nbytes=args.park_writes,
                         tool_format=args.tool_format,
                         key=key,
                         hosts=_names(args.host, args.allow_host, sock.getsockname()[0]),
                         origins=frozenset(args.allow_origin),
                         defaults=SamplingOptions(**{**sampling_defaults(path), **options.given_sampling(args)}),
+                        **limits,
                     ),
                 )
             )
@@ -130,6 +132,15 @@ def _kept(text: str) -> int:
     return 0 if text == "0" else size(text)
 
 
+def _origin(text: str) -> str:
+    """An origin as browsers send it; *: any."""
+    if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\sA-Z]+", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no origin: give one like https://example.org, without a path, or *"
+        )
+    return text
+
+
 def _names(host: str, more: list[str], address: str) -> frozenset[str] | None:
     """Names that the server goes by; None: any. Only one that this machine alone can reach checks them."""
     if not ipaddress.ip_address(address).is_loopback:
@@ -140,7 +151,6 @@ def _names(host: str, more: list[str], address: str) -> frozenset[str] | None:
 def read_key(path: Path) -> bytes:
     """The API key in a file. UsageError where that holds none, or one that could be guessed."""
     from flashllm.base.files import read_bounded
-    from flashllm.errors import UsageError
 
     key = read_bounded(path, 4096).strip()
     if len(key) < _MIN_KEY_CHARS or not all(0x20 < byte < 0x7F for byte in key):

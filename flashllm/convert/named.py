@@ -4,8 +4,10 @@ Converts and downloads nothing, and imports nothing of what does: most runs find
 """
 
 import hashlib
+import json
 import os
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 
 import flashllm
@@ -105,6 +107,12 @@ class Named:
             )
         if path.suffix.lower() in _WEIGHT_SUFFIXES:
             raise UsageError(f"{text}: there is no such file; for one of the hub's, write hf.co/owner/name/FILE.gguf")
+        well_known = json.loads(resources.files(__package__).joinpath("models.json").read_text(encoding="utf-8"))
+        if text.lower() in well_known:
+            hub = well_known[text.lower()][0]
+            raise UsageError(
+                f"{text}: is a name for `plan` alone; the model comes from Hugging Face's hub: write {hub}"
+            )
         raise UsageError(
             f"{text}: there is no such directory; give a model directory, a Hugging Face folder, a GGUF file, a hub id "
             f"(owner/name) or one of {', '.join(KNOWN)}"

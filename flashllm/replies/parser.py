@@ -98,7 +98,8 @@ class Parser:
         self._marks = (*opens, *self._thinking, *self._ends)
         self._all = _marks(self._marks)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._buffer, self._at, self._ended = "", 0, False
+        self._buffer, self._at, self._ended, self._cut = "", 0, False, False
+        self._at_end = False  # more was wanted than there is
         self._events: list[Event] = []
         self._said = False  # some of the answer's text
         self._before = ""  # what is text if the mark behind it is
@@ -112,10 +113,10 @@ class Parser:
         self._buffer += self._decoder.decode(piece) if isinstance(piece, bytes) else piece
         return self._go_on()
 
-    def finish(self) -> list[Event]:
-        """Take the answer's end."""
+    def finish(self, *, cut: bool = False) -> list[Event]:
+        """Take the answer's end. `cut`: it broke off, so that the beginning of a call is not text."""
         self._buffer += self._decoder.decode(b"", final=True)
-        self._ended = True
+        self._ended, self._cut = True, cut
         return self._go_on()
 
     def _go_on(self) -> list[Event]:
@@ -155,10 +156,12 @@ class Parser:
 
     def _text(self, behind: bool, held: str) -> Generator[None, None, str | None]:
         """Tell text up to a mark, and return that; None at the end. `held` is text if nothing but text follows it."""
-        start = self._at
+        start, self._at_end = self._at, False
         if behind and (mark := (yield from self._next(self._all))):
             self._before = held + self._buffer[start : self._at - len(mark)]
             return mark
+        if self._cut and self._at_end:  # within a mark
+            return None
         if held:
             self._at = start
             self._say(held)
@@ -171,7 +174,7 @@ class Parser:
                 self._before, self._at = piece, found.end()
                 return found[0]
             elif not (yield from self._more(cut=True)):
-                if rest := self._buffer[self._at :]:
+                if (rest := self._buffer[self._at :]) and not (self._cut and rest.lstrip()):
                     self._say(rest)
                 return None
 
@@ -180,14 +183,16 @@ class Parser:
 
     def _call(self, mark: str) -> Generator[None, None, bool]:
         """Read what stands behind `mark` in one of its ways. False: in none, so the mark is text."""
-        before, start = self._before, self._at
+        before, start, self._at_end = self._before, self._at, False
         for way in self._ways[mark]:
             try:
                 yield from getattr(self, f"_{way.body}")(way)
                 return True
             except _Malformed:
                 self._at = start
-        if before + mark:
+        if mark and self._cut and self._at_end:
+            self._at = len(self._buffer)
+        elif before + mark:
             self._say(before + mark)
         return False
 
@@ -204,7 +209,7 @@ class Parser:
                 except _Malformed:
                     if count == 0:
                         raise
-                    self._at = start
+                    self._at = len(self._buffer) if self._cut and self._at_end else start
                     return
                 count += 1
             elif count and char and char in ",;":
@@ -369,6 +374,7 @@ class Parser:
         if not self._ended:
             yield
             return True
+        self._at_end = True
         return False
 
     def _piece(self, marks: _Marks) -> tuple[str, re.Match[str] | None]:

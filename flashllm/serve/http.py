@@ -46,14 +46,16 @@ class ApiError(Exception):
         kind = "rate_limit_error" if self.status == 429 else kind
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        return JSONResponse(self.document, self.status, headers=self.headers)
+    def response(self, path: str) -> Response:
+        """The answer to who asked for `path`: Ollama's clients, whose paths begin with /api/, want a text alone."""
+        document = {"error": str(self)} if path.startswith("/api/") else self.document
+        return JSONResponse(document, self.status, headers=self.headers)
 
 
 async def answer_api_error(request: Request, error: Exception) -> Response:
     """For Starlette: an `ApiError` that an endpoint raised."""
     assert isinstance(error, ApiError)
-    return error.response()
+    return error.response(request.url.path)
 
 
 async def answer_http_error(request: Request, error: Exception) -> Response:
@@ -61,7 +63,7 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = {404: f"there is no {request.url.path[:200]!r} here", 405: f"{request.method} is not possible here"}
     message = what.get(error.status_code, error.detail)
-    return ApiError(error.status_code, message, headers=error.headers).response()
+    return ApiError(error.status_code, message, headers=error.headers).response(request.url.path)
 
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -324,7 +326,7 @@ class Guard:
         if shared and scope["method"] == "OPTIONS":
             await Response(status_code=204)(scope, receive, send_shared)
         elif refusal is not None:
-            await refusal.response()(scope, receive, send_shared)
+            await refusal.response(scope["path"])(scope, receive, send_shared)
         else:
             await self._app(scope, receive, send_shared)
 
@@ -374,7 +376,7 @@ class ErrorsAreAnswers:
             self._report(error)
             if not started:
                 message = f"the server failed ({type(error).__name__})"
-                await ApiError(500, message, code="internal_error").response()(scope, receive, send)
+                await ApiError(500, message, code="internal_error").response(scope["path"])(scope, receive, send)
 
 
 def _host_name(host: str) -> str:

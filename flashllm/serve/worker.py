@@ -297,9 +297,10 @@ class Worker(Closing):
                     if reading is not None and reading.parser.done:
                         self._tell(job, Ended(index, "stop"))
                         return
-        last = [] if reading is None else reading.parser.finish()
+        reason = session.stopped or "length"
+        last = [] if reading is None else reading.parser.finish(cut=reason in ("length", "context"))
         said += last
-        self._tell(job, Ended(index, session.stopped or "length", tuple(last)))
+        self._tell(job, Ended(index, reason, tuple(last)))
 
 
 def _noted(job: Job, total: int, cache: int) -> Callable[[int, int], None]:

@@ -46,6 +46,15 @@ def test_what_each_family_writes(recorded):
         assert all(call[3] for call in found[2])
 
 
+@pytest.mark.parametrize("recorded", ANSWERS, ids=lambda recorded: recorded[0])
+def test_a_call_that_broke_off_is_no_text(recorded):
+    _, name, answer, _, text, calls = recorded
+    for at in range(len(answer) if not calls or answer[0] not in "{[ " else 0):  # those begin without a mark
+        parser = Parser(find("", name), TOOLS)
+        events = parser.feed(answer[:at]) + parser.finish(cut=True)
+        assert text.startswith("".join(event.text for event in events if event.kind == "text").rstrip()), at
+
+
 @pytest.mark.parametrize(("name", "answer"), MALFORMED)
 def test_what_is_malformed_is_text(name, answer):
     for pieces in cuts(answer):

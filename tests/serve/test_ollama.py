@@ -74,6 +74,11 @@ def test_bodies_that_are_none(http):
         for path in ("/api/chat", "/api/show"):
             response = http.post(path, content=body, headers={"Content-Type": "application/json"})
             assert response.status_code == 400
+    huge = http.post(
+        "/api/chat", content=b'{"options": %s}' % (b"9" * 5000), headers={"Content-Type": "application/json"}
+    )
+    assert huge.json() == {"error": "the body: holds an integer of more than 4300 digits"}
+    assert http.get("/api/nothing").json() == {"error": "there is no '/api/nothing' here"}
 
 
 def test_an_unlimited_answer_fills_the_context(http):

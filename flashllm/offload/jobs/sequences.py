@@ -97,7 +97,7 @@ class Sequence:
         """Contents of the whole answer; once."""
         if self._parser is None:
             return [Event("text", self.text)]
-        return self._parser.feed(self.text) + self._parser.finish()
+        return self._parser.feed(self.text) + self._parser.finish(cut=self.finish_reason == "length")
 
     def accept(self, logits: NDArray[np.float32]) -> None:
         """Choose the next token after `logits` (fp32 [vocab], left as they are).

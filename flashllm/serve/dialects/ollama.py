@@ -20,7 +20,7 @@ from flashllm.replies import written
 from flashllm.replies.parser import Event as Said
 from flashllm.serve.app import Api, rfc3339
 from flashllm.serve.bodies import Asked, model_of, parse_object
-from flashllm.serve.http import ApiError, DocumentStream, telling
+from flashllm.serve.http import ApiError, DocumentStream
 from flashllm.serve.worker import Began, Chosen, Ended
 
 _OPTIONS = {  # Ollama's name -> OpenAI's
@@ -50,9 +50,9 @@ class Ollama:
             Route("/api/version", self.version),
             Route("/api/tags", self.tags),
             Route("/api/ps", self.tags),
-            Route("/api/show", telling(self.show, _error), methods=["POST"]),
-            Route("/api/chat", telling(self.chat, _error), methods=["POST"]),
-            Route("/api/generate", telling(self.generate, _error), methods=["POST"]),
+            Route("/api/show", self.show, methods=["POST"]),
+            Route("/api/chat", self.chat, methods=["POST"]),
+            Route("/api/generate", self.generate, methods=["POST"]),
         ]
 
     async def version(self, request: Request) -> Response:
