@@ -1,6 +1,7 @@
 """`flashllm calibrate [PATH]`: measures a drive and this machine for both engines, and keeps that as its profile."""
 
 import argparse
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,9 @@ def main(args: argparse.Namespace) -> int:
     if not path.exists():
         raise UsageError(f"{path}: there is no such file or directory; name a model or a folder on the drive")
     store = args.store if args.store is not None else store_path()
+    store.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=store.parent):
+        pass  # where nothing can be stored, nothing needs to be measured
     key = device_of(path)
     threads = num_cores()
     if not has_demo():

@@ -18,7 +18,7 @@ from flashllm.convert.known import fetch
 from flashllm.convert.named import Named, demo_path, find_directory, kept_as, weights_nbytes
 from flashllm.convert.run import convert_checkpoint
 from flashllm.errors import FlashIOError, UsageError
-from flashllm.format.manifest import MANIFEST, PARTIAL_SUFFIX
+from flashllm.format.manifest import MANIFEST, PARTIAL_SUFFIX, open_model_dir
 from flashllm.format.model_files import CONFIG, FFN, RESIDENT
 
 _SPARE_NBYTES = 10**10  # of the drive, that a copy of experts leaves free
@@ -134,8 +134,9 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def _require_model(folder: Path) -> None:
-    """UsageError for a folder that holds nothing of a model directory, with what there is in place of it."""
+    """UsageError for a folder that is no whole model directory, with what there is in place of it."""
     if folder.name.endswith(PARTIAL_SUFFIX) or any((folder / name).exists() for name in (MANIFEST, FFN, RESIDENT)):
+        open_model_dir(folder, check_files=False)
         return
     raise UsageError(
         f"{folder}: is no model directory (no {MANIFEST}) and no Hugging Face folder (no {CONFIG})"

@@ -63,10 +63,14 @@ def find_well_known(text: str | None) -> WellKnown | None:
 @contextlib.contextmanager
 def outlined(known: WellKnown, bits: int) -> Iterator[Path]:
     """An outline as `flashllm convert --bits` (16, its dtype, or 8 or 4) would make the model, beside the converted
-    models; gone at the end."""
+    models, or where files may come and go if nothing can be written there; gone at the end."""
     folder = user_cache_dir()
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".outline-") as directory:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = tempfile.TemporaryDirectory(dir=folder, prefix=".outline-")
+    except OSError:
+        temporary = tempfile.TemporaryDirectory(prefix=".outline-")
+    with temporary as directory:
         write_outline(known.config, Path(directory), bits=bits, source_name=known.hub)
         yield Path(directory)
 

@@ -118,6 +118,8 @@ def _explain(error: OSError, dst: Path, partial_path: Path, nbytes: int) -> str:
         with contextlib.suppress(OSError):
             free = shutil.disk_usage(dst.parent).free
             message += f"; the output has {format_size(nbytes)} ({nbytes} bytes), {free} are free"
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        message += "; `flashllm convert` makes it at a place of your choice"
     if partial_path.exists():
         message += f"; {partial_path} is kept: run the same conversion again to go on, or remove it"
     return message

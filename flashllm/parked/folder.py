@@ -1,8 +1,8 @@
 """Parked conversations of a server: a folder with a limit of bytes, and one of bytes written a day (drives wear out).
 
 A file's name is a hash of the model and its tokens, so the same conversation is written once. What was used longest ago
-goes first; files of other models count, and so do those that are being written. Whatever is torn, damaged or cannot be
-written is passed over: everything here can be computed again.
+goes first; files of other models count, and so do those that are being written. Whatever is torn or damaged is passed
+over, and what cannot be written is said: everything here can be computed again.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from flashllm.base.command_line import say
 from flashllm.base.files import read_json_object, write_atomically
 from flashllm.errors import ContextFull, FlashError, FlashIOError, FormatError
 from flashllm.generate.session import Session
@@ -48,6 +49,7 @@ class ParkingFolder:
         """`model`: as `flashllm.parked.file.identity`. FlashIOError where the folder cannot be made."""
         self._folder, self._model, self._clock = folder, model, clock
         self._max_nbytes, self._daily_nbytes = max_nbytes, daily_nbytes
+        self._told = False  # that nothing can be written
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
@@ -87,8 +89,12 @@ class ParkingFolder:
             written = write_parked(path, session, self._model, note)
             _touch(path, self._clock())
             self._count(written)
-        except (FlashError, OSError):
+        except (FlashError, OSError) as error:
+            if not self._told:
+                say(f"conversations are not parked for now: {error}")
+            self._told = True
             return False
+        self._told = False
         # What the new one continues is of no more use.
         for old in [each for each in self.entries if each.path == path or _goes_on(entry, each)]:
             self._drop(old, keep_file=old.path == path)

@@ -107,10 +107,11 @@ def test_a_file_is_no_model(tmp_path):
         resolve_model(str(tmp_path / "weights.bin"), cache=tmp_path)
 
 
-def test_an_unfinished_conversion_is_left_to_whoever_opens_it(tmp_path):
+def test_an_unfinished_conversion_is_said_to_be(tmp_path):
     (tmp_path / "m.partial").mkdir()
     (tmp_path / "m.partial" / "config.json").write_text("{}")
-    assert resolve_model(str(tmp_path / "m.partial"), cache=tmp_path) == tmp_path / "m.partial"
+    with pytest.raises(UsageError, match="an unfinished conversion"):
+        resolve_model(str(tmp_path / "m.partial"), cache=tmp_path)
 
 
 def test_a_hub_model_is_downloaded_and_converted_once(checkpoint, tmp_path):

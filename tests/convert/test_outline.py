@@ -34,6 +34,12 @@ def home(tmp_path, monkeypatch):
     return tmp_path / "home"
 
 
+def test_an_outline_needs_no_home_that_can_be_written(home):
+    home.touch()
+    with outlined(find_well_known("qwen3-0.6b"), 4) as path:
+        assert ModelDir.open(path).manifest.architecture.num_layers == 28
+
+
 def test_every_model_has_its_published_size():
     assert {one.name for one in well_known()} == set(PUBLISHED)
     for one in well_known():

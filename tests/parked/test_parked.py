@@ -1,6 +1,7 @@
 """Parked conversations: taken up again, also by another process, they go on with the tokens they would have had."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -173,7 +174,7 @@ class Clock:
         return self.now
 
 
-def test_the_folder_keeps_to_its_limits(opened, directory, tmp_path):
+def test_the_folder_keeps_to_its_limits(opened, directory, tmp_path, capsys):
     model, clock = opened(), Clock()
     name = identity(directory, model.plan.mode)
 
@@ -211,6 +212,12 @@ def test_the_folder_keeps_to_its_limits(opened, directory, tmp_path):
     (tmp_path / "torn.kv").write_bytes(path.read_bytes()[:100])
     os.truncate(path, path.stat().st_size - 1)
     assert folder().entries == []
+    # What cannot be written is said, once.
+    assert capsys.readouterr().err == ""
+    gone = folder()
+    shutil.rmtree(tmp_path)
+    assert [parked(gone, 70, seed) for seed in (5, 6)] == [False, False]
+    assert capsys.readouterr().err.count("conversations are not parked for now: ") == 1
 
 
 def test_what_a_killed_server_was_writing(tmp_path):

@@ -15,10 +15,14 @@ def main(args: argparse.Namespace) -> int:
     from flashllm.base.command_line import say
     from flashllm.base.units import format_size
     from flashllm.commands.models.kept import find, kept_models
+    from flashllm.errors import FlashIOError
 
     models = kept_models()
     chosen = {one.path: one for one in (find(name, models) for name in args.names)}
     for one in chosen.values():
-        shutil.rmtree(one.path)
+        try:
+            shutil.rmtree(one.path)
+        except OSError as error:
+            raise FlashIOError(f"{one.path}: cannot be deleted: {error.strerror}") from error
         say(f"{one.name}: deleted, {format_size(one.nbytes)}")
     return 0
