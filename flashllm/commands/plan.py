@@ -70,8 +70,8 @@ def _plan(args: argparse.Namespace, path: Path, known: "WellKnown | None") -> in
     from flashllm.profile.store import device_of
 
     model = ModelDir.open(path)
-    held = _libraries_of_a_run(path)
-    room = {"available": available_nbytes(), "process": process_nbytes() + _SPREAD_NBYTES}
+    held, template = _beside_the_engine(path)
+    room = {"available": available_nbytes(), "process": process_nbytes() + template + _SPREAD_NBYTES}
     del held
     plan = resolve(config, model, **room)
     for notice in (*plan.reasons, *plan.notices):
@@ -126,13 +126,15 @@ def to_type(known: "WellKnown") -> str:
     return f"flashllm convert {known.hub} {known.name} --bits {OUTLINE_BITS}"
 
 
-def _libraries_of_a_run(path: Path) -> object:
-    """A run's objects besides the engine: the tokenizer, where the model has one, and the chat's template engine."""
-    import jinja2.sandbox
-    import tokenizers
+def _beside_the_engine(path: Path) -> tuple[object, int]:
+    """A run's tokenizer, where the model has one, and bytes of the process that a chat's template runs in."""
+    from flashllm.generate.templates.renderer import Renderer
+    from flashllm.generate.tokenizer import Tokenizer
 
-    file = path / "tokenizer.json"
-    return jinja2.sandbox, tokenizers.Tokenizer.from_file(str(file)) if file.exists() else None
+    if not (path / "tokenizer.json").exists():
+        return None, 0
+    tokenizer = Tokenizer.load(path)
+    return tokenizer, Renderer.beside_nbytes if tokenizer.chat_templates else 0
 
 
 def _table(model: "ModelDir", plan: "Plan") -> list[str]:

@@ -121,7 +121,10 @@ def main(args: argparse.Namespace) -> int:
             )
         if key is None and not ipaddress.ip_address(sock.getsockname()[0]).is_loopback:
             say("whoever reaches this address can use the server; --api-key-file makes it ask for a key")
-        sock.listen()  # before the next line is read: a client that connects at once is let in
+        try:
+            sock.listen()  # before the next line is read: a client that connects at once is let in
+        except OSError as error:  # another server that began at the same time
+            raise UsageError(f"port {args.port} cannot be used: {error.strerror}; choose another --port") from error
         say(f"serving at {url(sock)} (base URL of OpenAI clients: {url(sock)}/v1); ctrl-C stops")
         Server(app, stopping=worker.cancel_all, waiting=args.queue).run(sockets=[sock])
     return 0

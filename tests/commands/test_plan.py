@@ -14,6 +14,7 @@ from flashllm.cli import main
 from flashllm.format.install import install_files
 from flashllm.format.model_files import POPULARITY
 from flashllm.format.popularity import encode_popularity
+from flashllm.generate.templates.renderer import Renderer
 from flashllm.plan.memory_plan import KV_BLOCK_TOKENS
 from flashllm.profile.store import device_of, save_profile
 
@@ -108,5 +109,13 @@ def test_it_loads_what_a_run_loads_and_no_more(tiny):
     arguments = [sys.executable, "-c", code, str(tiny().path("random"))]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     document, loaded = done.stdout.splitlines()
-    assert loaded == "[0, True, True, False, False]"
+    assert loaded == "[0, True, False, False, False]"
     assert json.loads(document)["process_bytes"] < 200_000_000
+
+
+def test_the_process_of_a_chats_template_counts(tiny, tmp_path, plan_json, monkeypatch):
+    monkeypatch.setattr("flashllm.base.machine.process_nbytes", lambda: 100_000_000)
+    model = Path(shutil.copytree(tiny().path(), tmp_path / "model"))
+    before = plan_json(model)["process_bytes"]
+    install_files(model, {"chat_template.jinja": [b"{{ messages }}"]})
+    assert plan_json(model)["process_bytes"] == before + Renderer.beside_nbytes
