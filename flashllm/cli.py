@@ -5,9 +5,11 @@ Exit status: 0, 1 (failed), 2 (wrong use), 130 (interrupted).
 """
 
 import argparse
+import contextlib
 import difflib
 import importlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
@@ -92,6 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = [argument for argument in given if argument != DEBUG] or ["--help"]  # DEBUG: after any verb, too
     debug = DEBUG in given
     prepare_streams()
+    with contextlib.suppress(ValueError):  # not the main thread
+        for number in (signal.SIGTERM, signal.SIGHUP):  # clean up as after ctrl-C
+            if signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, signal.default_int_handler)
     try:
         verb = next((argument for argument in arguments if not argument.startswith("-")), None)
         if verb is not None and verb not in VERBS:

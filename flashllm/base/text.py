@@ -139,7 +139,7 @@ def kept_terminal(fd: int) -> Iterator[None]:
 
     mine = {**dict.fromkeys(_ENDING_SIGNALS, end), signal.SIGTSTP: pause}
     handlers = {number: signal.signal(number, handler) for number, handler in mine.items()
-                if signal.getsignal(number) == signal.SIG_DFL}  # fmt: skip
+                if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)}  # fmt: skip
     try:
         yield
     finally:

@@ -1,6 +1,7 @@
 """The command line from the outside: statuses, the one error line, what is on which stream, what is imported."""
 
 import argparse
+import importlib
 import io
 import json
 import os
@@ -176,6 +177,18 @@ def test_every_failure_is_one_line(run, monkeypatch, error, status, words):
         assert got == status
         assert "Traceback" in err
         assert err.splitlines()[-1].startswith("flashllm: error: ")
+
+
+def test_a_signal_that_ends_cleans_up_as_ctrl_c(run, monkeypatch):
+    def ended(args):
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(importlib.import_module("flashllm.commands.verify"), "main", ended)
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        assert run("verify", "x") == (130, "", "flashllm: interrupted\n")
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_numbers_and_sizes():
