@@ -66,6 +66,8 @@ def text_windows(path: Path, tokenizer: Tokenizer, length: int, max_tokens: int)
         step = len(text) // 8
         text = "\n\n".join(text[part * step : part * step + keep // 8] for part in range(8))
     ids = tokenizer.encode(text)
+    if len(ids) < 2:
+        raise UsageError(f"{path}: holds too little text to judge by")
     rows = windows(ids, length)
     wanted = max(1, max_tokens // length)
     return rows[np.linspace(0, len(rows) - 1, min(wanted, len(rows))).astype(int)]

@@ -130,9 +130,9 @@ def token_rows(
     """
     # 1. How many excerpts each document gives, at random places of it.
     lengths = np.fromiter((min(len(text), MAX_DOCUMENT_CHARS) for text in texts()), dtype=np.float64)
-    report.skipped.clear()  # counted again in the second pass
     if not len(lengths):
-        raise DataError(f"no usable document in the data; skipped: {report}")
+        raise DataError(f"no usable document in the data: {report}; a plain text is a .txt file")
+    report.skipped.clear()  # counted again in the second pass
     rng = np.random.default_rng(seed)
     width = CHARS_PER_TOKEN * tokens_per_sample
     share = np.sqrt(lengths) / np.sqrt(lengths).sum()
@@ -158,7 +158,7 @@ def token_rows(
     if len(rows) < LEAST_SAMPLES:
         raise DataError(
             f"the data gives {len(rows)} samples of {tokens_per_sample} tokens, and {LEAST_SAMPLES} are the least; "
-            "lower --tokens-per-sample or give more text"
+            "give more text"
         )
     order = rng.permutation(len(rows))[:samples]
     report.used = len(order)

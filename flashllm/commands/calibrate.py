@@ -57,6 +57,8 @@ def main(args: argparse.Namespace) -> int:
     if not path.exists():
         raise UsageError(f"{path}: there is no such file or directory; name a model or a folder on the drive")
     store = args.store if args.store is not None else store_path()
+    if store.is_dir():
+        raise UsageError(f"--store {store}: is a folder; name a file in it")
     store.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=store.parent):
         pass  # where nothing can be stored, nothing needs to be measured

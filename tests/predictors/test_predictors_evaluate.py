@@ -7,7 +7,7 @@ import pytest
 import torch
 from activity import aggregated_usage, friends, layer_activity, new_rows_per_token
 from arch_models import LAYERS, VARIANTS, make_checkpoint
-from evaluate import main, read_time
+from evaluate import main, read_time, text_windows
 from masked import MaskedModel, Variant, load_predictors, own_gates, untrained
 from safetensors.torch import load_file, save_file
 from scoring import score_items, score_text, windows
@@ -15,7 +15,9 @@ from tasks import TASKS, Item, load_items
 from weights import LayerWeights
 
 from flashllm.base.text import inert
+from flashllm.convert.named import demo_path
 from flashllm.convert.run import convert
+from flashllm.errors import UsageError
 from flashllm.format.install import install_predictors
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_files import FFN, PREDICTOR_METADATA, PREDICTORS
@@ -296,6 +298,12 @@ def test_friends_fire_together():
     assert sum(share == 1.0 for share in shares[1]) == 2
     assert max(shares[4]) < 0.6
     assert friends(np.zeros((5, 12), dtype=bool), (1,)) == {1: []}
+
+
+def test_a_text_without_tokens_is_refused(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(UsageError, match="too little text"):
+        text_windows(tmp_path / "empty.txt", Tokenizer.load(demo_path()), 8, 100)
 
 
 def test_windows_leave_out_the_rest():
