@@ -139,7 +139,7 @@ async function ask(text) {
   } catch (error) {
     reply.stopped = true;
     if (error.name === "AbortError") say("");
-    else say(`${error.message}`, true);
+    else say(error instanceof TypeError ? "The server does not answer." : error.message, true); // of fetch, in its words
   } finally {
     element.classList.toggle("stopped", Boolean(reply.stopped));
     if (reply.content === "" && !reply.calls?.length && reply.stopped) {
