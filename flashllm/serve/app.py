@@ -127,7 +127,7 @@ class Api:
             memory=self.served.memory,
         )
         if answering.asked.stream:
-            documents = answering.documents(form.take, form.last_chunk, lambda error: error.document)
+            documents = answering.documents(form.take, form.last_chunk, lambda error: error.document(request.url.path))
             return EventStream(documents, answering.cancel, answering.waiting(form.waiting))
         await answering.finish(request, form.take)
         return JSONResponse(form.whole())

@@ -22,6 +22,8 @@ from flashllm.plan.requests import BODIES, body_nbytes, body_values
 RETRY_AFTER_S = 10
 BODY_TIMEOUT_S = 30.0  # a body that has not come by then is given up
 KEEP_ALIVE_S = 2.0  # a stream without an event sends a comment so often, or proxies and clients end it
+_ANTHROPICS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
+               429: "rate_limit_error", 503: "overloaded_error"}  # fmt: skip
 _CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 
 
@@ -39,17 +41,19 @@ class ApiError(Exception):
         self.status, self.code, self.headers = status, code or _CODES.get(status), headers
         self.param = None if param is None else valid_unicode(param)
 
-    @property
-    def document(self) -> dict[str, Any]:
-        """OpenAI's error object."""
+    def document(self, path: str) -> dict[str, Any]:
+        """The error object for who asked for `path`: Ollama's, Anthropic's or OpenAI's."""
+        if path.startswith("/api/"):
+            return {"error": str(self)}
+        if path.startswith("/v1/messages"):
+            kind = _ANTHROPICS.get(self.status, "api_error")
+            return {"type": "error", "error": {"type": kind, "message": str(self)}}
         kind = "invalid_request_error" if self.status < 500 and self.status != 429 else "server_error"
         kind = "rate_limit_error" if self.status == 429 else kind
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     def response(self, path: str) -> Response:
-        """The answer to who asked for `path`: Ollama's clients, whose paths begin with /api/, want a text alone."""
-        document = {"error": str(self)} if path.startswith("/api/") else self.document
-        return JSONResponse(document, self.status, headers=self.headers)
+        return JSONResponse(self.document(path), self.status, headers=self.headers)
 
 
 async def answer_api_error(request: Request, error: Exception) -> Response:
@@ -64,21 +68,6 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
     what = {404: f"there is no {request.url.path[:200]!r} here", 405: f"{request.method} is not possible here"}
     message = what.get(error.status_code, error.detail)
     return ApiError(error.status_code, message, headers=error.headers).response(request.url.path)
-
-
-Endpoint = Callable[[Request], Awaitable[Response]]
-
-
-def telling(endpoint: Endpoint, form: Callable[[ApiError], Mapping[str, Any]]) -> Endpoint:
-    """The endpoint, with its errors in a dialect's form."""
-
-    async def told(request: Request) -> Response:
-        try:
-            return await endpoint(request)
-        except ApiError as error:
-            return JSONResponse(form(error), error.status, headers=error.headers)
-
-    return told
 
 
 class Body:

@@ -50,6 +50,8 @@ def test_the_key_is_asked_for(guarded):
             assert response.json()["error"]["code"] == "invalid_api_key"
             assert response.headers["www-authenticate"] == "Bearer"
     assert guarded.get("/v1/models", headers=bearer(KEY.decode())).status_code == 200
+    assert guarded.post("/v1/messages").json()["error"]["type"] == "authentication_error"
+    assert "API key" in guarded.get("/api/tags").json()["error"]
 
 
 def test_other_names_are_refused(guarded):

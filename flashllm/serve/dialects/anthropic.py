@@ -21,7 +21,7 @@ from flashllm.replies import written
 from flashllm.replies.parser import Event as Said
 from flashllm.serve.app import Api
 from flashllm.serve.bodies import Asked, parse_object
-from flashllm.serve.http import ApiError, NamedEventStream, telling
+from flashllm.serve.http import NamedEventStream
 from flashllm.serve.worker import Began, Chosen, Ended
 
 _SAME = ("max_tokens", "temperature", "top_p", "top_k")
@@ -43,7 +43,6 @@ _KNOWN = _IGNORED | {
 }
 _BILLING = "x-anthropic-billing-header:"
 _CHOICES = {"auto": "auto", "none": "none", "any": "required"}
-_ERRORS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _BLOCKS = {"text": "text", "reasoning": "thinking", "call": "tool_use"}
 Document = dict[str, Any]
 
@@ -56,15 +55,15 @@ class Anthropic:
 
     def routes(self) -> list[Route]:
         return [
-            Route("/v1/messages", telling(self.messages, _error), methods=["POST"]),
-            Route("/v1/messages/count_tokens", telling(self.count_tokens, _error), methods=["POST"]),
+            Route("/v1/messages", self.messages, methods=["POST"]),
+            Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
         ]
 
     async def messages(self, request: Request) -> Response:
         answering = await self._api.begin(request, "chat", self._understand)
         form = _Form(self._api.served.name, answering.asked)
         if answering.asked.stream:
-            documents = answering.documents(form.take, form.last, _error)
+            documents = answering.documents(form.take, form.last, lambda error: error.document("/v1/messages"))
             return NamedEventStream(documents, answering.cancel, answering.waiting(lambda: {"type": "ping"}))
         await answering.finish(request, form.take)
         return JSONResponse(form.whole())
@@ -98,11 +97,6 @@ class Anthropic:
         if kind is not None and template is not None and template.takes("enable_thinking"):
             values["chat_template_kwargs"] = {"enable_thinking": kind != "disabled"}
         return values
-
-
-def _error(error: ApiError) -> Document:
-    kind = _ERRORS.get(error.status, "overloaded_error" if error.status == 503 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
 def _system(value: Any) -> list[Document]:

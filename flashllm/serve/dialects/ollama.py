@@ -100,17 +100,13 @@ class Ollama:
         answering = await self._api.begin(request, "chat", understand)
         form = _Form(self._api.served.name, tell)
         if answering.asked.stream:
-            documents = answering.documents(form.take, form.last, _error)
+            documents = answering.documents(form.take, form.last, lambda error: error.document("/api/chat"))
             return DocumentStream(documents, answering.cancel, answering.waiting(form.waiting))
         await answering.finish(request, form.take)
         return JSONResponse({**form.last(), **tell(form.said)})
 
     def _details(self) -> dict[str, Any]:
         return {"format": "flashllm", "family": "flashllm", "families": ["flashllm"], "quantization_level": ""}
-
-
-def _error(error: ApiError) -> dict[str, Any]:
-    return {"error": str(error)}
 
 
 class _Form:
