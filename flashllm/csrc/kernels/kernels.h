@@ -151,8 +151,9 @@ using MultiplyBytes = void (*)(const WeightBytes& a, std::size_t rows, const Inp
 MultiplyBytes multiply_bytes_kernel(SimdLevel level);  // nullptr where the level has none
 
 // MultiplyCodes and MultiplyBytes in tiles, for a level that has them, between `open` and `close` of the
-// thread. Rows come by sixteens, of which those from `rows` on may be anything. Codes are prepared, bytes made
-// signed; of columns of codes every row of pairs is two, of the higher and of the lower halves of the codes.
+// thread. Rows come by sixteens, of which those from `rows` on may be anything. Codes are prepared, bytes
+// made signed; of columns of codes every row of pairs is two, of the higher and of the lower halves of the
+// codes.
 struct TileKernels {
   static constexpr std::size_t kRows = 16;
   void (*open)();
