@@ -25,7 +25,7 @@
 #include "io/memory.h"
 #include "io/reader.h"
 #include "io/xxh3.h"
-#include "kernels/kernels.h"
+#include "kernels/rows.h"
 
 namespace {
 
@@ -115,12 +115,12 @@ class Token {
 
   void multiply(int layer) {
     for (int m = 0; m < kMatrices; ++m) {
-      LinearWeights matrix;
+      RowMatrix matrix;
       matrix.data = weights_.data() + static_cast<std::size_t>(layer % kWeightLayers) * kLayerNbytes +
                     static_cast<std::size_t>(m) * kModel * kModel * 2;
       matrix.rows = matrix.columns = kModel;
       matrix.stride = kModel * 2;
-      matrix.dtype = Dtype::bf16;
+      matrix.codec = RowCodec::bf16;
       linear(matrix, x_.data(), 1, y_.data(), pool_, best_simd_level());
     }
   }

@@ -256,7 +256,7 @@ def test_a_directory_is_locked_once(tmp_path):
         (b"[" * 100_000, "nested too deeply"),
         (b'{"a":' * 100_000, "nested too deeply"),
         (b"[" + b"[]," * 2_000_001 + b"[]]", "holds more than 2000000 values"),
-        (b'{"a":' + b"1" * 10_000 + b"}", "is not JSON"),
+        (b'{"a":' + b"1" * 10_000 + b"}", "holds an integer of more than 4300 digits"),
         (b"", "is not JSON"),
     ],
 )

@@ -5,7 +5,7 @@ import pytest
 from flashllm.cli import main
 from flashllm.convert.locate import find_checkpoint, resolve_model
 from flashllm.errors import UsageError
-from flashllm.format.manifest import PARTIAL_SUFFIX
+from flashllm.format.manifest import MANIFEST, PARTIAL_SUFFIX
 from flashllm.format.model_files import FFN
 
 
@@ -29,11 +29,15 @@ def test_a_folder_that_holds_no_model(tmp_path, capsys, file, hint):
 
 
 def test_a_damaged_model_directory_is_opened_to_say_what_is_wrong(tmp_path):
-    for name, file in (("model", FFN), (f"model{PARTIAL_SUFFIX}", "anything")):
+    for name, file, says in (
+        ("model", FFN, f"it has no {MANIFEST}"),
+        (f"model{PARTIAL_SUFFIX}", "anything", "an unfinished conversion"),
+    ):
         folder = tmp_path / name
         folder.mkdir()
         (folder / file).touch()
-        assert resolve_model(str(folder)) == folder
+        with pytest.raises(UsageError, match=says):
+            resolve_model(str(folder))
 
 
 @pytest.mark.parametrize("address", ["hf.co/foo/bar:Q4_K_M", "hf.co/foo", "https://huggingface.co/datasets/foo/bar"])
