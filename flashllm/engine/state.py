@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from flashllm import _core
 from flashllm.base.files import Closing
+from flashllm.base.machine import return_heaps
 from flashllm.base.processes import OneProcess
 from flashllm.base.units import format_size
 from flashllm.errors import BudgetError, ContextFull, UsageError
@@ -151,6 +152,8 @@ class StateMemory(OneProcess):
         rows = self._plan.cache_rows_at(total)
         # Those that shrink come first, so that the sum never exceeds the plan's.
         changes = sorted(zip(self._caches, rows, strict=True), key=lambda change: change[1] - change[0].capacity)
+        if self._total is not None and total < self._total:  # a pass is over, whose buffers had this memory
+            return_heaps()
         for cache, count in changes:
             if cache.capacity != count:
                 cache.set_capacity(count)

@@ -6,6 +6,7 @@ import pytest
 from planned import ids_of, planned
 
 from flashllm.config import RunConfig
+from flashllm.engine import state
 from flashllm.engine.model import Model
 from flashllm.errors import Cancelled, UsageError
 from flashllm.generate.session import PrefillRecord, Session
@@ -56,6 +57,22 @@ def test_every_layer_is_read_once_for_as_much_as_memory_is_lent_for(directory):
         with in_parts(directory, levels=levels, level_blocks=1, stretch_nbytes=token) as model:
             found.append(read_by(model, ids_of(48))[1])
     assert found == [all_rows, 2 * all_rows]
+
+
+def test_what_a_prompt_freed_goes_back_before_the_caches_grow(directory, monkeypatch):
+    with in_parts(directory) as model:
+        levels = np.maximum(model.plan.memory.levels[0] - np.arange(20)[:, None], 0).astype(np.int32)
+        nbytes = model.plan.memory.neuron_cache // 4 // (48 - 16)
+    with in_parts(directory, levels=levels, level_blocks=1, stretch_nbytes=nbytes) as model:
+
+        def rows():
+            return sum(cache.capacity for cache in model.parts.caches)
+
+        returned = []
+        monkeypatch.setattr(state, "return_heaps", lambda: returned.append(rows()))
+        read_by(model, ids_of(48))
+        assert returned
+        assert returned[0] < rows()
 
 
 def test_progress_is_told_while_a_prompt_is_computed(directory):
