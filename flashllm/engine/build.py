@@ -270,7 +270,7 @@ class _Builder:
 
     @cached_property
     def _cached_nbytes(self) -> list[int]:
-        """Where each layer's part begins, and the last one ends."""
+        """The offset of each layer's part, in bytes, and behind them the size of all."""
         memory = self._plan.memory
         each = zip(memory.cache_rows, memory.layer_row_nbytes, strict=True)
         return [0, *accumulate(rows * nbytes for rows, nbytes in each)]

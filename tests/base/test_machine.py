@@ -1,6 +1,9 @@
 """What the kernel says about this process: cores, bytes, control groups of both versions."""
 
 import os
+import platform
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -87,3 +90,26 @@ def test_cores_are_those_this_process_may_use():
             assert machine.num_cores() == 1
         finally:
             os.sched_setaffinity(0, before)
+
+
+_FREED = """
+import ctypes, psutil
+from flashllm.base.machine import return_heaps
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+blocks = [libc.malloc(1 << 16) for _ in range(1000)]  # below the size that has pages of its own
+for block in blocks:
+    libc.memset(block, 1, 1 << 16)
+for block in blocks[:-1]:  # the last one holds the end of the heap
+    libc.free(block)
+before = psutil.Process().memory_info().rss
+return_heaps()
+print(before - psutil.Process().memory_info().rss)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries have no such call")
+def test_what_is_free_in_a_heap_goes_back():
+    run = subprocess.run([sys.executable, "-c", _FREED], capture_output=True, text=True, check=True, timeout=60)
+    assert int(run.stdout) > 50 * 2**20

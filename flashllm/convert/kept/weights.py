@@ -46,9 +46,8 @@ class KeptWeights:
     """The codes that are kept, a `CodedWeights`."""
 
     rows: str | None  # encoding of up and gate; None: they are not kept
-    downs: tuple[
-        str, ...
-    ]  # of each layer's down columns: of `PLANE_ENCODINGS`, or with scales of their own; () not kept
+    # Of each layer's down columns: of `PLANE_ENCODINGS`, or with scales of their own; (): they are not kept.
+    downs: tuple[str, ...]
     down_scales: tuple[str, ...]  # of each layer, where those lie apart
     resident: Mapping[str, str]  # encoding by canonical name
     left: tuple[str, ...]  # canonical names of quantised matrices that are not kept

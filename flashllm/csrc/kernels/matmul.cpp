@@ -119,7 +119,7 @@ void multiply_bytes(const WideRows& weights, const PackedTokens& x, const Produc
   const TileKernels* tiles = tile_kernels(level);
   const MultiplyBytes multiply = tiles == nullptr ? multiply_bytes_kernel(level) : tiles->multiply_bytes;
   const OpenTiles open(tiles);
-  multiply_unpacked(weights, x, block, tiles == nullptr ? kWidened : UnpackedRows::kRows,
+  multiply_unpacked(weights, x, block, tiles == nullptr ? kWidened : UnpackedRows::kOfBytes,
                     [&](UnpackedRows& of, std::size_t rows, std::size_t j, std::size_t terms, float* to) {
                       auto* codes = reinterpret_cast<std::uint8_t*>(of.codes);
                       if (tiles != nullptr) tiles->make_signed(codes, rows * kCodeTerms, of.zero);

@@ -16,11 +16,12 @@ namespace flashllm {
 // Whether weights [rows, terms] are multiplied in pairs.
 bool in_pairs(Dtype dtype, std::size_t terms, SimdLevel level);
 
-// Rows of coded weights: of `unpack` the first `count`, as WeightBytes or CodeRows has them.
+// Rows of coded weights: of `unpack` the first `count`, as WeightBytes or CodeRows has them. Of words there
+// is room for twice as many, which tiles prepare in their place.
 struct UnpackedRows {
-  static constexpr std::size_t kRows = 48;  // of bytes; of words 16
-  alignas(64) std::int16_t codes[16 * 2 * kCodeTerms];
-  float scales[kRows * (kCodeTerms / 16)], offsets[kRows * (kCodeTerms / 32)];
+  static constexpr std::size_t kOfWords = TileKernels::kRows, kOfBytes = 3 * kOfWords;  // rows at most
+  alignas(64) std::int16_t codes[kOfWords * 2 * kCodeTerms];
+  float scales[kOfBytes * (kCodeTerms / 16)], offsets[kOfBytes * (kCodeTerms / 32)];
   std::size_t unit;
   bool has_offsets, is_wide;
   int zero;

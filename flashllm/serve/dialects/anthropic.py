@@ -63,7 +63,7 @@ class Anthropic:
         answering = await self._api.begin(request, "chat", self._understand)
         form = _Form(self._api.served.name, answering.asked)
         if answering.asked.stream:
-            documents = answering.documents(form.take, form.last, lambda error: error.document("/v1/messages"))
+            documents = answering.documents(form.take, form.last, lambda error: error.document(request.url.path))
             return NamedEventStream(documents, answering.cancel, answering.waiting(lambda: {"type": "ping"}))
         await answering.finish(request, form.take)
         return JSONResponse(form.whole())

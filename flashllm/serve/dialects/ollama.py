@@ -100,7 +100,7 @@ class Ollama:
         answering = await self._api.begin(request, "chat", understand)
         form = _Form(self._api.served.name, tell)
         if answering.asked.stream:
-            documents = answering.documents(form.take, form.last, lambda error: error.document("/api/chat"))
+            documents = answering.documents(form.take, form.last, lambda error: error.document(request.url.path))
             return DocumentStream(documents, answering.cancel, answering.waiting(form.waiting))
         await answering.finish(request, form.take)
         return JSONResponse({**form.last(), **tell(form.said)})
