@@ -121,8 +121,10 @@ void NeuronProducts::down_in_codes(float* y) {
   });
   const std::size_t width = options_.format.d_model;
   pool_.parallel_for(width, column_share(width, pool_), [&](std::size_t begin, std::size_t end) {
-    for (std::size_t i = 0; i < runs_.size(); ++i)
-      columns(runs_[i].first, runs_[i].rows).add_codes(rows_of(runs_[i]), codes_[i], 0, begin, end, y);
+    for (std::size_t i = 0; i < runs_.size(); ++i) {
+      const CodeTokens values = codes_[i].of(0);
+      columns(runs_[i].first, runs_[i].rows).add_codes(rows_of(runs_[i]), &values, 1, begin, end, y, width);
+    }
   });
 }
 

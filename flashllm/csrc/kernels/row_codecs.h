@@ -32,18 +32,12 @@
 //
 // Coded weights, but those of bf12 and those whose scales lie apart, are multiplied by inputs in fp32, or
 // in 8 bits, those of int8_32 and int8_64 in 16 too: 32 inputs together are int8 (int16) codes and an fp32
-// scale, the largest of them 127 (32767) times the scale. Such a product is the same bits at every level:
-// the codes of a unit of 32 are multiplied exactly and summed exactly by fours, eight sums that are added
-// in fp32, times both scales, to eight lanes for the even units and to eight for the odd ones. What the
-// codes are offset by (a minimum, -8 scales, of 5 bits -16) is multiplied by the units' sums, unit u in
-// lane u modulo 8. Codes of mxfp4 are kFp4FromZero there, offset by -12 scales, which are half of what
-// they stand for. Codes of 6 bits are less 32, without an offset, and of a unit's two scales the first
-// multiplies the first four of its sums and the second the others, before the inputs' scale does; so of 3
-// bits, less 4, of nvfp4, and of 2 bits, whose minimums multiply the same sums of the inputs alone. The four
-// of lane i are 4i to 4i + 3 of int8 inputs; of int16 ones 2i, 2i + 1, 2i + 16 and 2i + 17, and their sum
-// fits 24 bits: 4 * 128 * 32767. Inputs of ternary weights, whose models are trained so (BitNet b1.58: Ma et
-// al., 2024), have one scale a token, and the products of the 256 codes that share a scale are summed
-// exactly, to eight lanes in all.
+// scale, the largest of them 127 (32767) times the scale. Such a product is the same bits at every level and
+// for any number of tokens: the products of the codes that share a scale, of a unit of 32 or of half of it,
+// are summed exactly; the sum, rounded to fp32, times the inputs' scale, is added times the weights' scale to
+// one of four sums, unit u's to u modulo 4, behind the sum of the inputs' codes, times their scale, times the
+// minimum where there are minimums. Codes count from what stands for 0. Inputs of ternary weights, whose
+// models are trained so (BitNet b1.58: Ma et al., 2024), have one scale a token.
 #pragma once
 
 #include <cstddef>
@@ -110,7 +104,7 @@ GroupShape group_shape(RowCodec codec);
 // Twice what a code of mxfp4 stands for.
 alignas(16) constexpr std::int8_t kFp4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 // The same from 0 on, as products of 8-bit inputs take them.
-constexpr std::int8_t kFp4Zero = 12;
+constexpr int kFp4Zero = 12;
 alignas(16) constexpr std::int8_t kFp4FromZero[16] = {12, 13, 14, 15, 16, 18, 20, 24,
                                                       12, 11, 10, 9,  8,  6,  4,  0};
 // What a code of iq4_nl and iq4_xs stands for.
@@ -203,11 +197,14 @@ constexpr InputForm inputs_of(RowCodec codec, InputForm wanted) {
   return takes_inputs(codec, InputForm::int8) ? InputForm::int8 : InputForm::f32;
 }
 
-// k inputs in units of kCodeUnit, padded with zeros to a multiple of 8 units.
+constexpr int kSignedCodes = 128;  // the largest magnitude of codes of 8 bits
+// k inputs in units of kCodeUnit, padded with zeros to a multiple of 8 units; four units are a window, in
+// which the first four codes of each come first, then the next four.
 struct CodedInputs {
-  const void* codes;    // int8 or int16 [units * kCodeUnit]
-  const float* scales;  // [units]
-  const float* sums;    // [units], of a unit's codes, times its scale
+  const void* codes;           // int8, in windows; or int16, of a window all lower bytes, then the upper ones
+  const float* scales;         // [units]
+  const std::int32_t* totals;  // [units], of the codes, or of upper bytes
+  const std::int32_t* halves[2];  // the same of the first and of the last 16 codes of a unit
 };
 struct CodedInputKernels {
   // As CodecKernels's. Rows [n, fetched), which come next, are fetched meanwhile, as far as they are near.

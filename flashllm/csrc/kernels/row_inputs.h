@@ -65,10 +65,10 @@ class RowInputs {
     if (form == InputForm::f32) return;
     units_ = (length + kCodeUnit - 1) / kCodeUnit;
     units_ = (units_ + kUnitsTogether - 1) / kUnitsTogether * kUnitsTogether;
-    const std::size_t codes = tokens * units_ * kCodeUnit;
-    form == InputForm::int16 ? words_.assign(codes, 0) : bytes_.assign(codes, 0);
+    codes_.assign(tokens * units_ * unit_nbytes(), 0);
     scales_.assign(tokens * units_, 0.0F);
-    sums_.assign(tokens * units_, 0.0F);
+    totals_.assign(tokens * units_, 0);
+    for (auto& half : halves_) half.assign(tokens * units_, 0);
     for (std::size_t t = 0; t < tokens; ++t) {
       const Extent all = form == InputForm::token_int8 ? extent_of(x + t * length, length) : Extent{};
       for (std::size_t first = 0; first < length; first += kCodeUnit) {
@@ -76,7 +76,8 @@ class RowInputs {
                           unit = t * units_ + first / kCodeUnit;
         const float* from = x + t * length + first;
         const Extent own = form == InputForm::token_int8 ? all : extent_of(from, n);
-        form == InputForm::int16 ? encode(from, n, unit, own, words_) : encode(from, n, unit, own, bytes_);
+        form == InputForm::int16 ? encode<std::int16_t>(from, n, unit, own)
+                                 : encode<std::int8_t>(from, n, unit, own);
       }
     }
   }
@@ -86,30 +87,43 @@ class RowInputs {
   bool has_codes() const { return form_ != InputForm::f32; }
   CodedInputs codes(std::size_t token) const {
     const std::size_t first = token * units_;
-    const void* codes = form_ == InputForm::int16
-                            ? static_cast<const void*>(words_.data() + first * kCodeUnit)
-                            : bytes_.data() + first * kCodeUnit;
-    return {codes, scales_.data() + first, sums_.data() + first};
+    return {codes_.data() + first * unit_nbytes(),
+            scales_.data() + first,
+            totals_.data() + first,
+            {halves_[0].data() + first, halves_[1].data() + first}};
   }
 
  private:
   static constexpr std::size_t kUnitsTogether = 8;
 
+  std::size_t unit_nbytes() const {
+    return kCodeUnit * (form_ == InputForm::int16 ? sizeof(std::int16_t) : sizeof(std::int8_t));
+  }
+
   template <typename Code>
-  void encode(const float* x, std::size_t n, std::size_t unit, const Extent& all, std::vector<Code>& to) {
-    Code* codes = to.data() + unit * kCodeUnit;
+  void encode(const float* x, std::size_t n, std::size_t unit, const Extent& all) {
+    Code codes[kCodeUnit] = {};
     scales_[unit] = to_codes(x, n, all, static_cast<float>(std::numeric_limits<Code>::max()), codes);
-    int total = 0;
-    for (std::size_t i = 0; i < n; ++i) total += codes[i];
-    sums_[unit] = scales_[unit] * static_cast<float>(total);
+    // A window's bytes: of an input those of its word in each unit, then the next word's.
+    constexpr std::size_t kWindow = 4, kWord = 4, kHalf = kCodeUnit / 2;
+    std::int8_t* to = codes_.data() + unit / kWindow * kWindow * sizeof codes + unit % kWindow * kWord;
+    std::int32_t totals[2] = {0, 0};
+    for (std::size_t i = 0; i < kCodeUnit; ++i) {
+      std::int8_t* at = to + i / kWord * kWindow * kWord + i % kWord;
+      *at = static_cast<std::int8_t>(codes[i] & 255);
+      if constexpr (sizeof(Code) == 2) at[kWindow * kCodeUnit] = static_cast<std::int8_t>(codes[i] >> 8);
+      totals[i / kHalf] += sizeof(Code) == 2 ? codes[i] >> 8 : codes[i];
+    }
+    totals_[unit] = totals[0] + totals[1];
+    for (std::size_t half = 0; half < 2; ++half) halves_[half][unit] = totals[half];
   }
 
   const float* x_ = nullptr;
   InputForm form_ = InputForm::f32;
   std::size_t length_ = 0, units_ = 0;
-  std::vector<std::int8_t> bytes_;
-  std::vector<std::int16_t> words_;
-  std::vector<float> scales_, sums_;
+  std::vector<std::int8_t> codes_;
+  std::vector<float> scales_;
+  std::vector<std::int32_t> totals_, halves_[2];
 };
 
 }  // namespace flashllm

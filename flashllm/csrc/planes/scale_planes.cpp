@@ -41,7 +41,7 @@ void sum_scattered(const PlaneColumns& columns, const float* values, float* y, T
 namespace {
 
 constexpr std::size_t kWindow = 32;     // neurons whose values share a scale
-constexpr std::size_t kAlone = 4;       // tokens, up to which pairing the codes once costs more than it saves
+constexpr std::size_t kAlone = 8;       // tokens, up to which pairing the codes once costs more than it saves
 constexpr std::size_t kTokenGrain = 8;  // tokens a thread takes at a time
 constexpr std::size_t kColumnGrain = 4 * kCodeColumns;
 
@@ -79,8 +79,10 @@ void PlaneRows::add_codes(std::size_t count, TileRows values, std::size_t tokens
     all.begin(tokens, first_ % kWindow + count);
     for (std::size_t m = 0; m < tokens; ++m)
       all.set(m, first_, count, values.data + m * values.row, values.step);
+    CodeTokens each[kAlone];
+    for (std::size_t m = 0; m < tokens; ++m) each[m] = all.of(m);
     pool.parallel_for(k_, column_share(k_, pool), [&](std::size_t begin, std::size_t end) {
-      for (std::size_t m = 0; m < tokens; ++m) add_codes(count, all, m, begin, end, y + m * y_stride);
+      add_codes(count, each, tokens, begin, end, y, y_stride);
     });
     return;
   }

@@ -64,10 +64,10 @@ struct PlaneKernels {
   // kCodeTerms; or nullptr where the level has no AddCodes. Values of ids beyond these neurons must be zeros.
   void (*pair)(const void* rows, std::size_t stride, std::size_t id, std::size_t count,
                const ScalePlane& plane, std::size_t k, std::size_t first, CodeWeights& to);
-  // y[j] += what AddCodes has for one token, whose values are codes in windows of 32 ids from a multiple of
-  // 32 on; j in [begin, end), both multiples of kCodeUnit; or nullptr
-  void (*add_run)(const PlaneRun& run, const CodeTokens& values, const ScalePlane& plane, std::size_t k,
-                  std::size_t begin, std::size_t end, float* y);
+  // y[t * y_stride + j] += what AddCodes has for each of some tokens, whose values are codes in windows of 32
+  // ids from a multiple of 32 on; j in [begin, end), both multiples of kCodeUnit; or nullptr
+  void (*add_run)(const PlaneRun& run, const CodeTokens* tokens, std::size_t count, const ScalePlane& plane,
+                  std::size_t k, std::size_t begin, std::size_t end, float* y, std::size_t y_stride);
 };
 // Throws CoreError for a codec without a plane, one of other scales, and where the processor lacks the level.
 const PlaneKernels& plane_kernels(SimdLevel level, RowCodec codec, const ScalePlane& plane);
@@ -133,10 +133,10 @@ class PlaneRows : public WideRows {
   // Wants can_add_codes(). A token's bits do not depend on how many there are.
   void add_codes(std::size_t count, TileRows values, std::size_t tokens, float* y, std::size_t y_stride,
                  ThreadPool& pool) const;
-  // The same of a token whose values are codes already; j in [begin, end), by the calling thread.
-  void add_codes(std::size_t count, const TokenCodes& values, std::size_t token, std::size_t begin,
-                 std::size_t end, float* y) const {
-    kernels_.add_run({data_, stride_, first_, count}, values.of(token), plane_, k_, begin, end, y);
+  // The same of tokens whose values are codes already; j in [begin, end), by the calling thread.
+  void add_codes(std::size_t count, const CodeTokens* values, std::size_t tokens, std::size_t begin,
+                 std::size_t end, float* y, std::size_t y_stride) const {
+    kernels_.add_run({data_, stride_, first_, count}, values, tokens, plane_, k_, begin, end, y, y_stride);
   }
 
  private:

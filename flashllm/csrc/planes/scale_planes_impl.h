@@ -215,7 +215,7 @@ constexpr int kMore = Scales::kTable != nullptr || Scales::kBits == 8 ? 128
                       : Scales::kMinimums ? 0
                                           : static_cast<int>(zero_code<Scales::kBits>());
 template <typename Scales>
-inline void pair_units(const std::uint8_t* low, const std::uint8_t* high, std::size_t apart, Pairs* to) {
+inline void pair_units(const std::uint8_t* low, const std::uint8_t* high, std::size_t apart, Ints* to) {
   const auto codes = [apart](const std::uint8_t* at) {
     if constexpr (Scales::kTable != nullptr)
       return _mm512_xor_si512(Sixteen::looked_up(Scales::kTable, at, at + apart), _mm512_set1_epi8(-128));
@@ -229,7 +229,7 @@ inline void pair_units(const std::uint8_t* low, const std::uint8_t* high, std::s
   to[2] = {_mm512_unpacklo_epi8(odd, none)};
   to[3] = {_mm512_unpackhi_epi8(odd, none)};
 }
-inline void put_in_order(const Pairs* sums, Vec* to) {
+inline void put_in_order(const Ints* sums, Vec* to) {
   for (std::size_t v = 0; v < 4; ++v) to[v] = sums[v].floats();
   Vec::transpose_lanes(to);
 }
@@ -238,7 +238,7 @@ constexpr std::size_t kPairUnits = 1, kBlockSteps = 2;
 template <typename Scales>
 constexpr int kMore = 0;
 template <typename Scales>
-inline void pair_units(const std::uint8_t* low, const std::uint8_t* high, std::size_t, Pairs* to) {
+inline void pair_units(const std::uint8_t* low, const std::uint8_t* high, std::size_t, Ints* to) {
   const __m256i a = signed_codes<Scales>(low), b = signed_codes<Scales>(high);
   const __m256i even = _mm256_unpacklo_epi8(a, b), odd = _mm256_unpackhi_epi8(a, b);
   to[0] = {_mm256_cvtepi8_epi16(_mm256_castsi256_si128(even))};
@@ -246,46 +246,55 @@ inline void pair_units(const std::uint8_t* low, const std::uint8_t* high, std::s
   to[2] = {_mm256_cvtepi8_epi16(_mm256_extracti128_si256(even, 1))};
   to[3] = {_mm256_cvtepi8_epi16(_mm256_extracti128_si256(odd, 1))};
 }
-inline void put_in_order(const Pairs* sums, Vec* to) {
+inline void put_in_order(const Ints* sums, Vec* to) {
   for (std::size_t v = 0; v < 4; ++v) to[v] = sums[v].floats();
 }
 #endif
 
-// Neurons of a window that are multiplied, two at a time. Those of value zero are not read; whichever come
-// together, sums of codes are exact.
+// Neurons of a window that are multiplied, two at a time, with values of T tokens. Those whose values are all
+// zero are not read; whichever come together, sums of codes are exact.
+template <std::size_t T>
 struct RunWindow {
   static constexpr std::size_t kNeurons = 32;
   struct Term {
     const std::uint8_t *low, *high;
-    std::int16_t values[2];
+    std::int16_t values[T][2];
   };
   Term terms[kNeurons / 2];
-  // Of neurons that share a scale, all or each half: where their terms end, one of them, and the sum of
+  // Of neurons that share a scale, all or each half: where their terms end, one of them, and the sums of
   // values.
   std::size_t ends[2], ids[2];
-  int totals[2];
+  int totals[2][T];
 
   RunWindow() : ends{0, 0} {}
-  // From `slot` on, which counts from a multiple of kNeurons; `scaled` neurons share a scale.
-  RunWindow(const PlaneRun& run, const std::int16_t* values, std::size_t slot, std::size_t scaled) {
+  // From `slot` on, which counts from a multiple of kNeurons; `scaled` neurons share a scale. Of fewer tokens
+  // than T the others have zeros.
+  RunWindow(const PlaneRun& run, const CodeTokens* tokens, std::size_t count, std::size_t slot,
+            std::size_t scaled) {
     const std::size_t lead = run.id % kNeurons;
     Term* term = terms;
     for (std::size_t first = 0; first < kNeurons; first += scaled) {
       bool is_open = false;
       ids[first / scaled] = run.id;
-      int& total = totals[first / scaled] = 0;
+      int* total = totals[first / scaled];
+      for (std::size_t t = 0; t < T; ++t) total[t] = 0;
       for (std::size_t at = slot + first; at < slot + first + scaled; ++at) {
         if (at < lead || at - lead >= run.count) continue;
         ids[first / scaled] = run.id + at - lead;
-        if (values[at] == 0) continue;
-        total += values[at];
+        std::int16_t values[T];
+        bool any = false;
+        for (std::size_t t = 0; t < T; ++t) {
+          values[t] = t < count ? tokens[t].codes[at] : std::int16_t{0};
+          total[t] += values[t];
+          any = any || values[t] != 0;
+        }
+        if (!any) continue;
         const auto* row = static_cast<const std::uint8_t*>(run.rows) + (at - lead) * run.stride;
+        if (!is_open) *term = {row, row, {}};
+        for (std::size_t t = 0; t < T; ++t) term->values[t][is_open] = values[t];
         if (is_open) {
           term->high = row;
-          term->values[1] = values[at];
           ++term;
-        } else {
-          *term = {row, row, {values[at], 0}};
         }
         is_open = !is_open;
       }
@@ -305,68 +314,94 @@ struct RunWindow {
   }
 };
 
-// The terms of a window of one token, of outputs [j, j + kSteps * kPairUnits * kCodeUnit), or, where `units`
-// is less than kPairUnits, of so many units. While a term is multiplied, one of the next window is fetched.
-template <typename Scales, std::size_t kSteps>
-inline void add_window(const RunWindow& window, const RunWindow& next, const Scales* of, std::size_t scaled,
-                       const ScalePlane& plane, std::size_t j, std::size_t units, Vec scale, Vec sums,
-                       float* y) {
+// The terms of a window of some tokens, of outputs [j, j + kSteps * kPairUnits * kCodeUnit), or, where
+// `units` is less than kPairUnits, of so many units. While a term is multiplied, one of the next window is
+// fetched.
+template <typename Scales, std::size_t kSteps, std::size_t T>
+inline void add_window(const RunWindow<T>& window, const RunWindow<T>& next, const Scales* of,
+                       std::size_t scaled, const ScalePlane& plane, std::size_t j, std::size_t units,
+                       const CodeTokens* tokens, std::size_t count, std::size_t slot, float* y,
+                       std::size_t y_stride) {
+  constexpr std::size_t kNeurons = RunWindow<T>::kNeurons;
   constexpr std::size_t kUnitNbytes = kCodeUnit / 8 * Scales::kBits, kStep = kPairUnits * kCodeUnit;
   const std::size_t at = j / kCodeUnit * kUnitNbytes, apart = units == kPairUnits ? kUnitNbytes : 0;
-  for (std::size_t u = 0; u * scaled < RunWindow::kNeurons; ++u) of[u].fetch(plane, j, kSteps * kStep);
-  std::size_t t = 0;
-  for (std::size_t u = 0; u * scaled < RunWindow::kNeurons; ++u) {
-    Pairs sum[kSteps][4];
-    for (auto& step : sum)
-      for (Pairs& each : step) each = Pairs::set(-kMore<Scales> * window.totals[u]);
-    for (; t != window.ends[u]; ++t) {
-      const RunWindow::Term& term = window.terms[t];
-      next.fetch(t, at, kSteps * kPairUnits * kUnitNbytes);
-      const Pairs by = Pairs::everywhere(term.values);
+  for (std::size_t u = 0; u * scaled < kNeurons; ++u) of[u].fetch(plane, j, kSteps * kStep);
+  std::size_t term_at = 0;
+  for (std::size_t u = 0; u * scaled < kNeurons; ++u) {
+    Ints sum[T][kSteps][4];
+    for (std::size_t t = 0; t < T; ++t)
+      for (auto& step : sum[t])
+        for (Ints& each : step) each = Ints::set(-kMore<Scales> * window.totals[u][t]);
+    for (; term_at != window.ends[u]; ++term_at) {
+      const auto& term = window.terms[term_at];
+      next.fetch(term_at, at, kSteps * kPairUnits * kUnitNbytes);
       for (std::size_t s = 0; s < kSteps; ++s) {
-        Pairs codes[4];
+        Ints codes[4];
         const std::size_t from = at + s * kPairUnits * kUnitNbytes;
         pair_units<Scales>(term.low + from, term.high + from, apart, codes);
-        for (std::size_t v = 0; v < 4; ++v) sum[s][v] = Words::add(by, codes[v], sum[s][v]);
+        for (std::size_t t = 0; t < T; ++t) {
+          const Ints by = Ints::everywhere(term.values[t]);
+          for (std::size_t v = 0; v < 4; ++v) sum[t][s][v] = Words::add(by, codes[v], sum[t][s][v]);
+        }
       }
     }
     for (std::size_t s = 0; s < kSteps; ++s) {
-      Vec found[4];
-      put_in_order(sum[s], found);
+      Vec found[T][4];
+      for (std::size_t t = 0; t < T; ++t) put_in_order(sum[t][s], found[t]);
       for (std::size_t i = 0; i < units; ++i) {
         const std::size_t first = j + s * kStep + i * kCodeUnit;
         UnitScales scales;
         of[u].load(plane, first, scales);
-        for (std::size_t v = 0; v < kUnitVectors; ++v) {
-          float* to = y + first + v * Vec::kWidth;
-          Vec total = Vec::load_f32(to);
-          if constexpr (Scales::kMinimums) total = u == 0 ? fma(scales.minimum[v], sums, total) : total;
-          fma(found[i * kUnitVectors + v] * scales.scale[v], scale, total).store(to);
+        for (std::size_t t = 0; t < (T == 1 ? 1 : count); ++t) {
+          const Vec scale = Vec::set(tokens[t].scales[slot / kNeurons]);
+          for (std::size_t v = 0; v < kUnitVectors; ++v) {
+            float* to = y + t * y_stride + first + v * Vec::kWidth;
+            Vec total = Vec::load_f32(to);
+            if constexpr (Scales::kMinimums)
+              total =
+                  u == 0 ? fma(scales.minimum[v], Vec::set(tokens[t].sums[slot / kNeurons]), total) : total;
+            fma(found[t][i * kUnitVectors + v] * scales.scale[v], scale, total).store(to);
+          }
         }
       }
     }
   }
 }
 
-// As PlaneKernels says. Of a window, all neurons are read for a block of outputs before the next block.
-template <typename Scales>
-void add_plane_run(const PlaneRun& run, const CodeTokens& values, const ScalePlane& plane, std::size_t k,
-                   std::size_t begin, std::size_t end, float* y) {
-  constexpr std::size_t kNeurons = RunWindow::kNeurons, kStep = kPairUnits * kCodeUnit;
+// Of a window, all neurons are read for a block of outputs before the next block; of more tokens the blocks
+// are narrower, so that their sums stay in registers.
+template <typename Scales, std::size_t T>
+void add_run_of_tokens(const PlaneRun& run, const CodeTokens* tokens, std::size_t count,
+                       const ScalePlane& plane, std::size_t k, std::size_t begin, std::size_t end, float* y,
+                       std::size_t y_stride) {
+  constexpr std::size_t kNeurons = RunWindow<T>::kNeurons, kStep = kPairUnits * kCodeUnit;
+  constexpr std::size_t kBlock = kBlockSteps / T;
   const std::size_t scaled = plane.group < kNeurons ? 16 : kNeurons, slots = run.id % kNeurons + run.count;
-  RunWindow next(run, values.codes, 0, scaled);
+  RunWindow<T> next(run, tokens, count, 0, scaled);
   for (std::size_t slot = 0; slot < slots; slot += kNeurons) {
-    const RunWindow window = next;
-    next = slot + kNeurons < slots ? RunWindow(run, values.codes, slot + kNeurons, scaled) : RunWindow();
-    const Vec scale = Vec::set(values.scales[slot / kNeurons]), sums = Vec::set(values.sums[slot / kNeurons]);
+    const RunWindow<T> window = next;
+    next =
+        slot + kNeurons < slots ? RunWindow<T>(run, tokens, count, slot + kNeurons, scaled) : RunWindow<T>();
     Scales of[2];
     for (std::size_t u = 0; u * scaled < kNeurons; ++u) of[u] = Scales(plane, window.ids[u], k);
     std::size_t j = begin;
-    for (; j + kBlockSteps * kStep <= end; j += kBlockSteps * kStep)
-      add_window<Scales, kBlockSteps>(window, next, of, scaled, plane, j, kPairUnits, scale, sums, y);
+    for (; j + kBlock * kStep <= end; j += kBlock * kStep)
+      add_window<Scales, kBlock, T>(window, next, of, scaled, plane, j, kPairUnits, tokens, count, slot, y,
+                                    y_stride);
     for (; j < end; j += kStep)
-      add_window<Scales, 1>(window, next, of, scaled, plane, j, end - j < kStep ? 1 : kPairUnits, scale, sums,
-                            y);
+      add_window<Scales, 1, T>(window, next, of, scaled, plane, j, end - j < kStep ? 1 : kPairUnits, tokens,
+                               count, slot, y, y_stride);
+  }
+}
+
+// As PlaneKernels says.
+template <typename Scales>
+void add_plane_run(const PlaneRun& run, const CodeTokens* tokens, std::size_t count, const ScalePlane& plane,
+                   std::size_t k, std::size_t begin, std::size_t end, float* y, std::size_t y_stride) {
+  for (std::size_t t = 0; t < count; t += kBlockSteps) {
+    const std::size_t left = count - t < kBlockSteps ? count - t : kBlockSteps;
+    const auto add = left == 1 ? add_run_of_tokens<Scales, 1> : add_run_of_tokens<Scales, kBlockSteps>;
+    add(run, tokens + t, left, plane, k, begin, end, y + t * y_stride, y_stride);
   }
 }
 #define FLASHLLM_PAIR_ROWS pair_plane_rows<Scales>, add_plane_run<Scales>

@@ -1,10 +1,10 @@
 // The products of codes of kernels.h over vector types, and at the end the UnpackCodes of row_codecs.h, which
 // make weights such codes; included, as kernels_impl.h is, by the levels of x86, behind
-// row_codecs_inputs_impl.h and eight_x86.h. `Vec`: of kernels_impl.h. `Pairs`: as many words of codes, or
-// sums of 32 bits; zero, set, load, everywhere (one word), * and floats. `Words` and `Bytes`: products of a
-// word's codes, two or four; Code, kStep (codes a word), kTogether (words whose products are summed
-// together), kApart (whether compilers keep sums of six rows in registers only in a function of their own),
-// begin, add, and end, which adds such a sum to others.
+// row_codecs_inputs_impl.h and eight_x86.h. `Vec`: of kernels_impl.h. `Ints` (row_codecs_inputs_impl.h) has
+// load and everywhere (one word) besides. `Words` and `Bytes`: products of a word's codes, two or four; Code,
+// kStep (codes a word), kTogether (words whose products are summed together), kApart (whether compilers keep
+// sums of six rows in registers only in a function of their own), begin, add, and end, which adds such a sum
+// to others.
 //
 // Every index of a tile's sums is a constant from the start: of loops a compiler stores the sums at every
 // step. Totals are in memory, at constant places.
@@ -13,14 +13,14 @@
 template <typename Form, std::size_t V, std::size_t... I>
 __attribute__((always_inline)) inline void sum_here(const typename Form::Code* codes,
                                                     const std::uint32_t* columns, std::size_t row,
-                                                    std::size_t words, Pairs* to, std::index_sequence<I...>) {
-  Pairs sum[sizeof...(I)];
+                                                    std::size_t words, Ints* to, std::index_sequence<I...>) {
+  Ints sum[sizeof...(I)];
   ((sum[I] = Form::begin(to[I])), ...);
   for (std::size_t s = 0; s < words; ++s) {
-    Pairs column[V];
-    for (std::size_t v = 0; v < V; ++v) column[v] = Pairs::load(columns + s * row + v * Vec::kWidth);
+    Ints column[V];
+    for (std::size_t v = 0; v < V; ++v) column[v] = Ints::load(columns + s * row + v * Vec::kWidth);
     const typename Form::Code* word = codes + Form::kStep * s;
-    ((sum[I] = Form::add(Pairs::everywhere(word + I / V * kCodeTerms), column[I % V], sum[I])), ...);
+    ((sum[I] = Form::add(Ints::everywhere(word + I / V * kCodeTerms), column[I % V], sum[I])), ...);
   }
   ((to[I] = Form::end(to[I], sum[I])), ...);
 }
@@ -48,8 +48,8 @@ __attribute__((noinline)) void multiply_code_tile(const CodeRows& a, const CodeC
     fma(of_tokens, Vec::set(*of_row), Vec::load_f32(at)).store(at);
   };
   for (std::size_t first = 0, u = 0; first < terms; first += a.unit, ++u) {
-    Pairs sum[sizeof...(I)];
-    ((sum[I] = Pairs::zero()), ...);
+    Ints sum[sizeof...(I)];
+    ((sum[I] = Ints::zero()), ...);
     sum_code_products<Words, V>(a.codes + first, b.pairs + first / 2 * b.row, b.row, a.unit / 2, sum, each);
     (add(I, sum[I].floats(), a.scales + I / V * kScales + u), ...);
   }
@@ -61,7 +61,7 @@ __attribute__((noinline)) void multiply_code_tile(const CodeRows& a, const CodeC
   (put(I), ...);
 }
 
-namespace {  // as Pairs are
+namespace {  // as Ints are
 
 template <std::size_t V, bool kOffsets, std::size_t... I>
 __attribute__((noinline)) void multiply_byte_tile(const WeightBytes& a, const InputBytes& b,
@@ -73,13 +73,13 @@ __attribute__((noinline)) void multiply_byte_tile(const WeightBytes& a, const In
   (Vec::load_f32(c + I / V * c_row + I % V * kWidth).store(total + I * kWidth), ...);
   for (std::size_t u = 0; u < terms / 32; ++u) {
     Vec scale[V], sums[V];
-    Pairs less[V], sum[sizeof...(I)];
+    Ints less[V], sum[sizeof...(I)];
     for (std::size_t v = 0; v < V; ++v) {
-      const Pairs totals =
-          Pairs::load(reinterpret_cast<const std::uint32_t*>(b.totals) + u * b.row + v * kWidth);
+      const Ints totals =
+          Ints::load(reinterpret_cast<const std::uint32_t*>(b.totals) + u * b.row + v * kWidth);
       scale[v] = Vec::load_f32(b.scales + u * b.row + v * kWidth);
       sums[v] = totals.floats() * scale[v];
-      less[v] = kOffsets ? Pairs::zero() : totals * Pairs::set(-a.zero);
+      less[v] = kOffsets ? Ints::zero() : totals * Ints::set(-a.zero);
     }
     ((sum[I] = less[I % V]), ...);
     for (std::size_t first = u * 32; first < u * 32 + 32; first += kTerms)
@@ -160,8 +160,8 @@ __attribute__((noinline)) void add_code_tile(const CodeTokens& a, const CodeWeig
     if constexpr (kOffsets)
       (add(I, Vec::load_f32(b.offsets + w * kCodeColumns + n + I % V * kWidth), a.sums, w), ...);
     for (std::size_t first = w * 32; first < w * 32 + 32; first += unit, scales += kCodeColumns) {
-      Pairs sum[sizeof...(I)];
-      ((sum[I] = Pairs::zero()), ...);
+      Ints sum[sizeof...(I)];
+      ((sum[I] = Ints::zero()), ...);
       sum_code_products<Words, V>(a.codes + first, b.pairs + first / 2 * kCodeColumns + n, kCodeColumns,
                                   unit / 2, sum, each);
       (add(I, sum[I].floats() * Vec::load_f32(scales + I % V * kWidth), a.scales, w), ...);
@@ -224,10 +224,9 @@ void unpack_codes(const void* vector, std::size_t k, std::size_t first, std::siz
   static_assert(!kBytes || (Units::kScales == 1 && Units::kBits <= 5), "such bytes are too large");
   const auto row = Units::at(vector, k);
   const std::size_t u = first / kCodeUnit;
-  const Eight scale = Units::scales(row, u);
-  scale.store(scales);
+  Units::scales(row, u).store(scales);
   if constexpr (Units::kScales == 2) Units::later_scales(row, u).store(scales + kScaled);
-  if constexpr (Units::kMinimums) Units::offsets(row, u, scale).store(offsets);
+  if constexpr (Units::kMinimums) Units::minimums(row, u).store(offsets);
   const std::uint8_t* from = row.codes + u * kCodeUnit * Units::kBits / 8;
   auto* to = static_cast<__m256i*>(codes);
   // Of the terms that come next, behind those of other rows.

@@ -146,43 +146,171 @@ inline Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
 inline Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }
 inline Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }  // b where either is NaN
 
-struct Pairs {
-  __m256i v;
+template <typename T>
+inline T load_as(const std::uint8_t* p) {
+  T value;
+  __builtin_memcpy(&value, p, sizeof value);
+  return value;
+}
 
-  static Pairs zero() { return {_mm256_setzero_si256()}; }
-  static Pairs load(const std::uint32_t* p) {
+struct Ints {
+  __m256i v;
+#if defined(__AVXVNNI__)
+  static constexpr int kSignedZero = 128, kWideZero = 128 * 256;
+#else
+  static constexpr int kSignedZero = 0, kWideZero = 0;
+#endif
+
+  static Ints zero() { return {_mm256_setzero_si256()}; }
+  static Ints load(const std::uint32_t* p) {
     return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))};
   }
-  static Pairs everywhere(const void* codes) {
+  static Ints everywhere(const void* codes) {
     std::int32_t word;
     __builtin_memcpy(&word, codes, sizeof word);
     return {_mm256_set1_epi32(word)};
   }
-  static Pairs set(int value) { return {_mm256_set1_epi32(value)}; }
+  static Ints set(int value) { return {_mm256_set1_epi32(value)}; }
   Vec floats() const { return {_mm256_cvtepi32_ps(v)}; }
+
+  template <typename At>
+  static Ints pieces(const At& at) {
+    return {both(sixteen(at(0)), sixteen(at(1)))};
+  }
+  static void transpose(Ints* words) {
+    const __m256i a = words[0].v, b = words[1].v, c = words[2].v, d = words[3].v;
+    const __m256i ab = _mm256_unpacklo_epi32(a, b), cd = _mm256_unpacklo_epi32(c, d);
+    const __m256i later_ab = _mm256_unpackhi_epi32(a, b), later_cd = _mm256_unpackhi_epi32(c, d);
+    words[0] = {_mm256_unpacklo_epi64(ab, cd)};
+    words[1] = {_mm256_unpackhi_epi64(ab, cd)};
+    words[2] = {_mm256_unpacklo_epi64(later_ab, later_cd)};
+    words[3] = {_mm256_unpackhi_epi64(later_ab, later_cd)};
+  }
+  template <typename At>
+  static Ints fours(const At& at) {
+    const auto of_row = [&](std::size_t r) {
+      __m128i words = _mm_cvtsi32_si128(load_as<int>(at(r, 0)));
+      words = _mm_insert_epi32(words, load_as<int>(at(r, 1)), 1);
+      words = _mm_insert_epi32(words, load_as<int>(at(r, 2)), 2);
+      return _mm_insert_epi32(words, load_as<int>(at(r, 3)), 3);
+    };
+    return {both(of_row(0), of_row(1))};
+  }
+  template <typename At>
+  static void eights(const At& at, Ints* to) {
+    const auto pair = [&](std::size_t r, std::size_t i) {
+      const auto load = [&](std::size_t unit) {
+        return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at(r, unit)));
+      };
+      return _mm_unpacklo_epi64(load(i), load(i + 1));
+    };
+    const __m256 first = _mm256_castsi256_ps(both(pair(0, 0), pair(1, 0)));
+    const __m256 second = _mm256_castsi256_ps(both(pair(0, 2), pair(1, 2)));
+    to[0] = {_mm256_castps_si256(_mm256_shuffle_ps(first, second, 0x88))};
+    to[1] = {_mm256_castps_si256(_mm256_shuffle_ps(first, second, 0xDD))};
+  }
+  template <int kShift, int kMask>
+  Ints part() const {
+    return {_mm256_and_si256(_mm256_srli_epi32(v, kShift), _mm256_set1_epi8(kMask))};
+  }
+  template <int kShift, int kMask, int kPlace>
+  Ints with(Ints other) const {
+    const __m256i turned = kShift < kPlace ? _mm256_slli_epi32(other.v, kPlace - kShift)
+                                           : _mm256_srli_epi32(other.v, kShift - kPlace);
+    return {_mm256_or_si256(v, _mm256_and_si256(turned, _mm256_set1_epi8(kMask << kPlace)))};
+  }
+  Ints looked_up(const std::int8_t* table) const {
+    return {_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(sixteen(table)), v)};
+  }
+#if defined(__AVXVNNI__)
+  Ints to_words() const { return {_mm256_xor_si256(v, _mm256_set1_epi8(-128))}; }
+  template <int kMost>
+  static Ints sum_four(const Ints* codes, const std::int8_t* x) {
+    Ints sum = set(0);
+    for (std::size_t j = 0; j < 4; ++j)
+      sum.v = _mm256_dpbusd_avx_epi32(sum.v, codes[j].v, each_sixteen(x + 16 * j));
+    return sum;
+  }
+  // Lower bytes have no sign; what multiplies the upper ones is more by kSignedZero.
+  static Ints sum_wide(const Ints* codes, const std::int8_t* x) {
+    __m256i lower = _mm256_setzero_si256(), upper = lower;
+    for (std::size_t j = 0; j < 8; ++j, x += 16) {
+      lower = _mm256_dpbusd_avx_epi32(lower, each_sixteen(x), codes[j].v);
+      upper = _mm256_dpbusd_avx_epi32(upper, codes[j].to_words().v, each_sixteen(x + 128));
+    }
+    return {_mm256_add_epi32(lower, _mm256_slli_epi32(upper, 8))};
+  }
+#else
+  Ints to_words() const { return *this; }
+  // As many products as fit are summed in 16 bits.
+  template <int kMost>
+  static Ints sum_four(const Ints* codes, const std::int8_t* x) {
+    Ints sum = set(0);
+    constexpr std::size_t kTogether = kMost <= 32 ? 4 : kMost <= 64 ? 2 : 1;
+    static_assert(2 * kTogether * kMost * 127 < 1 << 15, "sums must fit 16 bits");
+    for (std::size_t first = 0; first < 4; first += kTogether) {
+      __m256i some = _mm256_setzero_si256();
+      for (std::size_t j = first; j < first + kTogether; ++j) {
+        const __m256i inputs = each_sixteen(x + 16 * j), code = codes[j].v;
+        some = _mm256_add_epi16(
+            some, kMost == kSignedCodes
+                      ? _mm256_maddubs_epi16(_mm256_abs_epi8(code), _mm256_sign_epi8(inputs, code))
+                      : _mm256_maddubs_epi16(code, inputs));
+      }
+      sum.v = _mm256_add_epi32(sum.v, _mm256_madd_epi16(some, _mm256_set1_epi16(1)));
+    }
+    return sum;
+  }
+  static Ints sum_wide(const Ints* codes, const std::int8_t* x) {
+    __m256i sum = _mm256_setzero_si256();
+    const auto wide = [none = sum](__m256i a) { return _mm256_srai_epi16(_mm256_unpacklo_epi8(none, a), 8); };
+    const auto later = [none = sum](__m256i a) {
+      return _mm256_srai_epi16(_mm256_unpackhi_epi8(none, a), 8);
+    };
+    __m256i apart[2] = {sum, sum};  // of a word's first two codes, and its others, of two units each
+    for (std::size_t j = 0; j < 8; ++j, x += 16) {
+      const __m256i lower = each_sixteen(x), upper = each_sixteen(x + 128);
+      apart[0] =
+          _mm256_add_epi32(apart[0], _mm256_madd_epi16(wide(codes[j].v), _mm256_unpacklo_epi8(lower, upper)));
+      apart[1] = _mm256_add_epi32(apart[1],
+                                  _mm256_madd_epi16(later(codes[j].v), _mm256_unpackhi_epi8(lower, upper)));
+    }
+    return {_mm256_hadd_epi32(apart[0], apart[1])};
+  }
+#endif
+  static Ints each_row(const std::int32_t* p) { return {each_sixteen(p)}; }
+
+ private:
+  static __m128i sixteen(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+  static __m256i each_sixteen(const void* p) { return _mm256_broadcastsi128_si256(sixteen(p)); }
+  static __m256i both(__m128i low, __m128i high) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+  }
 };
-inline Pairs operator*(Pairs a, Pairs b) { return {_mm256_mullo_epi32(a.v, b.v)}; }
+inline Ints operator+(Ints a, Ints b) { return {_mm256_add_epi32(a.v, b.v)}; }
+inline Ints operator-(Ints a, Ints b) { return {_mm256_sub_epi32(a.v, b.v)}; }
+inline Ints operator*(Ints a, Ints b) { return {_mm256_mullo_epi32(a.v, b.v)}; }
 
 struct Words {
   using Code = std::int16_t;
   static constexpr std::size_t kStep = 2;
   static constexpr bool kApart = true;
-  static Pairs begin(Pairs sum) { return sum; }
-  static Pairs add(Pairs a, Pairs b, Pairs sum) {
+  static Ints begin(Ints sum) { return sum; }
+  static Ints add(Ints a, Ints b, Ints sum) {
 #if defined(__AVXVNNI__)
     return {_mm256_dpwssd_avx_epi32(sum.v, a.v, b.v)};
 #else
     return {_mm256_add_epi32(sum.v, _mm256_madd_epi16(a.v, b.v))};
 #endif
   }
-  static Pairs end(Pairs, Pairs sum) { return sum; }
+  static Ints end(Ints, Ints sum) { return sum; }
 };
 #if defined(__AVXVNNI__)
 struct Bytes : Words {
   using Code = std::uint8_t;
   static constexpr std::size_t kStep = 4, kTogether = 8;
   static constexpr bool kApart = false;
-  static Pairs add(Pairs a, Pairs b, Pairs sum) { return {_mm256_dpbusd_avx_epi32(sum.v, a.v, b.v)}; }
+  static Ints add(Ints a, Ints b, Ints sum) { return {_mm256_dpbusd_avx_epi32(sum.v, a.v, b.v)}; }
 };
 #else
 // Sums of 16 bits: of a word's first two products, and of the others.
@@ -191,17 +319,44 @@ struct Bytes {
   static constexpr std::size_t kStep = 4, kTogether = 4;
   static constexpr bool kApart = true;
   static_assert(2 * kTogether * kLargestByte * 127 < 1 << 15, "sums must fit 16 bits");
-  static Pairs begin(Pairs) { return Pairs::zero(); }
-  static Pairs add(Pairs a, Pairs b, Pairs sum) {
+  static Ints begin(Ints) { return Ints::zero(); }
+  static Ints add(Ints a, Ints b, Ints sum) {
     return {_mm256_add_epi16(sum.v, _mm256_maddubs_epi16(a.v, b.v))};
   }
-  static Pairs end(Pairs all, Pairs sum) {
+  static Ints end(Ints all, Ints sum) {
     return {_mm256_add_epi32(all.v, _mm256_madd_epi16(sum.v, _mm256_set1_epi16(1)))};
   }
 };
 #endif
 
 #include "kernels/levels/eight_x86.h"
+
+constexpr std::size_t kTileOfDot = 2;
+struct Lanes : Vec {
+  static Lanes set(float value) { return {Vec::set(value)}; }
+  static Lanes each_row(const float* p) {
+    return {{_mm256_broadcast_ps(reinterpret_cast<const __m128*>(p))}};
+  }
+  static void of_rows(const Eight* row, Lanes* to) {
+    to[0] = {{_mm256_permute2f128_ps(row[0].v, row[1].v, 0x20)}};
+    to[1] = {{_mm256_permute2f128_ps(row[0].v, row[1].v, 0x31)}};
+  }
+  static void evens_and_odds(Lanes* of) {
+    const __m256 first = of[0].v, second = of[1].v;
+    of[0] = {{_mm256_shuffle_ps(first, second, 0x88)}};
+    of[1] = {{_mm256_shuffle_ps(first, second, 0xDD)}};
+  }
+  void put_sums(std::size_t rows, float* to) const {
+    __m256 s = _mm256_add_ps(v, _mm256_permute_ps(v, 0xEE));
+    s = _mm256_add_ps(s, _mm256_movehdup_ps(s));
+    to[0] = _mm256_cvtss_f32(s);
+    if (rows > 1) to[1] = _mm_cvtss_f32(_mm256_extractf128_ps(s, 1));
+  }
+};
+inline Lanes fma(const Lanes& a, const Lanes& b, const Lanes& c) {
+  return {{_mm256_fmadd_ps(a.v, b.v, c.v)}};
+}
+inline Lanes operator*(const Vec& a, const Lanes& b) { return {{_mm256_mul_ps(a.v, b.v)}}; }
 
 }  // namespace
 

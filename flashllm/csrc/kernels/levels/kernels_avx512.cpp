@@ -200,36 +200,149 @@ inline Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }  // b where either is NaN
 
-struct Pairs {
-  __m512i v;
+template <typename T>
+inline T load_as(const std::uint8_t* p) {
+  T value;
+  __builtin_memcpy(&value, p, sizeof value);
+  return value;
+}
 
-  static Pairs zero() { return {_mm512_setzero_si512()}; }
-  static Pairs load(const std::uint32_t* p) { return {_mm512_loadu_si512(p)}; }
-  static Pairs everywhere(const void* codes) {
+struct Ints {
+  __m512i v;
+  static constexpr int kSignedZero = 128, kWideZero = 128 * 256;
+
+  static Ints zero() { return {_mm512_setzero_si512()}; }
+  static Ints load(const std::uint32_t* p) { return {_mm512_loadu_si512(p)}; }
+  static Ints everywhere(const void* codes) {
     std::int32_t word;
     __builtin_memcpy(&word, codes, sizeof word);
     return {_mm512_set1_epi32(word)};
   }
-  static Pairs set(int value) { return {_mm512_set1_epi32(value)}; }
+  static Ints set(int value) { return {_mm512_set1_epi32(value)}; }
   Vec floats() const { return {_mm512_cvtepi32_ps(v)}; }
+
+  template <typename At>
+  static Ints pieces(const At& at) {  // by masks, which take either port
+    __m512i rows = _mm512_castsi128_si512(sixteen(at(0)));
+    rows = _mm512_mask_broadcast_i32x4(rows, 0x00F0, sixteen(at(1)));
+    rows = _mm512_mask_broadcast_i32x4(rows, 0x0F00, sixteen(at(2)));
+    return {_mm512_mask_broadcast_i32x4(rows, 0xF000, sixteen(at(3)))};
+  }
+  static void transpose(Ints* words) {
+    const __m512i a = words[0].v, b = words[1].v, c = words[2].v, d = words[3].v;
+    const __m512i ab = _mm512_unpacklo_epi32(a, b), cd = _mm512_unpacklo_epi32(c, d);
+    const __m512i later_ab = _mm512_unpackhi_epi32(a, b), later_cd = _mm512_unpackhi_epi32(c, d);
+    words[0] = {_mm512_unpacklo_epi64(ab, cd)};
+    words[1] = {_mm512_unpackhi_epi64(ab, cd)};
+    words[2] = {_mm512_unpacklo_epi64(later_ab, later_cd)};
+    words[3] = {_mm512_unpackhi_epi64(later_ab, later_cd)};
+  }
+  template <typename At>
+  static Ints fours(const At& at) {
+    __m512i words = _mm512_setzero_si512();
+    for (unsigned i = 0; i < 16; ++i)
+      words = _mm512_mask_broadcastd_epi32(words, static_cast<__mmask16>(1U << i),
+                                           _mm_cvtsi32_si128(load_as<int>(at(i / 4, i % 4))));
+    return {words};
+  }
+  template <typename At>
+  static void eights(const At& at, Ints* to) {
+    __m512i both[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+    for (unsigned i = 0; i < 16; ++i) {
+      __m512i& of = both[i / 2 % 2];
+      of = _mm512_mask_broadcastq_epi64(of, static_cast<__mmask8>(1U << (i / 4 * 2 + i % 2)),
+                                        _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at(i / 4, i % 4))));
+    }
+    const __m512 first = _mm512_castsi512_ps(both[0]), second = _mm512_castsi512_ps(both[1]);
+    to[0] = {_mm512_castps_si512(_mm512_shuffle_ps(first, second, 0x88))};
+    to[1] = {_mm512_castps_si512(_mm512_shuffle_ps(first, second, 0xDD))};
+  }
+  template <int kShift, int kMask>
+  Ints part() const {
+    return {_mm512_and_si512(_mm512_srli_epi32(v, kShift), _mm512_set1_epi8(kMask))};
+  }
+  template <int kShift, int kMask, int kPlace>
+  Ints with(Ints other) const {
+    const __m512i turned = kShift < kPlace ? _mm512_slli_epi32(other.v, kPlace - kShift)
+                                           : _mm512_srli_epi32(other.v, kShift - kPlace);
+    return {
+        _mm512_ternarylogic_epi32(v, turned, _mm512_set1_epi8(kMask << kPlace), 0xF8)};  // v | turned & mask
+  }
+  Ints looked_up(const std::int8_t* table) const {
+    return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(sixteen(table)), v)};
+  }
+  Ints to_words() const { return {_mm512_xor_si512(v, _mm512_set1_epi8(-128))}; }
+
+  template <int kMost>
+  static Ints sum_four(const Ints* codes, const std::int8_t* x) {
+    Ints sum = set(0);
+    for (std::size_t j = 0; j < 4; ++j)
+      sum.v = _mm512_dpbusd_epi32(sum.v, codes[j].v, each_sixteen(x + 16 * j));
+    return sum;
+  }
+  // Lower bytes have no sign; what multiplies the upper ones is more by kSignedZero.
+  static Ints sum_wide(const Ints* codes, const std::int8_t* x) {
+    __m512i lower = _mm512_setzero_si512(), upper = lower;
+    for (std::size_t j = 0; j < 8; ++j, x += 16) {
+      lower = _mm512_dpbusd_epi32(lower, each_sixteen(x), codes[j].v);
+      upper = _mm512_dpbusd_epi32(upper, codes[j].to_words().v, each_sixteen(x + 128));
+    }
+    return {_mm512_add_epi32(lower, _mm512_slli_epi32(upper, 8))};
+  }
+  static Ints each_row(const std::int32_t* p) { return {each_sixteen(p)}; }
+
+ private:
+  static __m128i sixteen(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+  static __m512i each_sixteen(const void* p) { return _mm512_broadcast_i32x4(sixteen(p)); }
 };
-inline Pairs operator*(Pairs a, Pairs b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
+inline Ints operator+(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline Ints operator-(Ints a, Ints b) { return {_mm512_sub_epi32(a.v, b.v)}; }
+inline Ints operator*(Ints a, Ints b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
 
 struct Words {
   using Code = std::int16_t;
   static constexpr std::size_t kStep = 2;
   static constexpr bool kApart = false;
-  static Pairs begin(Pairs sum) { return sum; }
-  static Pairs add(Pairs a, Pairs b, Pairs sum) { return {_mm512_dpwssd_epi32(sum.v, a.v, b.v)}; }
-  static Pairs end(Pairs, Pairs sum) { return sum; }
+  static Ints begin(Ints sum) { return sum; }
+  static Ints add(Ints a, Ints b, Ints sum) { return {_mm512_dpwssd_epi32(sum.v, a.v, b.v)}; }
+  static Ints end(Ints, Ints sum) { return sum; }
 };
 struct Bytes : Words {
   using Code = std::uint8_t;
   static constexpr std::size_t kStep = 4, kTogether = 8;
-  static Pairs add(Pairs a, Pairs b, Pairs sum) { return {_mm512_dpbusd_epi32(sum.v, a.v, b.v)}; }
+  static Ints add(Ints a, Ints b, Ints sum) { return {_mm512_dpbusd_epi32(sum.v, a.v, b.v)}; }
 };
 
 #include "kernels/levels/eight_x86.h"
+
+constexpr std::size_t kTileOfDot = 4;
+struct Lanes : Vec {
+  static Lanes set(float value) { return {Vec::set(value)}; }
+  static Lanes each_row(const float* p) { return {{_mm512_broadcast_f32x4(_mm_loadu_ps(p))}}; }
+  static void of_rows(const Eight* row, Lanes* to) {
+    const auto both = [](const Eight& a, const Eight& b) {
+      return _mm512_insertf32x8(_mm512_castps256_ps512(a.v), b.v, 1);
+    };
+    const __m512 first = both(row[0], row[1]), second = both(row[2], row[3]);
+    to[0] = {{_mm512_shuffle_f32x4(first, second, 0x88)}};
+    to[1] = {{_mm512_shuffle_f32x4(first, second, 0xDD)}};
+  }
+  static void evens_and_odds(Lanes* of) {
+    const __m512 first = of[0].v, second = of[1].v;
+    of[0] = {{_mm512_shuffle_ps(first, second, 0x88)}};
+    of[1] = {{_mm512_shuffle_ps(first, second, 0xDD)}};
+  }
+  void put_sums(std::size_t rows, float* to) const {
+    __m512 s = _mm512_add_ps(v, _mm512_permute_ps(v, 0xEE));
+    s = _mm512_add_ps(s, _mm512_movehdup_ps(s));
+    const __m512i firsts = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+    _mm512_mask_storeu_ps(to, static_cast<__mmask16>((1U << rows) - 1), _mm512_permutexvar_ps(firsts, s));
+  }
+};
+inline Lanes fma(const Lanes& a, const Lanes& b, const Lanes& c) {
+  return {{_mm512_fmadd_ps(a.v, b.v, c.v)}};
+}
+inline Lanes operator*(const Vec& a, const Lanes& b) { return {{_mm512_mul_ps(a.v, b.v)}}; }
 
 }  // namespace
 

@@ -142,11 +142,134 @@ inline Vec max(const Vec& a, const Vec& b) {  // b where either is NaN; vmaxq_f3
           vbslq_f32(vcgtq_f32(a.high, b.high), a.high, b.high)};
 }
 
-// Of row_codecs_inputs_impl.h, whose sums are those of the other levels.
+// Of row_codecs_inputs_impl.h, a row in each register.
+constexpr std::size_t kTileOfDot = 2;
+struct Ints {
+  uint32x4_t row[kTileOfDot];
+  static constexpr int kSignedZero = 0, kWideZero = 0;
+
+  static Ints set(int value) {
+    const uint32x4_t all = vreinterpretq_u32_s32(vdupq_n_s32(value));
+    return {{all, all}};
+  }
+  Vec floats() const {
+    return {vcvtq_f32_s32(vreinterpretq_s32_u32(row[0])), vcvtq_f32_s32(vreinterpretq_s32_u32(row[1]))};
+  }
+  // of(a row of each)
+  template <typename Of, typename... Others>
+  static Ints each(const Of& of, const Others&... others) {
+    return {{of(others.row[0]...), of(others.row[1]...)}};
+  }
+
+  template <typename At>
+  static Ints pieces(const At& at) {
+    return {{vreinterpretq_u32_u8(vld1q_u8(at(0))), vreinterpretq_u32_u8(vld1q_u8(at(1)))}};
+  }
+  static void transpose(Ints* words) {
+    for (std::size_t r = 0; r < kTileOfDot; ++r) {
+      const uint32x4x2_t ab = vtrnq_u32(words[0].row[r], words[1].row[r]),
+                         cd = vtrnq_u32(words[2].row[r], words[3].row[r]);
+      for (std::size_t i = 0; i < 2; ++i) {
+        words[i].row[r] = vcombine_u32(vget_low_u32(ab.val[i]), vget_low_u32(cd.val[i]));
+        words[i + 2].row[r] = vcombine_u32(vget_high_u32(ab.val[i]), vget_high_u32(cd.val[i]));
+      }
+    }
+  }
+  template <typename At>
+  static Ints fours(const At& at) {
+    const auto of_row = [&](std::size_t r) {
+      std::uint32_t words[4];
+      for (std::size_t i = 0; i < 4; ++i) __builtin_memcpy(words + i, at(r, i), sizeof *words);
+      return vld1q_u32(words);
+    };
+    return {{of_row(0), of_row(1)}};
+  }
+  template <typename At>
+  static void eights(const At& at, Ints* to) {
+    for (std::size_t r = 0; r < kTileOfDot; ++r) {
+      const auto pair = [&](std::size_t i) {
+        return vreinterpretq_u32_u8(vcombine_u8(vld1_u8(at(r, i)), vld1_u8(at(r, i + 1))));
+      };
+      to[0].row[r] = vuzp1q_u32(pair(0), pair(2));
+      to[1].row[r] = vuzp2q_u32(pair(0), pair(2));
+    }
+  }
+  template <int kShift, int kMask>
+  Ints part() const {
+    return each([](uint32x4_t words) { return masked<kMask>(vshlq_u32(words, vdupq_n_s32(-kShift))); },
+                *this);
+  }
+  template <int kShift, int kMask, int kPlace>
+  Ints with(const Ints& other) const {
+    return each(
+        [](uint32x4_t a, uint32x4_t b) {
+          return vorrq_u32(a, masked<kMask << kPlace>(vshlq_u32(b, vdupq_n_s32(kPlace - kShift))));
+        },
+        *this, other);
+  }
+  Ints looked_up(const std::int8_t* table) const {
+    return each(
+        [values = vld1q_s8(table)](uint32x4_t codes) {
+          return vreinterpretq_u32_s8(vqtbl1q_s8(values, vreinterpretq_u8_u32(codes)));
+        },
+        *this);
+  }
+  Ints to_words() const { return *this; }
+
+  // A sum of two products fits 16 bits: 2 * 128 * 127.
+  template <int kMost>
+  static Ints sum_four(const Ints* codes, const std::int8_t* x) {
+    Ints sum = set(0);
+    for (std::size_t j = 0; j < 4; ++j) {
+      const int8x16_t inputs = vld1q_s8(x + 16 * j);
+      sum = each(
+          [inputs](uint32x4_t to, uint32x4_t words) {
+            const int8x16_t code = vreinterpretq_s8_u32(words);
+            const int16x8_t first = vmull_s8(vget_low_s8(code), vget_low_s8(inputs));
+            const int16x8_t pairs = vpaddq_s16(first, vmull_high_s8(code, inputs));
+            return vreinterpretq_u32_s32(vpadalq_s16(vreinterpretq_s32_u32(to), pairs));
+          },
+          sum, codes[j]);
+    }
+    return sum;
+  }
+  static Ints sum_wide(const Ints* codes, const std::int8_t* x) {
+    Ints sum = set(0);
+    for (std::size_t j = 0; j < 8; ++j, x += 16) {
+      const int8x16_t lower = vld1q_s8(x), upper = vld1q_s8(x + 128);
+      const int16x8_t first = vreinterpretq_s16_s8(vzip1q_s8(lower, upper)),
+                      second = vreinterpretq_s16_s8(vzip2q_s8(lower, upper));
+      sum = each(
+          [=](uint32x4_t to, uint32x4_t words) {
+            const int8x16_t code = vreinterpretq_s8_u32(words);
+            const int16x8_t a = vmovl_s8(vget_low_s8(code)), b = vmovl_high_s8(code);
+            const int32x4_t twos =
+                vpaddq_s32(vmull_s16(vget_low_s16(a), vget_low_s16(first)), vmull_high_s16(a, first));
+            const int32x4_t others =
+                vpaddq_s32(vmull_s16(vget_low_s16(b), vget_low_s16(second)), vmull_high_s16(b, second));
+            return vaddq_u32(to, vreinterpretq_u32_s32(vpaddq_s32(twos, others)));
+          },
+          sum, codes[j]);
+    }
+    return sum;
+  }
+  static Ints each_row(const std::int32_t* p) {
+    const uint32x4_t all = vreinterpretq_u32_s32(vld1q_s32(p));
+    return {{all, all}};
+  }
+  friend Ints operator+(const Ints& a, const Ints& b) { return each(vaddq_u32, a, b); }
+  friend Ints operator-(const Ints& a, const Ints& b) { return each(vsubq_u32, a, b); }
+  friend Ints operator*(const Ints& a, const Ints& b) { return each(vmulq_u32, a, b); }
+
+ private:
+  template <int kMask>
+  static uint32x4_t masked(uint32x4_t words) {
+    return vandq_u32(words, vreinterpretq_u32_u8(vdupq_n_u8(kMask)));
+  }
+};
+
 struct Eight : Vec {
-  static Eight zero() { return {Vec::zero()}; }
   static Eight set(float value) { return {Vec::set(value)}; }
-  static Eight load(const float* p) { return {Vec::load_f32(p)}; }
 
   // 8 / kRepeat halves, each for kRepeat lanes
   template <std::size_t kRepeat>
@@ -160,8 +283,6 @@ struct Eight : Vec {
 
   static Eight load_i8(const std::int8_t* p) { return {Vec::load_i8(p)}; }
   static Eight half_powers(const std::uint8_t* p) { return {Vec::half_powers(p)}; }
-  // Two floats, four lanes each.
-  static Eight set_halves(const float* p) { return {Vec{vdupq_n_f32(p[0]), vdupq_n_f32(p[1])}}; }
 
   // The first n lanes, and zeros.
   Eight first(std::size_t n) const {
@@ -173,109 +294,36 @@ struct Eight : Vec {
     };
     return {Vec{kept(low, kLanes), kept(high, kLanes + 4)}};
   }
-
-  // The products of 32 codes with 32 bytes, summed by fours.
-  template <std::size_t kBits>
-  static Eight dot_unit(const std::uint8_t* codes, const std::int8_t* x) {
-    if constexpr (kBits < 4) {
-      uint8x16x2_t pairs = pairs_of(codes);
-      if constexpr (kBits == 3) {
-        const uint8x16x2_t third = bits_of(codes + 8);
-        for (std::size_t i = 0; i < 2; ++i)
-          pairs.val[i] = vsubq_u8(vorrq_u8(pairs.val[i], vshlq_n_u8(third.val[i], 2)), vdupq_n_u8(4));
-      }
-      return dot_halves(vreinterpretq_s8_u8(pairs.val[0]), vreinterpretq_s8_u8(pairs.val[1]), x);
-    }
-    const uint8x16_t bytes = vld1q_u8(codes);
-    if constexpr (kBits == 8)
-      return dot_halves(vreinterpretq_s8_u8(bytes), vreinterpretq_s8_u8(vld1q_u8(codes + 16)), x);
-    uint8x16_t low = vandq_u8(bytes, vdupq_n_u8(15)), high = vshrq_n_u8(bytes, 4);
-    if constexpr (kBits == 5) {
-      const uint8x16x2_t fifth = bits_of(codes + 16);
-      low = vorrq_u8(low, vshlq_n_u8(fifth.val[0], 4));
-      high = vorrq_u8(high, vshlq_n_u8(fifth.val[1], 4));
-    }
-    if constexpr (kBits == 6) {
-      const uint8x16x2_t upper = pairs_of(codes + 16);
-      low = vsubq_u8(vorrq_u8(low, vshlq_n_u8(upper.val[0], 4)), vdupq_n_u8(32));
-      high = vsubq_u8(vorrq_u8(high, vshlq_n_u8(upper.val[1], 4)), vdupq_n_u8(32));
-    }
-    return dot_halves(vreinterpretq_s8_u8(low), vreinterpretq_s8_u8(high), x);
-  }
-  static Eight dot_fp4_unit(const std::uint8_t* codes, const std::int8_t* x) {
-    return dot_looked_up(kFp4FromZero, codes, x);
-  }
-  static Eight dot_table_unit(const std::int8_t* table, const std::uint8_t* codes, const std::int8_t* x) {
-    return dot_looked_up(table, codes, x);
-  }
-  static Eight unit_sums(const std::int8_t* x) { return dot_halves(vdupq_n_s8(1), vdupq_n_s8(1), x); }
-  static Eight dot_pairs(const std::uint8_t* codes, const std::int8_t* x, std::size_t units) {
-    Eight sums = zero();  // exact in floats
-    for (std::size_t u = 0; u < units; ++u) sums = {sums + dot_unit<2>(codes + 8 * u, x + kCodeUnit * u)};
-    return sums;
-  }
-  // The same with 32 words.
-  template <std::size_t kBits>
-  static Eight dot_unit(const std::uint8_t* codes, const std::int16_t* x) {
-    static_assert(kBits == 8);
-    int32x4_t sums[4];
-    for (std::size_t i = 0; i < 2; ++i) {
-      const int16x8_t first = vmovl_s8(vreinterpret_s8_u8(vld1_u8(codes + 8 * i))),
-                      second = vmovl_s8(vreinterpret_s8_u8(vld1_u8(codes + 8 * i + 16)));
-      const int16x8_t x_first = vld1q_s16(x + 8 * i), x_second = vld1q_s16(x + 8 * i + 16);
-      sums[2 * i] = vmlal_s16(vmull_s16(vget_low_s16(first), vget_low_s16(x_first)), vget_low_s16(second),
-                              vget_low_s16(x_second));
-      sums[2 * i + 1] = vmlal_high_s16(vmull_high_s16(first, x_first), second, x_second);
-    }
-    return {Vec{vcvtq_f32_s32(vpaddq_s32(sums[0], sums[1])), vcvtq_f32_s32(vpaddq_s32(sums[2], sums[3]))}};
-  }
-
- private:
-  // Bits that lie apart: four codes one of four bytes, eight codes two of eight bytes.
-  static uint8x16x2_t bits_of(const std::uint8_t* codes) {
-    static constexpr std::int32_t kShifts[] = {0, -1, -2, -3, -4, -5, -6, -7};
-    std::uint32_t bits;
-    __builtin_memcpy(&bits, codes, sizeof bits);
-    const auto some = [&](const std::int32_t* shifts) {
-      const uint32x4_t shifted = vshlq_u32(vdupq_n_u32(bits), vld1q_s32(shifts));
-      return vandq_u8(vreinterpretq_u8_u32(shifted), vdupq_n_u8(1));
-    };
-    return {{some(kShifts), some(kShifts + 4)}};
-  }
-  static uint8x16x2_t pairs_of(const std::uint8_t* codes) {
-    static constexpr std::int64_t kShifts[] = {0, -2, -4, -6};
-    std::uint64_t bits;
-    __builtin_memcpy(&bits, codes, sizeof bits);
-    const auto some = [&](const std::int64_t* shifts) {
-      const uint64x2_t shifted = vshlq_u64(vdupq_n_u64(bits), vld1q_s64(shifts));
-      return vandq_u8(vreinterpretq_u8_u64(shifted), vdupq_n_u8(3));
-    };
-    return {{some(kShifts), some(kShifts + 2)}};
-  }
-  static Eight dot_looked_up(const std::int8_t* table, const std::uint8_t* codes, const std::int8_t* x) {
-    const int8x16_t values = vld1q_s8(table);
-    const uint8x16_t bytes = vld1q_u8(codes);
-    return dot_halves(vqtbl1q_s8(values, vandq_u8(bytes, vdupq_n_u8(15))),
-                      vqtbl1q_s8(values, vshrq_n_u8(bytes, 4)), x);
-  }
-  static Eight dot_halves(int8x16_t first, int8x16_t second, const std::int8_t* x) {
-    return {Vec{by_fours(first, vld1q_s8(x)), by_fours(second, vld1q_s8(x + 16))}};
-  }
-  // A sum of two products fits 16 bits: 2 * 128 * 127.
-  static float32x4_t by_fours(int8x16_t a, int8x16_t b) {
-    const int16x8_t first = vmull_s8(vget_low_s8(a), vget_low_s8(b)), second = vmull_high_s8(a, b);
-    return vcvtq_f32_s32(vpaddlq_s16(vpaddq_s16(first, second)));
-  }
 };
-inline Eight fma(const Eight& a, const Eight& b, const Eight& c) {
-  return {fma(static_cast<const Vec&>(a), static_cast<const Vec&>(b), static_cast<const Vec&>(c))};
-}
-inline Eight operator+(const Eight& a, const Eight& b) {
-  return {static_cast<const Vec&>(a) + static_cast<const Vec&>(b)};
-}
 inline Eight operator*(const Eight& a, const Eight& b) {
   return {static_cast<const Vec&>(a) * static_cast<const Vec&>(b)};
 }
+
+struct Lanes : Vec {
+  static Lanes set(float value) { return {Vec::set(value)}; }
+  static Lanes each_row(const float* p) { return {Vec{vld1q_f32(p), vld1q_f32(p)}}; }
+  static void of_rows(const Eight* row, Lanes* to) {
+    to[0] = {Vec{row[0].low, row[1].low}};
+    to[1] = {Vec{row[0].high, row[1].high}};
+  }
+  static void evens_and_odds(Lanes* of) {
+    const Lanes first = of[0], second = of[1];
+    of[0] = {Vec{vuzp1q_f32(first.low, second.low), vuzp1q_f32(first.high, second.high)}};
+    of[1] = {Vec{vuzp2q_f32(first.low, second.low), vuzp2q_f32(first.high, second.high)}};
+  }
+  void put_sums(std::size_t rows, float* to) const {
+    const auto sum = [](float32x4_t four) {
+      const float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
+      return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
+    };
+    to[0] = sum(low);
+    if (rows > 1) to[1] = sum(high);
+  }
+};
+inline Lanes fma(const Lanes& a, const Lanes& b, const Lanes& c) {
+  return {fma(static_cast<const Vec&>(a), static_cast<const Vec&>(b), static_cast<const Vec&>(c))};
+}
+inline Lanes operator*(const Vec& a, const Lanes& b) { return {a * static_cast<const Vec&>(b)}; }
 
 }  // namespace
 

@@ -119,25 +119,105 @@ Vec max(const Vec& a, const Vec& b) {  // b where either is NaN, as the processo
   return Vec::each([&](std::size_t i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; });
 }
 
-// Of row_codecs_inputs_impl.h, whose sums are those of the other levels.
-// Code i of a unit, as the products of 8-bit inputs take it.
-template <std::size_t kBits>
-int code_of_unit(const std::uint8_t* codes, std::size_t i) {
-  if constexpr (kBits == 8) return static_cast<std::int8_t>(codes[i]);
-  if constexpr (kBits < 4) {
-    const int pair = codes[i % 8] >> 2 * (i / 8) & 3;
-    return kBits == 2 ? pair : (pair | (codes[8 + i % 4] >> i / 4 & 1) << 2) - 4;
+// Of row_codecs_inputs_impl.h.
+constexpr std::size_t kTileOfDot = 2;
+struct Ints {
+  std::uint32_t lane[4 * kTileOfDot];  // of a row four
+  static constexpr int kSignedZero = 0, kWideZero = 0;
+
+  template <typename F>
+  static Ints each(const F& f) {
+    Ints v;
+    for (std::size_t i = 0; i < 4 * kTileOfDot; ++i) v.lane[i] = static_cast<std::uint32_t>(f(i));
+    return v;
   }
-  const int nibble = i < 16 ? codes[i % 16] & 15 : codes[i % 16] >> 4;
-  if constexpr (kBits == 4) return nibble;
-  if constexpr (kBits == 5) return nibble | (codes[16 + i % 4] >> i / 4 & 1) << 4;
-  return (nibble | (codes[16 + i % 8] >> 2 * (i / 8) & 3) << 4) - 32;
+  static Ints set(int value) {
+    return each([=](std::size_t) { return value; });
+  }
+  Vec floats() const {
+    return Vec::each([&](std::size_t i) { return static_cast<float>(static_cast<std::int32_t>(lane[i])); });
+  }
+
+  template <typename At>
+  static Ints pieces(const At& at) {
+    return each([&](std::size_t i) { return word_at(at(i / 4) + 4 * (i % 4)); });
+  }
+  static void transpose(Ints* words) {
+    const Ints all[4] = {words[0], words[1], words[2], words[3]};
+    for (std::size_t j = 0; j < 4; ++j)
+      words[j] = each([&](std::size_t i) { return all[i % 4].lane[i / 4 * 4 + j]; });
+  }
+  template <typename At>
+  static Ints fours(const At& at) {
+    return each([&](std::size_t i) { return word_at(at(i / 4, i % 4)); });
+  }
+  template <typename At>
+  static void eights(const At& at, Ints* to) {
+    for (std::size_t j = 0; j < 2; ++j)
+      to[j] = each([&](std::size_t i) { return word_at(at(i / 4, i % 4) + 4 * j); });
+  }
+  template <int kShift, int kMask>
+  Ints part() const {
+    return each([&](std::size_t i) { return lane[i] >> kShift & 0x01010101U * kMask; });
+  }
+  template <int kShift, int kMask, int kPlace>
+  Ints with(const Ints& other) const {
+    return each(
+        [&](std::size_t i) { return lane[i] | (other.lane[i] >> kShift & 0x01010101U * kMask) << kPlace; });
+  }
+  Ints looked_up(const std::int8_t* table) const {
+    return each([&](std::size_t i) {
+      std::uint32_t found = 0;
+      for (int b = 0; b < 32; b += 8)
+        found |= std::uint32_t{static_cast<std::uint8_t>(table[lane[i] >> b & 15])} << b;
+      return found;
+    });
+  }
+  Ints to_words() const { return *this; }
+
+  template <int kMost>
+  static Ints sum_four(const Ints* codes, const std::int8_t* x) {
+    return each([&](std::size_t i) {
+      int total = 0;
+      for (std::size_t j = 0; j < 16; ++j)
+        total += code(codes[j / 4].lane[i], j % 4) * x[j / 4 * 16 + i % 4 * 4 + j % 4];
+      return total;
+    });
+  }
+  static Ints sum_wide(const Ints* codes, const std::int8_t* x) {
+    return each([&](std::size_t i) {
+      int total = 0;
+      for (std::size_t j = 0; j < kCodeUnit; ++j) {
+        const std::int8_t* at = x + j / 4 * 16 + i % 4 * 4 + j % 4;
+        total += code(codes[j / 4].lane[i], j % 4) * (at[128] * 256 + static_cast<std::uint8_t>(at[0]));
+      }
+      return total;
+    });
+  }
+  static Ints each_row(const std::int32_t* p) {
+    return each([=](std::size_t i) { return p[i % 4]; });
+  }
+
+ private:
+  static std::uint32_t word_at(const std::uint8_t* p) {
+    std::uint32_t word;
+    __builtin_memcpy(&word, p, sizeof word);
+    return word;
+  }
+  static int code(std::uint32_t word, std::size_t i) { return static_cast<std::int8_t>(word >> 8 * i); }
+};
+Ints operator+(const Ints& a, const Ints& b) {
+  return Ints::each([&](std::size_t i) { return a.lane[i] + b.lane[i]; });
+}
+Ints operator-(const Ints& a, const Ints& b) {
+  return Ints::each([&](std::size_t i) { return a.lane[i] - b.lane[i]; });
+}
+Ints operator*(const Ints& a, const Ints& b) {
+  return Ints::each([&](std::size_t i) { return a.lane[i] * b.lane[i]; });
 }
 
 struct Eight : Vec {
-  static Eight zero() { return {Vec::zero()}; }
   static Eight set(float value) { return {Vec::set(value)}; }
-  static Eight load(const float* p) { return {Vec::load_f32(p)}; }
 
   // 8 / kRepeat halves, each for kRepeat lanes
   template <std::size_t kRepeat>
@@ -147,64 +227,41 @@ struct Eight : Vec {
 
   static Eight load_i8(const std::int8_t* p) { return {Vec::load_i8(p)}; }
   static Eight half_powers(const std::uint8_t* p) { return {Vec::half_powers(p)}; }
-  // Two floats, four lanes each.
-  static Eight set_halves(const float* p) {
-    return {each([=](std::size_t i) { return p[i / 4]; })};
-  }
 
   // The first n lanes, and zeros.
   Eight first(std::size_t n) const {
     return {each([&](std::size_t i) { return i < n ? lane[i] : 0.0F; })};
   }
-
-  // The products of 32 codes with 32 bytes, summed by fours.
-  template <std::size_t kBits>
-  static Eight dot_unit(const std::uint8_t* codes, const std::int8_t* x) {
-    return sums_by_fours([&](std::size_t i) { return code_of_unit<kBits>(codes, i) * x[i]; });
-  }
-  static Eight dot_fp4_unit(const std::uint8_t* codes, const std::int8_t* x) {
-    return sums_by_fours([&](std::size_t i) { return kFp4FromZero[code_of_unit<4>(codes, i)] * x[i]; });
-  }
-  static Eight dot_table_unit(const std::int8_t* table, const std::uint8_t* codes, const std::int8_t* x) {
-    return sums_by_fours([&](std::size_t i) { return table[code_of_unit<4>(codes, i)] * x[i]; });
-  }
-  static Eight unit_sums(const std::int8_t* x) {
-    return sums_by_fours([&](std::size_t i) { return x[i]; });
-  }
-  static Eight dot_pairs(const std::uint8_t* codes, const std::int8_t* x, std::size_t units) {
-    Eight sums = zero();  // exact in floats
-    for (std::size_t u = 0; u < units; ++u) sums = {sums + dot_unit<2>(codes + 8 * u, x + kCodeUnit * u)};
-    return sums;
-  }
-  // The same with 32 words.
-  template <std::size_t kBits>
-  static Eight dot_unit(const std::uint8_t* codes, const std::int16_t* x) {
-    static_assert(kBits == 8);
-    return {each([=](std::size_t lane_of) {
-      int total = 0;
-      for (const std::size_t i : {2 * lane_of, 2 * lane_of + 1, 2 * lane_of + 16, 2 * lane_of + 17})
-        total += static_cast<std::int8_t>(codes[i]) * x[i];
-      return static_cast<float>(total);
-    })};
-  }
-
- private:
-  template <typename Term>
-  static Eight sums_by_fours(const Term& term) {
-    return {each([&](std::size_t i) {
-      return static_cast<float>(term(4 * i) + term(4 * i + 1) + term(4 * i + 2) + term(4 * i + 3));
-    })};
-  }
 };
-Eight fma(const Eight& a, const Eight& b, const Eight& c) {
-  return {Vec::each([&](std::size_t i) { return __builtin_fmaf(a.lane[i], b.lane[i], c.lane[i]); })};
-}
-Eight operator+(const Eight& a, const Eight& b) {
-  return {static_cast<const Vec&>(a) + static_cast<const Vec&>(b)};
-}
 Eight operator*(const Eight& a, const Eight& b) {
   return {static_cast<const Vec&>(a) * static_cast<const Vec&>(b)};
 }
+
+struct Lanes : Vec {
+  static Lanes set(float value) { return {Vec::set(value)}; }
+  static Lanes each_row(const float* p) {
+    return {each([=](std::size_t i) { return p[i % 4]; })};
+  }
+  static void of_rows(const Eight* row, Lanes* to) {
+    for (std::size_t half = 0; half < 2; ++half)
+      to[half] = {each([=](std::size_t i) { return row[i / 4].lane[4 * half + i % 4]; })};
+  }
+  static void evens_and_odds(Lanes* of) {
+    const Lanes all[2] = {of[0], of[1]};
+    for (std::size_t odd = 0; odd < 2; ++odd)
+      of[odd] = {each([&](std::size_t i) { return all[i % 4 / 2].lane[i / 4 * 4 + i % 2 * 2 + odd]; })};
+  }
+  void put_sums(std::size_t rows, float* to) const {
+    for (std::size_t r = 0; r < rows; ++r) {
+      const float* of_row = lane + 4 * r;
+      to[r] = (of_row[0] + of_row[2]) + (of_row[1] + of_row[3]);
+    }
+  }
+};
+Lanes fma(const Lanes& a, const Lanes& b, const Lanes& c) {
+  return {Vec::each([&](std::size_t i) { return __builtin_fmaf(a.lane[i], b.lane[i], c.lane[i]); })};
+}
+Lanes operator*(const Vec& a, const Lanes& b) { return {a * static_cast<const Vec&>(b)}; }
 
 }  // namespace
 
