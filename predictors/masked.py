@@ -27,7 +27,7 @@ from flashllm.engine.state import SequenceState
 from flashllm.errors import UsageError
 from flashllm.format.manifest import Manifest, predictor_ranks
 from flashllm.format.model_files import PREDICTORS
-from flashllm.format.predictors import FACTOR_CODE, PREFETCH, relu_encodings
+from flashllm.format.predictors import FACTOR_CODES, PREFETCH, relu_encodings
 from flashllm.format.safetensors import read_header
 from flashllm.pack.gates import Gates
 from flashllm.plan.memory_plan import KV_BLOCK_TOKENS
@@ -217,10 +217,10 @@ def load_predictors(path: Path, manifest: Any) -> list[LayerPredictor]:
     tensors = load_file(path)
 
     def factor(name: str, columns: int) -> torch.Tensor:
-        if tensors[name].dtype == torch.uint8:
-            return torch.from_numpy(FACTOR_CODE.decode(tensors[name].numpy(), columns))
-        scale = tensors.get(f"{name}_scale")
-        return tensors[name].float() if scale is None else tensors[name].float() * scale.float()[:, None]
+        if tensors[name].is_floating_point():
+            return tensors[name].float()
+        code = FACTOR_CODES[8 if tensors[name].dtype == torch.int8 else 4]
+        return torch.from_numpy(code.decode(tensors[name].numpy().view(np.uint8), columns))
 
     return [
         LayerPredictor(

@@ -37,7 +37,7 @@ from flashllm.convert.run import convert_checkpoint
 from flashllm.format.install import install_files, install_predictors
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_files import FFN, PREDICTOR_METADATA
-from flashllm.format.predictors import FACTOR_CODE, PREFETCH, predictor_entries
+from flashllm.format.predictors import FACTOR_CODES, PREFETCH, predictor_entries
 from flashllm.format.rows import CODED_ENCODINGS
 from flashllm.format.safetensors import ITEMSIZES, TensorInfo, encode_header
 
@@ -138,8 +138,8 @@ def write_predictors(path: Path, manifest: Manifest, seed: int, bits: int, *, pr
         writer.write(memoryview(encode_header(entries, {**metadata, "model_sha256": manifest.files[FFN].sha256})))
         for name, dtype, shape in entries:
             values = {
-                "U8": lambda: random_factor(random, shape),  # noqa: B023
-                "I8": lambda: random.integers(-127, 128, shape, np.int8),  # noqa: B023
+                "U8": lambda: random_factor(random, 4, shape),  # noqa: B023
+                "I8": lambda: random_factor(random, 8, shape),  # noqa: B023
                 "F16": lambda: np.full(shape, 2.0**-7, "<f2"),  # noqa: B023
                 "F32": lambda: np.full(shape, float(name.endswith("threshold")), "<f4"),  # noqa: B023
             }[dtype]()
@@ -147,11 +147,12 @@ def write_predictors(path: Path, manifest: Manifest, seed: int, bits: int, *, pr
         writer.finish()
 
 
-def random_factor(random: np.random.Generator, shape: tuple[int, int]) -> NDArray[np.uint8]:
-    """A factor of 4 bits, of `shape` in bytes."""
+def random_factor(random: np.random.Generator, bits: int, shape: tuple[int, int]) -> NDArray[np.uint8]:
+    """A factor of 4 or 8 bits, of `shape` in bytes."""
     rows, nbytes = shape
-    columns = nbytes // FACTOR_CODE.vector_nbytes(FACTOR_CODE.group) * FACTOR_CODE.group
-    return FACTOR_CODE.encode(random.standard_normal((rows, columns), np.float32))
+    code = FACTOR_CODES[bits]
+    columns = nbytes // code.vector_nbytes(code.group) * code.group
+    return code.encode(random.standard_normal((rows, columns), np.float32))
 
 
 def tokenizer_files(folder: Path) -> Iterator[Path]:

@@ -41,6 +41,7 @@ from flashllm.config import RunConfig
 from flashllm.engine.model import Model
 from flashllm.format.model_dir import ModelDir, read_plane
 from flashllm.format.model_files import FFN, PREDICTORS, ffn_tensor
+from flashllm.format.predictors import FACTOR_CODES
 from flashllm.format.rows import widened_rows
 from flashllm.format.safetensors import open_safetensors
 from flashllm.generate.tokenizer import Tokenizer
@@ -115,12 +116,11 @@ def predictors(gate: Floats, x: Floats, fitted: int, activate: Activate) -> list
 def trained(tensors: dict[str, NDArray[Any]], layer: int, x: Floats) -> list[Predictor]:
     """The model's own, of low rank in 8 bits, where it has one."""
     start = f"layers.{layer}."
-    if f"{start}a_scale" not in tensors:
+    if tensors.get(f"{start}a", x).dtype != np.int8:
         return []
-    a, b = (
-        tensors[f"{start}{part}"].astype(np.float32) * tensors[f"{start}{part}_scale"].astype(np.float32)[:, None]
-        for part in "ab"
-    )
+    coded = {part: tensors[f"{start}{part}"].view(np.uint8) for part in "ab"}
+    a = FACTOR_CODES[8].decode(coded["a"], x.shape[1])
+    b = FACTOR_CODES[8].decode(coded["b"], len(a))
     scores = x @ a.T @ b.T + tensors[f"{start}bias"]
     resident = len(a) * (len(b) + a.shape[1]) / a.shape[1] / 2
     return [Predictor("trained", scores, resident, float(tensors[f"{start}threshold"].item()))]

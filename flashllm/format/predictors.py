@@ -3,9 +3,8 @@
  1. metadata: `format` flashllm-predictors, `version` 1, `model_sha256` of the `ffn.safetensors` it belongs to;
  2. layer N has factors `layers.N.a` [rank, d_model] and `layers.N.b` [d_ff, rank], `layers.N.bias` F32 [d_ff] and
     `layers.N.threshold` F32 [1]: neurons are active where b (a x) + bias > threshold, x being the FFN's input;
- 3. the factors are F16, or I8 with a scale a row, `layers.N.a_scale` F16 [rank] and `layers.N.b_scale` F16 [d_ff]:
-    a weight is its code times its row's scale; codes are -127 to 127, scales at least 2^-14. Or they are U8, rows coded
-    as `FACTOR_CODE` says, and multiplied by inputs of 8 bits (csrc/kernels/row_codecs.h);
+ 3. the factors are F16; or I8 or U8, [rows, bytes of a row], rows coded as `FACTOR_CODES` says for 8 and 4 bits, and
+    multiplied by inputs of 16 and 8 bits (csrc/kernels/row_codecs.h);
  4. a layer from 1 on may have a second predictor, `layers.N.early_a` and so on by the same rules: it names the active
     neurons of layer N from the FFN input of layer N - 1, so that their rows can be prefetched. Any layer may lack it;
  5. in the place of rule 2's tensors a layer of a gated FFN may have its gate in 4 bits: `layers.N.gate` U8 [d_ff, bytes
@@ -38,7 +37,7 @@ _DTYPES = {4: "U8", 8: "I8", 16: "F16"}  # of the factors
 PREFETCH = "early_"  # before the names of a second predictor's tensors: the format keeps the older word
 RELU_RULE = {"rule": "relu"}  # in the metadata
 GATE_CODE = GROUP_CODES["int4_64"]  # of gates in 4 bits
-FACTOR_CODE = GROUP_CODES["int4_32"]  # of predictors' factors in 4 bits
+FACTOR_CODES = {4: GROUP_CODES["int4_32"], 8: GROUP_CODES["int8_32"]}  # of predictors' factors, by bits
 
 
 def gate_entries(layer: int, d_model: int, d_ff: int) -> list[tuple[str, str, tuple[int, ...]]]:
@@ -136,6 +135,11 @@ def check_predictors_header(header: SafetensorsHeader, layouts: Sequence[RowLayo
         raise FormatError(f"{header.path}: is not a predictor file of version {PREDICTOR_METADATA['version']}")
     if metadata.get("model_sha256") != model_sha256:
         raise FormatError(f"{header.path}: these predictors were trained for another model; train them for this one")
+    if any(name.endswith(".a_scale") for name in header.tensors):
+        raise FormatError(
+            f"{header.path}: these predictors are stored as an older flashllm did; convert the model again and train "
+            "new ones"
+        )
     encodings = relu_encodings(header)
     if encodings is not None:
         return _check_relu(header, layouts, encodings)
@@ -173,12 +177,11 @@ def predictor_entries(
     start: str, rank: int, d_model: int, d_ff: int, bits: int
 ) -> list[tuple[str, str, tuple[int, ...]]]:
     """(name, dtype, shape) of one predictor's tensors, whose names begin with `start`."""
-    dtype = _DTYPES[bits]
-    columns = [FACTOR_CODE.vector_nbytes(n) if bits == 4 else n for n in (d_model, rank)]
+    dtype, code = _DTYPES[bits], FACTOR_CODES.get(bits)
+    columns = [code.vector_nbytes(n) if code else n for n in (d_model, rank)]
     return [
         (f"{start}a", dtype, (rank, columns[0])),
         (f"{start}b", dtype, (d_ff, columns[1])),
-        *([(f"{start}a_scale", "F16", (rank,)), (f"{start}b_scale", "F16", (d_ff,))] if bits == 8 else []),
         (f"{start}bias", "F32", (d_ff,)),
         (f"{start}threshold", "F32", (1,)),
     ]

@@ -82,7 +82,7 @@ class LayerPredictor:
         return cls(torch.zeros(1, d_model), torch.zeros(d_ff, 1), torch.zeros(d_ff), -1.0)
 
     def stored(self, bits: int) -> "LayerPredictor":
-        """As a file of `bits` will hold it: factors in fp16, or in 8-bit codes with a scale a row."""
+        """As a file of `bits` will hold it: its factors rounded."""
         a, b = (torch.from_numpy(stored_values(factor.numpy(), bits)) for factor in (self.a, self.b))
         return LayerPredictor(a, b, self.bias.clone(), self.threshold)
 

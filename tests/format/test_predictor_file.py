@@ -1,12 +1,12 @@
-"""The predictors' file: 8-bit codes, its order, and what its reader refuses."""
+"""The predictors' file: its codes, its order, and what its reader refuses."""
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from training.stored import StoredPredictor, code_rows, encode_predictors, stored_values
+from training.stored import StoredPredictor, encode_predictors, stored_values
 
 from flashllm.errors import FormatError
-from flashllm.format.predictors import FACTOR_CODE, check_predictors_header
+from flashllm.format.predictors import FACTOR_CODES, check_predictors_header
 from flashllm.format.rows import RowLayout
 from flashllm.format.safetensors import encode_header, read_header
 
@@ -34,36 +34,15 @@ def write(path, predictors, bits):
     return path
 
 
-def test_codes_are_within_half_a_step_and_use_the_whole_range():
-    matrix = np.random.default_rng(0).standard_normal((300, 40)).astype(np.float32) * np.logspace(-2, 3, 300)[:, None]
-    codes, scale = code_rows(matrix.astype(np.float32))
-    assert (np.abs(codes).max(axis=1) >= 126).all()
-    error = np.abs(codes * scale.astype(np.float64)[:, None] - matrix)
-    assert (error <= 0.5001 * scale.astype(np.float64)[:, None]).all()
-
-
-def test_coding_twice_changes_nothing():
-    """What was calibrated is what is stored, whatever the size of a row; a row of zeros too."""
-    rng = np.random.default_rng(1)
-    matrix = (rng.standard_normal((400, 16)) * np.logspace(-12, 6, 400)[:, None]).astype(np.float32)
-    matrix[7] = 0.0
-    once = stored_values(matrix, 8)
-    assert np.array_equal(stored_values(once, 8), once)
-    for first, second in zip(code_rows(matrix), code_rows(once), strict=True):
-        assert np.array_equal(first, second)
-    assert not once[7].any()
-
-
-def test_a_row_too_large_for_its_scale_is_refused():
-    with pytest.raises(OverflowError, match="no 8-bit code"):
-        code_rows(np.full((1, 4), 1e9, np.float32))
-
-
-def test_coding_in_4_bits_twice_gives_the_same_weights():
+@pytest.mark.parametrize(("bits", "smallest"), [(4, -6), (8, -2), (16, -6)])
+def test_coding_twice_gives_the_same_weights(bits, smallest):
+    """What was calibrated is what is stored, where fp16 has all digits of a scale; a row of zeros too."""
     rng = np.random.default_rng(2)
-    matrix = (rng.standard_normal((300, 72)) * np.logspace(-6, 3, 300)[:, None]).astype(np.float32)
-    once = stored_values(matrix, 4)
-    assert np.array_equal(stored_values(once, 4), once)
+    matrix = (rng.standard_normal((300, 72)) * np.logspace(smallest, 3, 300)[:, None]).astype(np.float32)
+    matrix[7] = 0.0
+    once = stored_values(matrix, bits)
+    assert np.array_equal(stored_values(once, bits), once)
+    assert not once[7].any()
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
@@ -77,12 +56,9 @@ def test_a_file_holds_what_was_stored_and_any_reader_reads_it(tmp_path, bits):
         name = f"layers.{p.layer}.{'early_' if p.prefetch else ''}"
         for factor in "ab":
             values = tensors[name + factor]
-            if bits == 4:
-                values = FACTOR_CODE.decode(values, getattr(p, factor).shape[1])
-            values = values.astype(np.float32)
-            if bits == 8:
-                values *= tensors[f"{name}{factor}_scale"].astype(np.float32)[:, None]
-            assert np.array_equal(values, stored_values(getattr(p, factor), bits))
+            if bits < 16:
+                values = FACTOR_CODES[bits].decode(values.view(np.uint8), getattr(p, factor).shape[1])
+            assert np.array_equal(values.astype(np.float32), stored_values(getattr(p, factor), bits))
         assert np.array_equal(tensors[name + "bias"], p.bias)
         assert tensors[name + "threshold"] == [p.threshold]
 
@@ -95,26 +71,25 @@ def header(path, tensors):
 
 def entries(kind="", layer=0, dtype="I8", rank=4):
     name = f"layers.{layer}.{kind}"
-    scales = [(f"{name}a_scale", "F16", (rank,)), (f"{name}b_scale", "F16", (D_FF,))] if dtype == "I8" else []
-    rest = [(f"{name}bias", "F32", (D_FF,)), (f"{name}threshold", "F32", (1,)), *scales]
-    return [*rest, (f"{name}a", dtype, (rank, D_MODEL)), (f"{name}b", dtype, (D_FF, rank))]
+    rest = [(f"{name}bias", "F32", (D_FF,)), (f"{name}threshold", "F32", (1,))]
+    columns = [FACTOR_CODES[8].vector_nbytes(n) if dtype == "I8" else n for n in (D_MODEL, rank)]
+    return [*rest, (f"{name}a", dtype, (rank, columns[0])), (f"{name}b", dtype, (D_FF, columns[1]))]
 
 
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ([t for t in entries() if t[0] != "layers.0.b_scale"], "b_scale is missing"),
-        ([*entries(dtype="F16"), ("layers.0.a_scale", "F16", (4,))], "belong to no predictor"),
+        ([t for t in entries() if t[0] != "layers.0.b"], "b is missing"),
+        ([("layers.0.a_scale", "F16", (4,)), *entries()], "as an older flashllm did; convert the model again"),
         ([t if t[0] != "layers.0.b" else (t[0], "F16", t[2]) for t in entries()], "b is F16"),
-        ([t if t[0] != "layers.0.a_scale" else (t[0], "F32", t[2]) for t in entries()], "a_scale is F32"),
         ([*entries(), *entries(kind="early_")], "belong to no predictor"),  # of layer 0: nothing comes before it
         ([*entries(), *entries(kind="early_", layer=1)], "layers.1.a must be"),
         (
             [*entries(), *entries(layer=1), *[t for t in entries(kind="early_", layer=1) if not t[0].endswith("bias")]],
             "early_bias is missing",
         ),
-        ([*entries(), *entries(layer=1), ("layers.1.early_b", "I8", (D_FF, 4))], "belong to no predictor"),
-        ([("layers.0.a", "I8", (3, D_MODEL)), ("layers.0.odd", "I8", (1,))], "missing"),
+        ([*entries(), *entries(layer=1), ("layers.1.early_b", "I8", (D_FF, 34))], "belong to no predictor"),
+        ([("layers.0.a", "I8", (3, 68)), ("layers.0.odd", "I8", (1,))], "missing"),
         ([("layers.0.odd", "I8", (1,)), *entries(), *entries(layer=1)], "no multiple of its element's size"),
     ],
 )

@@ -282,7 +282,7 @@ void grouped_products(RowCodec codec, SimdLevel level, std::size_t rows, std::si
   std::mt19937 random(11);
   const std::size_t stride = vector_nbytes(codec, columns);
   const std::vector<std::byte> codes = random_rows(codec, rows, columns, random);
-  const RowMatrix matrix{codes.data(), rows, columns, stride, codec, nullptr, nullptr};
+  const RowMatrix matrix{codes.data(), rows, columns, stride, codec, nullptr};
   std::vector<float> wide(rows * columns);
   for (std::size_t r = 0; r < rows; ++r) widen_row(matrix, r, wide.data() + r * columns, level);
   for (const float weight : wide) CHECK(std::isfinite(weight));

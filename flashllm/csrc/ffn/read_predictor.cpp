@@ -41,32 +41,21 @@ class PredictorReader {
           found.nbytes() == rows * matrix.stride);
     return matrix;
   }
-  // Floats, codes of 8 bits with a scale a row, groups of 4 bits, or what an encoding says.
+  // Floats, groups of 8 or 4 bits, or what an encoding says.
   RowMatrix factor(const std::string& name, std::size_t rows, std::size_t columns) const {
     const auto encoding = from_.encodings.find(from_.prefix + name);
     if (encoding != from_.encodings.end()) return matrix(name, encoding->second, rows, columns);
-    const Element element = get(name).element;
-    require((element == Element::i8) == contains(name + "_scale"),
-            "8-bit predictor factors need scales, and others have none");
-    switch (element) {
+    switch (get(name).element) {
       case Element::f32:
         return matrix(name, RowCodec::f32, rows, columns);
       case Element::f16:
         return matrix(name, RowCodec::f16, rows, columns);
       case Element::bf16:
         return matrix(name, RowCodec::bf16, rows, columns);
-      case Element::u8: {
-        RowMatrix groups = matrix(name, RowCodec::int4_32, rows, columns);
-        groups.inputs = InputForm::int8;
-        return groups;
-      }
-      case Element::i8: {
-        RowMatrix codes = matrix(name, RowCodec::int8, rows, columns);
-        const Tensor scale = get(name + "_scale");
-        require(scale.is(Element::f16, {rows}), "an 8-bit predictor factor needs one float16 scale a row");
-        codes.scales = scale.as<std::uint16_t>();
-        return codes;
-      }
+      case Element::i8:
+        return groups(name, RowCodec::int8_32, rows, columns);
+      case Element::u8:
+        return groups(name, RowCodec::int4_32, rows, columns);
       case Element::other:
         break;
     }
@@ -75,6 +64,12 @@ class PredictorReader {
   static void check(bool fits) { require(fits, "a predictor's tensors do not fit the layer"); }
 
  private:
+  RowMatrix groups(const std::string& name, RowCodec codec, std::size_t rows, std::size_t columns) const {
+    RowMatrix groups = matrix(name, codec, rows, columns);
+    groups.inputs = inputs_of(codec, InputForm::int16);
+    return groups;
+  }
+
   const PredictorTensors& from_;
 };
 

@@ -51,7 +51,6 @@ enum class RowCodec {
   f32,
   f16,
   bf16,
-  int8,  // codes with one fp16 scale a row, kept apart; of predictors
   // In groups of 32 or 64 weights.
   int8_32,
   int8_64,

@@ -8,7 +8,6 @@
 
 #include "io/error.h"
 #include "io/xxh3.h"
-#include "kernels/levels/kernels_int8.h"
 #include "kernels/levels/levels.h"
 #include "kernels/scratch.h"
 
@@ -154,7 +153,6 @@ Dtype dtype_of(RowCodec codec) {
 }
 
 std::size_t vector_nbytes(RowCodec codec, std::size_t length) {
-  if (codec == RowCodec::int8) return length;
   if (!is_coded(codec)) return length * dtype_nbytes(dtype_of(codec));
   if (codec == RowCodec::bf12) {
     const std::size_t padded = round_up(length, kCodeUnit), escapes = bf12_escapes(length);
@@ -168,22 +166,14 @@ std::size_t vector_nbytes(RowCodec codec, std::size_t length) {
 
 void linear(const RowMatrix& matrix, const float* x, std::size_t tokens, float* out, ThreadPool& pool,
             SimdLevel level) {
-  if (matrix.codec != RowCodec::int8) {
-    const InputForm form = is_coded(matrix.codec) ? matrix.inputs : InputForm::f32;
-    const RowInputs inputs(x, tokens, matrix.columns, form);
-    return pool.parallel_for(matrix.rows, kRowGrain, [&](std::size_t begin, std::size_t end) {
-      // All tokens use a small block of rows while it is in the processor's cache.
-      const std::size_t block = tokens == 1 ? end - begin : kRowGrain;
-      for (std::size_t r = begin; r < end; r += block)
-        dot_block(matrix, r, std::min(block, end - r), inputs, 0, tokens, out + r, matrix.rows, level);
-    });
-  }
-  require(matrix.stride == matrix.columns && matrix.scales != nullptr,
-          "rows of 8 bits must follow one another and have scales");
-  const Int8Weights weights{reinterpret_cast<const std::int8_t*>(matrix.data), matrix.rows, matrix.columns,
-                            matrix.scales, matrix.bias};
-  for (std::size_t m = 0; m < tokens; ++m)
-    linear_int8(weights, x + m * matrix.columns, out + m * matrix.rows, pool, level);
+  const InputForm form = is_coded(matrix.codec) ? matrix.inputs : InputForm::f32;
+  const RowInputs inputs(x, tokens, matrix.columns, form);
+  pool.parallel_for(matrix.rows, kRowGrain, [&](std::size_t begin, std::size_t end) {
+    // All tokens use a small block of rows while it is in the processor's cache.
+    const std::size_t block = tokens == 1 ? end - begin : kRowGrain;
+    for (std::size_t r = begin; r < end; r += block)
+      dot_block(matrix, r, std::min(block, end - r), inputs, 0, tokens, out + r, matrix.rows, level);
+  });
 }
 
 void dot_listed(const RowMatrix& matrix, std::size_t first, std::size_t count, const RowInputs& x,
@@ -373,12 +363,12 @@ void RowFormat::check() const {
 }
 
 RowMatrix RowFormat::apart(const std::byte* data, std::size_t count) const {
-  return {data, count, d_model, vector_nbytes(codec, d_model), codec, nullptr, nullptr, inputs};
+  return {data, count, d_model, vector_nbytes(codec, d_model), codec, nullptr, inputs};
 }
 
 RowMatrix RowFormat::matrix(const std::byte* rows, std::size_t count, std::uint32_t offset) const {
   const RowCodec stored = offset == down ? down_codec : codec;
-  return {rows + offset, count, d_model, stride, stored, nullptr, nullptr, inputs};
+  return {rows + offset, count, d_model, stride, stored, nullptr, inputs};
 }
 
 void dot_block(const ScatteredRows& rows, const RowInputs& x, const std::int32_t* ids, const float* bias,

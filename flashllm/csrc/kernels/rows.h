@@ -27,9 +27,8 @@ struct RowMatrix {
   std::size_t columns = 0;
   std::size_t stride = 0;
   RowCodec codec = RowCodec::f32;
-  const std::uint16_t* scales = nullptr;  // [rows] fp16, of int8
-  const float* bias = nullptr;            // [rows] or nullptr
-  InputForm inputs = InputForm::f32;      // what single tokens' products take; int8 with weights in groups
+  const float* bias = nullptr;        // [rows] or nullptr
+  InputForm inputs = InputForm::f32;  // what single tokens' products take; int8 with weights in groups
 };
 
 // out[m][r] = rows[r] . x[m] (+ bias[r]), token by token. Every output is one sum in one order: its bits do
@@ -41,7 +40,7 @@ inline void dot_all(const RowMatrix& matrix, const float* x, float* out, ThreadP
 }
 
 // The same of rows [first, first + count) and `tokens` tokens of x from `token` on, whose outputs lie
-// `out_stride` apart, by the calling thread. Not of int8 rows.
+// `out_stride` apart, by the calling thread.
 void dot_block(const RowMatrix& matrix, std::size_t first, std::size_t count, const RowInputs& x,
                std::size_t token, std::size_t tokens, float* out, std::size_t out_stride, SimdLevel level);
 // The same of the tokens `which`, `tokens` of them.
@@ -49,10 +48,10 @@ void dot_listed(const RowMatrix& matrix, std::size_t first, std::size_t count, c
                 const std::size_t* which, std::size_t tokens, float* out, std::size_t out_stride,
                 SimdLevel level);
 
-// Row `row`, widened to fp32. Not of int8.
+// Row `row`, widened to fp32.
 void widen_row(const RowMatrix& matrix, std::size_t row, float* to, SimdLevel level);
 
-// The products of matmul.h; not of int8. `form_of_many`: the inputs' form [tokens, terms] of a dtype; coded
+// The products of matmul.h. `form_of_many`: the inputs' form [tokens, terms] of a dtype; coded
 // weights take codes, where single tokens' products do not take fp32, or floats; bf12 what bf16 does, or
 // floats.
 TokenForm form_of_many(RowCodec codec, InputForm inputs, Dtype dtype, std::size_t terms, SimdLevel level);
@@ -68,8 +67,8 @@ void add_rows_few(const RowMatrix& matrix, TileRows scales, std::size_t tokens, 
 
 // out[m][j] = sum_i x[m][i] * rows[i][j] (+ bias[j]), in the order of i whatever the tokens, rounded to
 // `out_dtype`: products with a matrix that lies by its inputs, as down columns do. x: [tokens, rows], of
-// `dtype`; out: [tokens, columns]; bias: [columns]. Never in pairs. Not of int8, and not of bf12, whose
-// products of few tokens and of many may differ.
+// `dtype`; out: [tokens, columns]; bias: [columns]. Never in pairs. Not of bf12, whose products of few
+// tokens and of many may differ.
 void linear_by_columns(const RowMatrix& matrix, const std::byte* x, std::size_t tokens, Dtype dtype,
                        Dtype out_dtype, std::byte* out, ThreadPool& pool, SimdLevel level);
 
