@@ -44,16 +44,15 @@ def bench(dtype: str, shape: tuple[int, int, int], rounds: int, pool: _core.Thre
     """One result: both ways' milliseconds (median, least, most). Raises ValueError where they disagree."""
     tokens, heads, head_dim = shape
     query, key, value = (torch.randn(tokens, heads, head_dim).to(DTYPES[dtype]) for _ in range(3))
-    native = _core.KvAttention(
-        heads=heads, kv_heads=heads, head_dim=head_dim, context=tokens, dtype=dtype, scale=head_dim**-0.5, pool=pool
-    )
+    query = query * head_dim**-0.5
+    native = _core.KvAttention(heads=heads, kv_heads=heads, head_dim=head_dim, context=tokens, dtype=dtype, pool=pool)
     native.append(key.float().numpy(), value.float().numpy())
     q = query.float().numpy()
     out = np.empty_like(q)
     of_torch = [states.transpose(0, 1)[None].contiguous() for states in (query, key, value)]
 
     def torch_attention(states: list[torch.Tensor]) -> torch.Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(*states, is_causal=True)
+        return torch.nn.functional.scaled_dot_product_attention(*states, is_causal=True, scale=1.0)
 
     native.attend_many(q, out)
     expected = torch_attention([states.float() for states in of_torch])[0].transpose(0, 1)

@@ -257,17 +257,11 @@ def bench_attention(dtype: str, shape: tuple[int, int, int, int], rounds: Rounds
     layers = []
     for _ in range(max(2, rounds.nbytes // nbytes_each)):
         layer = _core.KvAttention(
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            context=positions,
-            dtype=dtype,
-            scale=head_dim**-0.5,
-            pool=rounds.pool,
+            heads=heads, kv_heads=kv_heads, head_dim=head_dim, context=positions, dtype=dtype, pool=rounds.pool
         )
         layer.append(keys, values)
         layers.append(layer)
-    q, out = torch.randn(1, heads, head_dim).numpy(), np.empty((1, heads, head_dim), np.float32)
+    q, out = (torch.randn(1, heads, head_dim) * head_dim**-0.5).numpy(), np.empty((1, heads, head_dim), np.float32)
 
     def run() -> None:
         for layer in layers:

@@ -123,8 +123,9 @@ def test_read_bandwidth_gives_the_rate_of_every_pass():
 def _widen(values, simd):
     """16-bit values as fp32, through the kernels: y = 0 + 1.0 * value, by attention over one position."""
     value = values.float().reshape(1, -1, 8)
-    out = _attention(torch.zeros(value.shape[1:]), torch.zeros_like(value), value, dtype=_NAMES[values.dtype],
-                     scale=1.0, simd=simd)  # fmt: skip
+    out = _attention(
+        torch.zeros(value.shape[1:]), torch.zeros_like(value), value, dtype=_NAMES[values.dtype], simd=simd
+    )
     return out.flatten()
 
 
@@ -198,11 +199,11 @@ def test_nan_stays_nan_whatever_its_bits(dtype):
 # Attention
 
 
-def _attention(q, k, v, *, scale, dtype, threads=1, simd="auto"):
+def _attention(q, k, v, *, dtype, threads=1, simd="auto"):
     """One query [heads, head_dim] over k, v [length, kv_heads, head_dim], all fp32, kept as `dtype`."""
     _, kv_heads, head_dim = k.shape
     native = _core.KvAttention(
-        heads=len(q), kv_heads=kv_heads, head_dim=head_dim, context=len(k), dtype=dtype, scale=scale,
+        heads=len(q), kv_heads=kv_heads, head_dim=head_dim, context=len(k), dtype=dtype,
         pool=_core.ThreadPool(threads), simd=simd,
     )  # fmt: skip
     native.append(k.numpy(), v.numpy())
@@ -214,13 +215,11 @@ def _attention(q, k, v, *, scale, dtype, threads=1, simd="auto"):
 def test_attention_survives_large_scores():
     q, k = torch.full((1, 8), 1e4), torch.stack([torch.full((8,), 1e4), torch.full((8,), -1e4)])[:, None]
     v = torch.stack([torch.ones(8), torch.zeros(8)])[:, None]
-    assert torch.equal(_attention(q, k, v, scale=1.0, dtype="float32"), torch.ones(1, 8))
+    assert torch.equal(_attention(q, k, v, dtype="float32"), torch.ones(1, 8))
 
 
 def test_more_queries_than_cached_tokens_are_refused():
-    native = _core.KvAttention(
-        heads=2, kv_heads=1, head_dim=8, context=4, dtype="float32", scale=1.0, pool=_core.ThreadPool(1)
-    )
+    native = _core.KvAttention(heads=2, kv_heads=1, head_dim=8, context=4, dtype="float32", pool=_core.ThreadPool(1))
     with pytest.raises(ValueError, match="more queries than cached tokens"):
         native.attend_each(np.zeros((1, 2, 8), np.float32), np.zeros((1, 2, 8), np.float32))
 
@@ -232,14 +231,14 @@ def test_more_queries_than_cached_tokens_are_refused():
 )
 def test_heads_that_share_keys_have_the_bits_of_each_alone(dtype, simd, group, head_dim, length):
     q, k, v = _random(2 * group, head_dim), _random(length, 2, head_dim, seed=1), _random(length, 2, head_dim, seed=2)
-    scale = head_dim**-0.5
-    kwargs = {"scale": scale, "dtype": dtype, "simd": simd}
+    q *= head_dim**-0.5
+    kwargs = {"dtype": dtype, "simd": simd}
     alone = [
         _attention(q[h : h + 1], *(x[:, h // group, None].contiguous() for x in (k, v)), **kwargs)[0]
         for h in range(len(q))
     ]
     keys, values = k.to(TORCH_DTYPES[dtype]).double(), v.to(TORCH_DTYPES[dtype]).double()
-    weights = torch.softmax(torch.einsum("ghd,pgd->ghp", q.double().view(2, group, -1), keys) * scale, dim=-1)
+    weights = torch.softmax(torch.einsum("ghd,pgd->ghp", q.double().view(2, group, -1), keys), dim=-1)
     expected = torch.einsum("ghp,pgd->ghd", weights, values).view(len(q), -1)
     for threads in (1, 3, 4):
         assert torch.equal(_bits(_attention(q, k, v, threads=threads, **kwargs)), _bits(torch.stack(alone)))
@@ -249,4 +248,4 @@ def test_heads_that_share_keys_have_the_bits_of_each_alone(dtype, simd, group, h
 @pytest.mark.parametrize(("heads", "kv_heads"), [(0, 1), (4, 3)])
 def test_attention_shapes_that_cannot_be_are_refused(heads, kv_heads):
     with pytest.raises(ValueError, match="multiple of kv_heads"):
-        _attention(torch.zeros(heads, 8), *2 * [torch.zeros(1, kv_heads, 8)], scale=1.0, dtype="float32")
+        _attention(torch.zeros(heads, 8), *2 * [torch.zeros(1, kv_heads, 8)], dtype="float32")

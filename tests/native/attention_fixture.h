@@ -13,9 +13,9 @@ namespace attention_tests {
 
 using namespace flashllm;
 
-inline std::vector<float> random_floats(std::size_t n, unsigned seed) {
+inline std::vector<float> random_floats(std::size_t n, unsigned seed, float scale = 1.0F) {
   std::mt19937 random(seed);
-  return flashllm::random_floats(n, random);
+  return flashllm::random_floats(n, random, scale);
 }
 
 // `values` as the cache holds them.

@@ -126,7 +126,8 @@ std::uint64_t digest_of(SimdLevel level) {
   }
   add_planes(level, random, digest);
   std::vector<float> scores = fractions(kColumns, random);
-  softmax_kernel(level)(scores.data(), kColumns, 3.0F);
+  for (float& score : scores) score *= 3.0F;
+  softmax_kernel(level)(scores.data(), kColumns);
   digest.add(scores);
   for (const Activation::Kind kind : {Activation::silu, Activation::gelu_tanh}) {
     std::vector<float> values = fractions(kColumns, random);
@@ -140,7 +141,7 @@ std::uint64_t digest_of(SimdLevel level) {
   digest.add(tile);
   std::vector<float> block = fractions(5 * kWidth, random), largest(kWidth, -1.0F), sum(kWidth, 1.0F),
                      factor(kWidth);
-  attention_kernels(level).online_softmax(block.data(), 5, kWidth, kWidth, 2.0F, largest.data(), sum.data(),
+  attention_kernels(level).online_softmax(block.data(), 5, kWidth, kWidth, largest.data(), sum.data(),
                                           factor.data());
   for (const std::vector<float>& each : {block, largest, sum, factor}) digest.add(each);
   return digest.value();

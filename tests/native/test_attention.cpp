@@ -19,7 +19,6 @@ struct Problem {
     shape.kv_heads = kv_heads;
     shape.head_dim = head_dim;
     shape.dtype = dtype;
-    shape.scale = 1.0F / std::sqrt(static_cast<float>(head_dim));
     shape.alibi = alibi;
     return shape;
   }
@@ -37,7 +36,6 @@ void check_token(const Problem& problem, const Cached& cached, std::size_t posit
       double score = 0.0;
       for (std::size_t j = 0; j < dim; ++j)
         score += static_cast<double>(q[h * dim + j]) * cached.keys[p * cached.row + offset + j];
-      score *= static_cast<double>(problem.shape().scale);
       if (problem.alibi != nullptr)
         score -= static_cast<double>(problem.alibi->slopes[h]) * static_cast<double>(position - p);
       total += weights[p] = std::exp(score);
@@ -96,9 +94,8 @@ std::vector<float> step_by_step(const Problem& problem, const Cached& cached, st
     }
     kernels.dot_matrix(keys.data(), row, length, q + h * dim, dim, scores.data());
     if (problem.alibi != nullptr)
-      for (std::size_t p = 0; p < length; ++p)
-        scores[p] += problem.alibi->bias(h, p, position) / problem.shape().scale;
-    softmax_kernel(level)(scores.data(), length, problem.shape().scale);
+      for (std::size_t p = 0; p < length; ++p) scores[p] += problem.alibi->bias(h, p, position);
+    softmax_kernel(level)(scores.data(), length);
     for (std::size_t p = 0; p < length; p += 64)
       kernels.add_scaled_rows(rows.data() + p, scores.data() + p, std::min<std::size_t>(64, length - p), 0,
                               dim, out.data() + h * dim);
@@ -109,7 +106,8 @@ std::vector<float> step_by_step(const Problem& problem, const Cached& cached, st
 void check_problem(const Problem& problem, SimdLevel level, std::size_t step) {
   Cached cached(problem.kv_heads, problem.head_dim, problem.length, problem.dtype);
   const std::size_t row = problem.heads * problem.head_dim, n = problem.length;
-  const std::vector<float> q = rounded(random_floats(n * row, 3), problem.dtype);
+  const float scale = 1.0F / std::sqrt(static_cast<float>(problem.head_dim));
+  const std::vector<float> q = rounded(random_floats(n * row, 3, scale), problem.dtype);
   const bool in_pairs = problem.dtype == Dtype::bf16 && pair_kernels(level) != nullptr;
 
   const std::vector<float> all = many(problem, cached, q, 0, n, 1, level);

@@ -17,7 +17,7 @@ void test_blocks(int bits, Dtype dtype) {
   constexpr std::size_t kLengths[kSequences] = {1, 64, 150};
   const KvBlockFormat format(kKvHeads, kDim, dtype, bits);
   const std::vector<float> rows = random_floats(2 * 192 * kWidth, 1);
-  const std::vector<float> q = random_floats(kSequences * kHeads * kDim, 4);
+  const std::vector<float> q = random_floats(kSequences * kHeads * kDim, 4, 0.2F);
   for (const double share : {1.0, 0.1}) {
     for (const SimdLevel level : simd_levels()) {
       std::vector<std::byte> plain(3 * format.plain_nbytes(), std::byte{0xFF});
@@ -41,7 +41,6 @@ void test_blocks(int bits, Dtype dtype) {
       shape.kv_heads = kKvHeads;
       shape.head_dim = kDim;
       shape.dtype = dtype;
-      shape.scale = 0.2F;
       shape.share = share;
       std::vector<float> first;
       for (const int threads : {1, 4}) {

@@ -26,7 +26,7 @@ def sizes_of(shape):
 
 
 def settings_of(shape, dtype, level, threads):
-    return {"dtype": dtype, "scale": shape[2] ** -0.5, "pool": _core.ThreadPool(threads), "simd": level}
+    return {"dtype": dtype, "pool": _core.ThreadPool(threads), "simd": level}
 
 
 def native_attention(shape, dtype, level, *, threads=2, **options):
@@ -34,6 +34,11 @@ def native_attention(shape, dtype, level, *, threads=2, **options):
     fields = dataclasses.asdict(Attention(heads=1, kv_heads=1, head_dim=8, query_scale=1.0))
     mixer = SimpleNamespace(**fields | sizes_of(shape))
     return _core.BatchAttention(mixer, **settings_of(shape, dtype, level, threads), **options)
+
+
+def queries(n, heads, head_dim, seed):
+    """Scaled as a layer has them."""
+    return random_values(n, heads, head_dim, seed=seed) * np.float32(head_dim**-0.5)
 
 
 def latency_attention(shape, dtype, level, keys, values):
@@ -114,7 +119,7 @@ def expected_rows(q, keys, values, share=1.0):
     length, kv_heads, _ = keys.shape
     out, kept = np.zeros((heads, head_dim)), []
     for h in range(heads):
-        scores = keys[:, h * kv_heads // heads].astype(np.float64) @ q[h] / math.sqrt(head_dim)
+        scores = keys[:, h * kv_heads // heads].astype(np.float64) @ q[h]
         weights = np.exp(scores - scores.max())
         weights /= weights.sum()
         heaviest = set(np.argsort(-weights, kind="stable")[: math.ceil(share * length)].tolist()) | {length - 1}
@@ -131,7 +136,7 @@ def test_plain_blocks_give_the_bits_of_the_latency_engine(dtype, level, shape, l
     heads, _, head_dim = shape
     native = native_attention(shape, dtype, level)
     batch = cached(native, shape, dtype, lengths)
-    q = rounded(random_values(len(lengths), heads, head_dim, seed=3), dtype)
+    q = rounded(queries(len(lengths), heads, head_dim, seed=3), dtype)
     out = decode(native, batch, q.reshape(len(q), -1))
     for i in range(len(lengths)):
         reference = latency_attention(shape, dtype, level, batch.keys[i], batch.values[i])
@@ -150,7 +155,7 @@ def test_a_prompt_gives_the_bits_of_the_latency_engine(dtype, level, shape, firs
     positions = np.arange(first + n, dtype=np.int32)
     arena = np.full((6, native.block_nbytes), 0xFF, np.uint8)
     native.write(keys.reshape(first + n, -1), values.reshape(first + n, -1), arena, 2 + positions // BLOCK, positions)
-    q = rounded(random_values(n, heads, head_dim, seed=3), dtype)
+    q = rounded(queries(n, heads, head_dim, seed=3), dtype)
     out = np.empty((n, heads * head_dim), np.float32)
     native.prompt(q.reshape(n, -1), arena, 2, first, out)
     reference = latency_attention(shape, dtype, level, keys, values)
@@ -166,7 +171,7 @@ def test_sparse_attention_reads_the_heaviest_values(dtype, level, shape, lengths
     heads, kv_heads, head_dim = shape
     native = native_attention(shape, dtype, level)
     batch = cached(native, shape, dtype, lengths, seed=5)
-    q = rounded(random_values(len(lengths), heads, head_dim, seed=4), dtype)
+    q = rounded(queries(len(lengths), heads, head_dim, seed=4), dtype)
     group, rows = heads // kv_heads, [cached_values(batch, shape, dtype, i) for i in range(len(lengths))]
     expected = []
     for i in range(len(lengths)):
@@ -237,7 +242,7 @@ def test_packed_blocks_give_the_bits_of_plain_ones_of_their_values(dtype, level,
     slots = np.concatenate([offsets[i] + np.arange(n) // BLOCK for i, n in enumerate(lengths)]).astype(np.int32)
     positions = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)
     plain.write(*rows, arena, slots, positions)
-    q = rounded(random_values(len(lengths), heads * head_dim, seed=3), dtype)
+    q = rounded(queries(len(lengths), heads, head_dim, seed=3).reshape(len(lengths), -1), dtype)
     table = np.stack([np.zeros(offsets[-1]), np.arange(offsets[-1])], axis=1).astype(np.int32)
     expected = np.empty_like(q)
     plain.decode(q, [arena], table, offsets, batch.lengths, expected, share)

@@ -108,8 +108,7 @@ class TileAttention {
       start_ = start;
       keys_seen_ = std::min(kKvBlock, end - start);
       multiply_keys();
-      attention_.online_softmax(scores_.get(), keys_seen_, width_, width_, shape_.softmax_scale(), largest_,
-                                sum_, factor_);
+      attention_.online_softmax(scores_.get(), keys_seen_, width_, width_, largest_, sum_, factor_);
       for (std::size_t c = 0; c < columns_; ++c)
         if (factor_[c] != 1.0F) attention_.scale_floats(sums_.get() + c * depth_, depth_, factor_[c]);
       add_values();
@@ -227,8 +226,7 @@ class TileAttention {
     for (std::size_t i = 0; i < std::min(width, columns_ - std::min(columns_, first)); ++i) {
       const std::size_t head = tile_.first_head + (first + i) / tile_.positions;
       for (std::size_t k = 0; k < n; ++k)
-        scores[k * width_ + i] +=
-            shape_.alibi->bias(head, start_ + k, ends_[first + i] - 1) / shape_.softmax_scale();
+        scores[k * width_ + i] += shape_.alibi->bias(head, start_ + k, ends_[first + i] - 1);
     }
   }
 

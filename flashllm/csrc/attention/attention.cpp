@@ -170,7 +170,7 @@ float Alibi::bias(std::size_t head, std::size_t key, std::size_t query) const {
 
 void cap_scores(const AttentionShape& shape, float* scores, std::size_t n) {
   if (shape.softcap == 0.0F) return;
-  const float factor = shape.scale / shape.softcap;
+  const float factor = 1.0F / shape.softcap;
   for (std::size_t i = 0; i < n; ++i) scores[i] = shape.softcap * std::tanh(scores[i] * factor);
 }
 
@@ -178,10 +178,9 @@ void raise_and_weigh(const AttentionShape& shape, std::size_t head, std::size_t 
                      float* scores, Softmax softmax) {
   cap_scores(shape, scores, seen);
   if (shape.alibi != nullptr)
-    for (std::size_t i = 0; i < seen; ++i)
-      scores[i] += shape.alibi->bias(head, first + i, first + seen - 1) / shape.softmax_scale();
-  if (shape.sinks != nullptr) scores[seen] = shape.sinks[head] / shape.softmax_scale();
-  softmax(scores, seen + (shape.sinks == nullptr ? 0 : 1), shape.softmax_scale());
+    for (std::size_t i = 0; i < seen; ++i) scores[i] += shape.alibi->bias(head, first + i, first + seen - 1);
+  if (shape.sinks != nullptr) scores[seen] = shape.sinks[head];
+  softmax(scores, seen + (shape.sinks == nullptr ? 0 : 1));
 }
 
 void attend_each(const AttentionShape& shape, const AttendingToken* tokens, std::size_t n, ThreadPool& pool,

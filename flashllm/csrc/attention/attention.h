@@ -56,8 +56,7 @@ struct AttentionShape {
   std::size_t head_dim = 0;
   std::size_t value_dim = 0;  // a key's first elements that are its value; 0: values have rows of their own
   Dtype dtype = Dtype::f32;
-  float scale = 1.0F;      // of scores
-  float softcap = 0.0F;    // scaled scores become cap * tanh(score / cap) (Gemma 2); 0: they stay
+  float softcap = 0.0F;    // scores become cap * tanh(score / cap) (Gemma 2); 0: they stay
   std::size_t window = 0;  // positions that a query sees, its own included; 0: all before it
   // FlexGen, section 5 (sparse attention), of `attend_each` alone. Weights are a softmax over all positions
   // seen, but only the values of ceil(share * seen) of them are added, the heaviest of each head, and the
@@ -65,9 +64,9 @@ struct AttentionShape {
   // paper's system).
   double share = 1.0;
   // [heads] or nullptr: a score of each head that softmax counts and that belongs to no position (attention
-  // sinks, Xiao et al. 2024, as gpt-oss learns them); it is neither scaled nor capped.
+  // sinks, Xiao et al. 2024, as gpt-oss learns them); it is not capped.
   const float* sinks = nullptr;
-  const Alibi* alibi = nullptr;  // added after the scale and the soft cap; nullptr: nothing is
+  const Alibi* alibi = nullptr;  // added after the soft cap; nullptr: nothing is
 
   // Elements of a head's output that are computed, the first of head_dim.
   std::size_t out_dim() const { return value_dim == 0 ? head_dim : value_dim; }
@@ -75,11 +74,9 @@ struct AttentionShape {
   std::size_t first_seen(std::size_t length) const {
     return window == 0 || window >= length ? 0 : length - window;
   }
-  // The scale that softmax applies, after the soft cap.
-  float softmax_scale() const { return softcap == 0.0F ? scale : 1.0F; }
 };
 
-// The soft cap of n scores, in place: they are scaled afterwards. Nothing where the shape has none.
+// The soft cap of n scores, in place. Nothing where the shape has none.
 void cap_scores(const AttentionShape& shape, float* scores, std::size_t n);
 
 // The weights of a head's values, out of its scores of the `seen` positions from `first` on, in place; with

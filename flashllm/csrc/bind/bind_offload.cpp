@@ -154,10 +154,9 @@ class PyBatchModel {
 };
 
 void make_attention(BatchAttention* self, nb::handle mixer, const std::string& dtype, ThreadPool& pool,
-                    int bits, float scale, const std::string& simd) {
+                    int bits, const std::string& simd) {
   const AttentionSpec spec = read_mixer(mixer);
-  AttentionShape shape = spec.shape(parse_dtype(dtype));
-  shape.scale = scale;
+  const AttentionShape shape = spec.shape(parse_dtype(dtype));
   const KvBlockFormat format(shape.kv_heads, shape.head_dim, shape.dtype, bits, spec.is_latent());
   new (self) BatchAttention(shape, spec.alibi, format, pool, parse_simd(simd));
 }
@@ -248,7 +247,7 @@ void init_offload(nb::module_& m) {
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<BatchAttention>(m, "BatchAttention")
       .def("__init__", &make_attention, "mixer"_a, "dtype"_a, "pool"_a, nb::kw_only(), "bits"_a = 0,
-           "scale"_a = 1.0F, "simd"_a = "auto", nb::keep_alive<1, 4>())
+           "simd"_a = "auto", nb::keep_alive<1, 4>())
       .def_prop_ro("window", [](const BatchAttention& self) { return self.shape().window; })
       .def_prop_ro("block_nbytes", [](const BatchAttention& self) { return self.format().block_nbytes(); })
       .def_prop_ro("sealed_nbytes", [](const BatchAttention& self) { return self.format().sealed_nbytes(); })

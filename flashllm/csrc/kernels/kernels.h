@@ -208,8 +208,8 @@ struct StateHead {
 using StateStep = void (*)(const StateHead& head, const float* before, float* state, float* out);
 StateStep state_step_kernel(SimdLevel level, Recurrence recurrence);
 
-// scores = softmax(scale * scores), in place
-using Softmax = void (*)(float* scores, std::size_t n, float scale);
+// scores = softmax(scores), in place
+using Softmax = void (*)(float* scores, std::size_t n);
 Softmax softmax_kernel(SimdLevel level);
 
 // values = 1 / (1 + e^-values), in place; n is a multiple of 16
@@ -218,12 +218,12 @@ using Sigmoids = void (*)(float* values, std::size_t n);
 // One block of keys of many queries' attention (attention.h).
 struct AttentionKernels {
   std::size_t panel;  // columns of MultiplyAdd's b that should lie together, a multiple of 16
-  // Scores [keys, columns], rows `row` floats apart, become weights e^(scale * score - m) of an online
+  // Scores [keys, columns], rows `row` floats apart, become weights e^(score - m) of an online
   // softmax down each column (Milakov and Gimelshein 2018, algorithm 3), zero from e^-87 down. m:
   // largest[column], raised to this block's largest; factor[column] = e^(m before - m), by which the column's
   // earlier weights shrink; sum[column] = sum * factor + the weights in their order. `columns` is a multiple
   // of 16.
-  void (*online_softmax)(float* scores, std::size_t keys, std::size_t columns, std::size_t row, float scale,
+  void (*online_softmax)(float* scores, std::size_t keys, std::size_t columns, std::size_t row,
                          float* largest, float* sum, float* factor);
   void (*scale_floats)(float* values, std::size_t n, float factor);  // values *= factor
   bool (*all_finite)(const float* values, std::size_t n);            // n is a multiple of 16

@@ -158,7 +158,7 @@ class NativeProbe:
 
     def _attention(self, heads: int, head_dim: int, bits: int) -> _core.BatchAttention:
         mixer = Attention(heads=heads, kv_heads=heads, head_dim=head_dim, query_scale=1.0)
-        return _core.BatchAttention(mixer, self.dtype, self.pool, bits=bits, scale=head_dim**-0.5)
+        return _core.BatchAttention(mixer, self.dtype, self.pool, bits=bits)
 
     def _states(self, rows: int, columns: int) -> NDArray[np.float32]:
         """Values of the order that norms leave."""

@@ -13,8 +13,7 @@ using Output = Array<float, nb::ndim<3>>;
 class PyKvAttention {
  public:
   PyKvAttention(std::size_t heads, std::size_t kv_heads, std::size_t head_dim, std::size_t context,
-                const std::string& dtype, float scale, std::shared_ptr<ThreadPool> pool,
-                const std::string& simd)
+                const std::string& dtype, std::shared_ptr<ThreadPool> pool, const std::string& simd)
       : pool_(std::move(pool)),
         simd_(parse_simd(simd)),
         sequence_(std::make_shared<StatePool>(
@@ -24,7 +23,6 @@ class PyKvAttention {
     shape_.kv_heads = kv_heads;
     shape_.head_dim = head_dim;
     shape_.dtype = sequence_.shape().dtype();
-    shape_.scale = scale;
   }
 
   void append(const Rows& keys, const Rows& values) {
@@ -78,9 +76,9 @@ class PyKvAttention {
 
 void init_kv_attention(nb::module_& m) {
   nb::class_<PyKvAttention>(m, "KvAttention")
-      .def(nb::init<std::size_t, std::size_t, std::size_t, std::size_t, const std::string&, float,
+      .def(nb::init<std::size_t, std::size_t, std::size_t, std::size_t, const std::string&,
                     std::shared_ptr<ThreadPool>, const std::string&>(),
-           nb::kw_only(), "heads"_a, "kv_heads"_a, "head_dim"_a, "context"_a, "dtype"_a, "scale"_a, "pool"_a,
+           nb::kw_only(), "heads"_a, "kv_heads"_a, "head_dim"_a, "context"_a, "dtype"_a, "pool"_a,
            "simd"_a = "auto")
       .def_prop_ro("length", &PyKvAttention::length)
       .def("append", &PyKvAttention::append, "keys"_a, "values"_a)

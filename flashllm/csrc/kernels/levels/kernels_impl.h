@@ -311,20 +311,15 @@ void sigmoids(float* values, std::size_t n) {
     (one / (one + exp(min(most, Vec::load_f32(values + i) * minus)))).store(values + i);
 }
 
-// scores[i] = e^(scale * scores[i] - m) / (their sum), m the largest of the scaled scores.
-void softmax(float* scores, std::size_t n, float scale) {
+// scores[i] = e^(scores[i] - m) / (their sum), m the largest of the scores.
+void softmax(float* scores, std::size_t n) {
   constexpr float kLowest = -__builtin_inff();
   const std::size_t whole = n / Vec::kWidth * Vec::kWidth;
   float
       last[Vec::kWidth];  // the scores beyond the last whole vector, padded with what weighs next to nothing
-  for (std::size_t i = 0; i < Vec::kWidth; ++i) last[i] = whole + i < n ? scores[whole + i] * scale : kLowest;
-  const Vec factor = Vec::set(scale);
+  for (std::size_t i = 0; i < Vec::kWidth; ++i) last[i] = whole + i < n ? scores[whole + i] : kLowest;
   Vec largest = Vec::load_f32(last);
-  for (std::size_t i = 0; i < whole; i += Vec::kWidth) {
-    const Vec scaled = Vec::load_f32(scores + i) * factor;
-    scaled.store(scores + i);
-    largest = max(largest, scaled);
-  }
+  for (std::size_t i = 0; i < whole; i += Vec::kWidth) largest = max(largest, Vec::load_f32(scores + i));
   float lanes[Vec::kWidth];
   largest.store(lanes);
   float m = lanes[0];
@@ -346,23 +341,17 @@ void softmax(float* scores, std::size_t n, float scale) {
 }
 
 // As AttentionKernels says; a cache line of columns at a time.
-void online_softmax(float* scores, std::size_t keys, std::size_t columns, std::size_t row, float scale,
-                    float* largest, float* sum, float* factor) {
+void online_softmax(float* scores, std::size_t keys, std::size_t columns, std::size_t row, float* largest,
+                    float* sum, float* factor) {
   constexpr std::size_t kTogether = 16 / Vec::kWidth;
-  const Vec scales = Vec::set(scale);
   const Vec nothing = exp(Vec::set(-87.0F)) * Vec::set(-1.0F);
   for (std::size_t c = 0; c < columns; c += 16) {
     Vec before[kTogether], m[kTogether], total[kTogether];
     for (std::size_t v = 0; v < kTogether; ++v)
       m[v] = before[v] = Vec::load_f32(largest + c + v * Vec::kWidth);
-    for (std::size_t k = 0; k < keys; ++k) {
-      for (std::size_t v = 0; v < kTogether; ++v) {
-        float* at = scores + k * row + c + v * Vec::kWidth;
-        const Vec scaled = Vec::load_f32(at) * scales;
-        scaled.store(at);
-        m[v] = max(m[v], scaled);
-      }
-    }
+    for (std::size_t k = 0; k < keys; ++k)
+      for (std::size_t v = 0; v < kTogether; ++v)
+        m[v] = max(m[v], Vec::load_f32(scores + k * row + c + v * Vec::kWidth));
     const Vec minus = Vec::set(-1.0F);
     for (std::size_t v = 0; v < kTogether; ++v) {
       const std::size_t at = c + v * Vec::kWidth;
