@@ -64,7 +64,6 @@ class RunConfig:
     speculate: Speculate | Path = SPECULATIONS[0]
     serves: bool = False  # others send requests: memory is planned for what they may send at once
     direct: bool = True  # read past the page cache
-    verify_checksums: bool = True  # of weights and predictors as they are loaded, and of every row read from flash
     ablation: Ablation = Ablation()
 
     def __post_init__(self) -> None:
@@ -85,7 +84,7 @@ class RunConfig:
             raise UsageError(f"--store must be a path, not {self.store!r}")
         if not isinstance(self.speculate, Path):
             _check_choice("--speculate", self.speculate, SPECULATIONS)
-        for name in ("follows", "serves", "direct", "verify_checksums"):
+        for name in ("follows", "serves", "direct"):
             if type(getattr(self, name)) is not bool:
                 raise UsageError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if not isinstance(self.ablation, Ablation):

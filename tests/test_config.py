@@ -15,7 +15,7 @@ def test_the_defaults_leave_everything_to_the_plan():
     config = RunConfig()
     undecided = ("memory", "context", "window", "mode", "threads", "io_threads", "io_backend", "store")
     assert [getattr(config, name) for name in undecided] == [None] * len(undecided)
-    assert (config.cache_policy, config.direct, config.verify_checksums) == ("frequency", True, True)
+    assert (config.cache_policy, config.direct) == ("frequency", True)
     assert config.ablation == Ablation()
     assert all(dataclasses.asdict(config.ablation).values())
 
@@ -33,7 +33,6 @@ def test_everything_that_can_be_given():
         store=Path("profiles.json"),
         speculate=Path("draft"),
         direct=False,
-        verify_checksums=False,
         ablation=Ablation(merged=False),
     )
 
@@ -57,7 +56,6 @@ def test_everything_that_can_be_given():
         ({"speculate": "twice"}, "--speculate must be one of off, lookup, not 'twice'"),
         ({"store": "profiles.json"}, "--store must be a path"),
         ({"direct": 1}, "direct must be True or False, not 1"),
-        ({"verify_checksums": None}, "verify_checksums must be True or False"),
         ({"ablation": None}, "ablation must be an Ablation"),
         ({"ablation": {}}, "ablation must be an Ablation"),
         ({"prompts": "exact"}, "prompts must be one of dense, sparse, not 'exact'"),

@@ -181,7 +181,7 @@ def read_rate(
     """Bytes per second of `count` reads of `size` bytes a batch, the median over batches."""
     readers = {
         backend: _core.Reader(
-            READS_AT_A_TIME, max_request=max_request, verify=False, backend=backend, queue_depth=2 * READS_AT_A_TIME
+            READS_AT_A_TIME, max_request=max_request, backend=backend, queue_depth=2 * READS_AT_A_TIME
         )
         for backend in ("threads", "auto")  # where there is no io_uring: the threads twice
     }
@@ -204,7 +204,7 @@ def read_rate(
 
 def read_through(settings: dict[str, Any]) -> dict[str, Any]:
     """Reads `files` of the model once in sequence: for a drive that forgets (bench/log). GB/s of each."""
-    reader = _core.Reader(READS_AT_A_TIME, max_request=MAX_REQUEST, verify=False)
+    reader = _core.Reader(READS_AT_A_TIME, max_request=MAX_REQUEST)
     buffer = _core.allocate(READ_AHEAD * BLOCK_NBYTES)
     rates = {}
     for name in settings["files"]:

@@ -123,15 +123,13 @@ class _Builder:
         """Threads, and the file that the rows come from."""
         config, choice = self._config, self._plan.reader
         self._pool = _core.ThreadPool(self._plan.threads)
-        self._reader = open_reader(choice, max_request=self._max_request(), verify=config.verify_checksums)
+        self._reader = open_reader(choice, max_request=self._max_request())
         self._pool.set_side_work(self._reader)  # reads move on while the pool computes
         self._reader_in_use = replace(choice, backend=cast(Backend, self._reader.backend))
         if self._reader.backend != choice.backend:
             self._notices.append(f"{self._reader.backend_reason}: flash is read with {choice.depth} threads")
         # Large reads in file order keep a drive busy with few threads, which leaves the processor to the products.
-        self._stream_reader = _core.Reader(
-            min(choice.depth, STREAM_THREADS), max_request=max_request(self._manifest), verify=config.verify_checksums
-        )
+        self._stream_reader = _core.Reader(min(choice.depth, STREAM_THREADS), max_request=max_request(self._manifest))
         self._file = _core.DirectFile(str(self._path / FFN), direct=config.direct)
         self._note_buffered([self._file])
 
@@ -162,13 +160,12 @@ class _Builder:
         return None if layout is None or not 0 < memory.table_rows < layout.rows else layout
 
     def _read(self, name: str, *, rows: str | None = None) -> Tensors:
-        """The tensors of a file, as `read_tensors` gives them; its bytes are compared with the manifest unless
-        checksums are off."""
+        """The tensors of a file, as `read_tensors` gives them."""
         return read_tensors(
             self._path / name,
             self._stream_reader,
             direct=self._config.direct,
-            expected=self._manifest.files[name] if self._config.verify_checksums else None,
+            expected=self._manifest.files[name],
             rows=rows,
         )
 

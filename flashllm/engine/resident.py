@@ -26,12 +26,12 @@ _PASSED_BLOCK = 1 << 20  # the same of a tensor of which checksums alone stay
 
 
 def read_tensors(
-    path: Path, reader: _core.Reader, *, direct: bool, expected: FileEntry | None, rows: str | None = None
+    path: Path, reader: _core.Reader, *, direct: bool, expected: FileEntry, rows: str | None = None
 ) -> Tensors:
     """Every tensor of `path` by name; of `rows`, where it is given, the checksums [rows] of its rows in its place.
 
-    With `expected`, the manifest's entry, the bytes are hashed as they come, each block while the next one is read.
-    Raises FormatError, ChecksumError where they are others, FlashIOError.
+    The bytes are hashed as they come, each block while the next one is read. Raises FormatError, ChecksumError where
+    they are not the `expected` ones, FlashIOError.
     """
     header = read_header(path)
     file = _core.DirectFile(str(path), direct=direct)
@@ -44,7 +44,7 @@ def read_tensors(
         batch = _core.ReadBatch(reader, file)
         batch.add(start, block)
         batch.submit()
-        if before is not None and expected is not None:
+        if before is not None:
             sha256.update(before.data)
         batch.wait()
         if passed is not None and passed.offset <= start < passed.offset + passed.nbytes:
@@ -52,10 +52,9 @@ def read_tensors(
         before = block
     if file.size != path.stat().st_size:
         raise FlashIOError(f"{path} changed while it was read; try again")
-    if expected is not None:
-        if before is not None:
-            sha256.update(before.data)
-        check_hash(path, expected, sha256.hexdigest())
+    if before is not None:
+        sha256.update(before.data)
+    check_hash(path, expected, sha256.hexdigest())
     tensors = {
         name: buffer[info.offset : info.offset + info.nbytes].view(NUMPY_DTYPES[info.dtype]).reshape(info.shape)
         for name, info in header.tensors.items()

@@ -12,14 +12,13 @@ from flashllm.profile.machine import Profile
 _UNPACKING_DEPTH = 8
 
 
-def open_reader(choice: ReaderChoice, *, max_request: int, verify: bool = True) -> _core.Reader:
+def open_reader(choice: ReaderChoice, *, max_request: int) -> _core.Reader:
     """The reader that `choice` describes. Where io_uring is no longer available, it reads with as many threads instead:
     compare its `backend`. FlashIOError where its threads cannot be started."""
     return _core.Reader(
         choice.depth,
         max_gap=choice.max_gap,
         max_request=max_request,
-        verify=verify,
         backend="auto" if choice.backend == "io_uring" else "threads",
         queue_depth=choice.depth,
     )

@@ -31,13 +31,16 @@ def path(tmp_path):
     return tmp_path / "t.safetensors"
 
 
+def entry_of(path):
+    return FileEntry(nbytes=path.stat().st_size, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+
+
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("threads", [1, 5])
 @pytest.mark.parametrize("block", [64 << 20, 4096, 5000])
 def test_every_tensor_bit_for_bit(path, monkeypatch, direct, threads, block):
     monkeypatch.setattr("flashllm.engine.resident._READ_BLOCK", block)
-    entry = FileEntry(nbytes=path.stat().st_size, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
-    tensors = read_tensors(path, _core.Reader(threads), direct=direct, expected=entry)
+    tensors = read_tensors(path, _core.Reader(threads), direct=direct, expected=entry_of(path))
     assert tensors.keys() == EXPECTED.keys()
     for name, expected in EXPECTED.items():
         assert tensors[name].dtype == expected.dtype
@@ -46,7 +49,7 @@ def test_every_tensor_bit_for_bit(path, monkeypatch, direct, threads, block):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="needs /proc")
 def test_weights_are_not_mapped_and_outlive_the_file(path):
-    tensors = read_tensors(path, _core.Reader(2), direct=True, expected=None)
+    tensors = read_tensors(path, _core.Reader(2), direct=True, expected=entry_of(path))
     with open("/proc/self/maps") as maps:
         assert "t.safetensors" not in maps.read()
     path.write_bytes(b"")
@@ -66,27 +69,26 @@ def test_a_file_that_grows_while_it_is_read(path, monkeypatch):
 
     monkeypatch.setattr("flashllm.engine.resident._core.allocate", grow)
     with pytest.raises(FlashIOError, match="changed while it was read; try again"):
-        read_tensors(path, _core.Reader(1), direct=False, expected=None)
+        read_tensors(path, _core.Reader(1), direct=False, expected=entry_of(path))
 
 
 @pytest.mark.parametrize("block", [64 << 20, 4096])
 @pytest.mark.parametrize("where", [0.1, 0.5, 1.0])
 def test_a_flipped_bit(path, monkeypatch, block, where):
     monkeypatch.setattr("flashllm.engine.resident._READ_BLOCK", block)
-    raw = bytearray(path.read_bytes())
-    entry = FileEntry(nbytes=len(raw), sha256=hashlib.sha256(raw).hexdigest())
+    raw, entry = bytearray(path.read_bytes()), entry_of(path)
     header_nbytes = 8 + int.from_bytes(raw[:8], "little")
     raw[header_nbytes + int(where * (len(raw) - header_nbytes - 1))] ^= 0x40
     path.write_bytes(raw)
     with pytest.raises(ChecksumError, match=r"t\.safetensors: its bytes are not those of the conversion"):
         read_tensors(path, _core.Reader(2), direct=False, expected=entry)
-    read_tensors(path, _core.Reader(2), direct=False, expected=None)  # unless nothing is compared
 
 
 def test_a_truncated_file(path):
+    entry = entry_of(path)
     os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(FormatError, match=r"t\.safetensors"):
-        read_tensors(path, _core.Reader(1), direct=True, expected=None)
+        read_tensors(path, _core.Reader(1), direct=True, expected=entry)
 
 
 def test_populated_memory_keeps_its_contents():

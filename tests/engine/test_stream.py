@@ -16,7 +16,7 @@ STRIDE, LAYERS = 512, 3
 def flash(tmp_path):
     """A file of three layers of `num_rows` rows, and a stream over it."""
 
-    def make(num_rows=10, block_rows=4, *, threads=3, verify=True, ahead=2):
+    def make(num_rows=10, block_rows=4, *, threads=3, ahead=2):
         data = np.random.default_rng(0).integers(0, 256, (LAYERS, num_rows, STRIDE), dtype=np.uint8)
         path = tmp_path / "rows"
         path.write_bytes(bytes(4096) + data.tobytes())
@@ -26,7 +26,7 @@ def flash(tmp_path):
             _core.FileRows(offset=at, count=num_rows, checksums=row_checksums(layer))
             for at, layer in zip(offsets, data, strict=True)
         ]
-        reader = _core.Reader(threads, verify=verify)
+        reader = _core.Reader(threads)
         return (
             _core.RowStream(reader, file, layers, strides=[STRIDE] * LAYERS, block_rows=block_rows, ahead=ahead),
             data,
@@ -176,9 +176,3 @@ def test_every_read_may_fail(flash, first):
     file.inject("error", 2**60)
     for layer in range(LAYERS):
         assert np.array_equal(read_layer(stream, layer), data[layer])
-
-
-def test_checksums_may_be_switched_off(flash):
-    stream, data, file = flash(verify=False, threads=1)
-    file.inject("flip", 0, count=1, argument=3)
-    assert (read_layer(stream, 0) != data[0]).sum() == 1

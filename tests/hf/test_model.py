@@ -114,7 +114,6 @@ def test_no_active_neuron_at_all(tiny, load):
         {"io_threads": 32},
         {"threads": 2},
         {"direct": False},
-        {"verify_checksums": False},
         {"context": 60},
         {"memory": "minimum"},
         {"ablation": Ablation(bundled=False)},
@@ -208,7 +207,6 @@ def test_the_neuron_named_is_the_damaged_one(tiny, load, tmp_path):
         flash = load(path, mode=mode)
         with pytest.raises(ChecksumError, match=rf"layer {layer}, neuron {neuron}: "):
             flash(ids_of(length))
-        assert load(path, mode=mode, verify_checksums=False)(ids_of(length)).logits.isfinite().all()
 
 
 # Loading and closing

@@ -205,7 +205,7 @@ def test_an_interrupted_first_read_is_repeated(path, count):
 @needs_io_uring
 @pytest.mark.parametrize("refusals", [1, 500, 1001, FOREVER])
 def test_a_ring_that_takes_no_reads(path, data, refusals):
-    reader, file = _core.Reader(backend="io_uring", queue_depth=4, verify=True), _core.DirectFile(str(path))
+    reader, file = _core.Reader(backend="io_uring", queue_depth=4), _core.DirectFile(str(path))
     _core.refuse_enters(refusals)
     try:
         for _ in range(3):
@@ -250,17 +250,6 @@ def test_wrong_completions(path, data, which):
         jobs = _destinations([(8192 * i, 4096) for i in range(20)])
         _read(_core.Reader(backend="io_uring", queue_depth=4), file, jobs)
         _check(jobs, data)
-
-
-def test_checksums_are_not_compared_when_switched_off(reader_of, path, data):
-    reader, file = reader_of(threads=1, verify=False), _core.DirectFile(str(path))
-    assert not reader.verify
-    batch = _core.ReadBatch(reader, file)
-    memory = _core.allocate(ROW)
-    batch.add(0, memory, np.zeros(1, np.uint64), ROW)
-    batch.submit()
-    batch.wait()
-    assert (memory == data[:ROW]).all()
 
 
 # Batches

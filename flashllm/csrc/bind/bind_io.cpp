@@ -134,14 +134,13 @@ void init_io(nb::module_& m) {
   nb::class_<Reader>(m, "Reader")
       .def(
           "__init__",
-          [](Reader* self, int threads, std::uint64_t max_gap, std::uint64_t max_request, bool verify,
+          [](Reader* self, int threads, std::uint64_t max_gap, std::uint64_t max_request,
              const std::string& backend, int queue_depth, int patience_ms) {
             require(patience_ms >= 1, "a reader's patience must be at least 1 ms");
             ReaderOptions options;
             options.threads = threads;
             options.max_gap = max_gap;
             options.max_request = max_request;
-            options.verify = verify;
             options.backend = by_name("backend", backend, kBackends);
             options.queue_depth = queue_depth;
             options.patience = std::chrono::milliseconds(patience_ms);
@@ -151,7 +150,7 @@ void init_io(nb::module_& m) {
             };
             new (self) Reader(options);
           },
-          "threads"_a = 32, "max_gap"_a = 0, "max_request"_a = std::uint64_t{1} << 20, "verify"_a = true,
+          "threads"_a = 32, "max_gap"_a = 0, "max_request"_a = std::uint64_t{1} << 20,
           "backend"_a = "threads", "queue_depth"_a = 64, "patience_ms"_a = 60'000)
       .def_prop_ro("backend", [](const Reader& self) { return name_of(self.options().backend, kBackends); })
       .def_prop_ro("backend_reason", &Reader::backend_reason);

@@ -70,7 +70,7 @@ void RequestSlot::begin(const ReadRequest& request, const ReadJob* jobs, const D
   read = DirectRead(file, iov_.data(), static_cast<int>(iov_.size()), start_);
 }
 
-RequestOutcome RequestSlot::finish(bool verify) {
+RequestOutcome RequestSlot::finish() {
   RequestOutcome outcome;
   outcome.bytes = read.nbytes();
   outcome.retries = read.retries();
@@ -92,7 +92,7 @@ RequestOutcome RequestSlot::finish(bool verify) {
     const std::byte* read_to = request_->bounces() ? bounced_to_ + (job.offset - start_) : job.destination;
     const std::byte* checked = job.unpacking != nullptr ? read_to : job.destination;
     if (checked != read_to) std::memcpy(job.destination, read_to, job.nbytes);
-    if (verify && job.checksums != nullptr) verify_job(job, checked, *file_);
+    if (job.checksums != nullptr) verify_job(job, checked, *file_);
     if (job.unpacking != nullptr) job.unpacking->unpack(read_to, job.first, job.nbytes, job.destination);
     wanted += job.nbytes;
   }

@@ -45,8 +45,8 @@ class RequestSlot {
 
   void begin(const ReadRequest& request, const ReadJob* jobs, const DirectFile& file);
   DirectRead read;
-  // Throws CoreError: format when the file ended too early, checksum when `verify` and a row is wrong.
-  RequestOutcome finish(bool verify);
+  // Throws CoreError: format when the file ended too early, checksum when a row is wrong.
+  RequestOutcome finish();
 
  private:
   std::byte* bounce(std::size_t nbytes);

@@ -82,7 +82,6 @@ struct ReaderOptions {
   // Of idle requests at a time, or one: an expert where it lies in a file is many, of which one leaves the
   // drive idle.
   std::uint64_t idle_nbytes = std::uint64_t{4} << 20;
-  bool verify = true;  // compare the checksums of jobs that carry them
   // Longer than the kernel gives a drive before it tries again or gives it up (30 s).
   std::chrono::milliseconds patience{60'000};
   std::function<void()> look = nullptr;  // called now and then in a wait; what it throws ends the wait

@@ -19,9 +19,7 @@ bool read_by_calls(ReadQueue& queue, RequestSlot& slot, ReadQueue::Work& work) {
 }
 
 ThreadBackend::ThreadBackend(ReadQueue& queue, const ReaderOptions& options)
-    : queue_(queue),
-      verify_(options.verify),
-      unpacked_(static_cast<std::size_t>(options.threads), options.max_request) {
+    : queue_(queue), unpacked_(static_cast<std::size_t>(options.threads), options.max_request) {
   // All memory is taken here, where a failure can be reported; on a reader's thread it would end the process.
   const auto threads = static_cast<std::size_t>(options.threads);
   threads_.reserve(threads);
@@ -58,7 +56,7 @@ void ThreadBackend::serve(RequestSlot& slot) {
       slot.begin(*work.request, work.jobs, *work.file);
       queue_.let_go(work);
       if (!read_by_calls(queue_, slot, work)) return;
-      outcome = slot.finish(verify_);
+      outcome = slot.finish();
     } catch (...) {
       error = std::current_exception();
     }

@@ -31,7 +31,6 @@ class ThreadBackend final : public ReadBackend {
   void stop();
 
   ReadQueue& queue_;
-  const bool verify_;
   std::atomic<std::size_t> unannounced_{0};  // requests that no thread was woken for
   UnpackedFrom unpacked_;
   std::vector<std::unique_ptr<RequestSlot>> slots_;  // one a thread

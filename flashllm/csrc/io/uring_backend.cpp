@@ -11,7 +11,6 @@ namespace flashllm {
 
 UringBackend::UringBackend(ReadQueue& queue, const ReaderOptions& options)
     : queue_(queue),
-      verify_(options.verify),
       ring_(static_cast<unsigned>(options.queue_depth)),
       unpacked_(static_cast<std::size_t>(options.queue_depth), options.max_request) {
   const auto depth = static_cast<std::size_t>(options.queue_depth);
@@ -122,7 +121,7 @@ void UringBackend::answer(std::size_t index, ssize_t result) {
       queue_.let_go(work);
       return ask(index);
     }
-    outcome = slot.finish(verify_);
+    outcome = slot.finish();
   } catch (...) {
     error = std::current_exception();
   }
@@ -137,7 +136,7 @@ void UringBackend::read_here(std::size_t index) {
   active.id = 0;
   try {
     if (!read_by_calls(queue_, active.slot, active.work)) return;
-    outcome = active.slot.finish(verify_);
+    outcome = active.slot.finish();
   } catch (...) {
     error = std::current_exception();
   }

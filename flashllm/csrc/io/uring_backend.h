@@ -58,7 +58,6 @@ class UringBackend final : public ReadBackend {
   void finish(std::size_t index, const RequestOutcome& outcome, std::exception_ptr error);
 
   ReadQueue& queue_;
-  const bool verify_;
   std::mutex turn_;  // guards everything below
   IoUring ring_;
   UnpackedFrom unpacked_;

@@ -119,8 +119,7 @@ void init_inspection(nb::module_& m) {
   bound<Reader>(m, "Reader")
       .def("take_busy_ns", &Reader::take_busy_ns)
       .def_prop_ro("threads", [](const Reader& self) { return self.options().threads; })
-      .def_prop_ro("queue_depth", [](const Reader& self) { return self.options().queue_depth; })
-      .def_prop_ro("verify", [](const Reader& self) { return self.options().verify; });
+      .def_prop_ro("queue_depth", [](const Reader& self) { return self.options().queue_depth; });
 
   bound<RowStream>(m, "RowStream").def("drain", [](RowStream& self) { self.drain(); }).def("take", &take);
 
