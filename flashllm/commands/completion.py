@@ -8,7 +8,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Example: flashllm completion bash > ~/.local/share/bash-completion/completions/flashllm; for zsh, into "
         "_flashllm in a folder of fpath."
     )
-    parser.add_argument("shell", metavar="SHELL", choices=("bash", "zsh", "tcsh"), help="bash, zsh or tcsh")
+    parser.add_argument("shell", metavar="SHELL", choices=("bash", "zsh"), help="bash or zsh")
 
 
 def main(args: argparse.Namespace) -> int:

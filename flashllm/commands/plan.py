@@ -99,7 +99,7 @@ def _plan(args: argparse.Namespace, path: Path, known: "WellKnown | None") -> in
     print(inert(name))
     if known is not None:
         print(f"  not downloaded; {OUTLINE_BITS} bits, --context {config.context}; to make it: {to_type(known)}")
-    print("\n".join([*_table(model, plan), _prompts(plan), *_gates(model, plan), *_experts(model)]))
+    print("\n".join([*_table(model, plan), *_gates(model, plan), *_experts(model)]))
     if token is not None:
         print(inert("\n".join(token.lines)))
     elif plan.profile is None:
@@ -180,15 +180,6 @@ def _table(model: "ModelDir", plan: "Plan") -> list[str]:
     lines.append(("minimum", format_size(memory.minimum_nbytes), "", least))
     width = max(len(name) for name, *_ in lines)
     return [f"  {name:<{width}}  {start:>11}  {end:>11}  {remark}".rstrip() for name, start, end, remark in lines]
-
-
-def _prompts(plan: "Plan") -> str:
-    """A line on how far one pass over the layers takes a prompt."""
-    from flashllm.base.units import format_size
-
-    memory = plan.memory
-    lent = f"{format_size(memory.stretch_nbytes)} for each beyond {memory.prompt_tokens} are lent by the neuron cache"
-    return f"  prompts: each layer is read once for up to {memory.stretch_tokens} tokens; {lent}"
 
 
 def _experts(model: "ModelDir") -> list[str]:

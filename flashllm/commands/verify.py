@@ -27,8 +27,6 @@ def main(args: argparse.Namespace) -> int:
         print_json({"ok": report.ok, **dataclasses.asdict(report)})
     elif report.ok:
         print(inert(f"{report.path}: all {report.num_files} files are whole ({format_size(report.nbytes)})"))
-        if report.unused is not None:
-            print(inert(report.unused))
     else:
         for problem in report.problems:
             print(f"flashllm: error: {one_line(problem.message)}", file=sys.stderr)

@@ -149,9 +149,7 @@ def test_doctor_says_what_is_bad(tmp_path):
     assert "flashllm calibrate" in found["profile"].advice
 
 
-@pytest.mark.parametrize(
-    ("shell", "says"), [("bash", "complete "), ("zsh", "#compdef flashllm"), ("tcsh", "complete ")]
-)
+@pytest.mark.parametrize(("shell", "says"), [("bash", "complete "), ("zsh", "#compdef flashllm")])
 def test_completion_knows_every_verb_and_option(run, shell, says):
     status, out, err = run("completion", shell)
     assert (status, err) == (0, "")

@@ -12,7 +12,6 @@ from flashllm.format.manifest import Manifest, predictor_ranks
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import FFN, PREDICTORS, RESIDENT, checksums_tensor
 from flashllm.format.popularity import describe_popularity, popularity_line
-from flashllm.format.report.verify import unused_line
 from flashllm.format.safetensors import read_header
 
 
@@ -55,7 +54,6 @@ def inspect(path: Path) -> dict[str, Any]:
         "down_scales_nbytes": manifest.planes_nbytes,
         "calibration": manifest.to_json()["calibration"],
         "popularity": describe_popularity(path, manifest),
-        "unused": unused_line(path),
         "modes": [mode for mode in MODES if mode == "dense" or _runs_in(manifest, mode)],
         "context": model.block.context,
         "kv_nbytes_per_token": model.kv_nbytes_per_token,
@@ -172,7 +170,5 @@ def format_inspection(facts: dict[str, Any]) -> str:
         text["calibration"] = f"window {calibration['window']}, {active:.1%} of the neurons active, on {sample}"
     if facts["popularity"] is not None:
         text["popularity"] = popularity_line(facts["popularity"])
-    if facts["unused"] is not None:
-        text["left over"] = facts["unused"]
     width = max(len(name) for name in text)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in text.items())

@@ -15,14 +15,12 @@ from numpy.typing import NDArray
 
 from flashllm._core import xxh3_64_rows
 from flashllm.base.files import Progress, drop_page_cache, iterate_chunks, open_for_reading, pread_bytes, pread_into
-from flashllm.base.units import format_size
 from flashllm.errors import FlashError
 from flashllm.format.in_place import SliceReader
 from flashllm.format.manifest import MANIFEST, Manifest, check_directory, open_model_dir, size_problem
 from flashllm.format.model_files import (
     FFN,
     MODEL_CARD,
-    PLACED,
     RESIDENT,
     check_ffn_header,
     check_resident_header,
@@ -54,7 +52,6 @@ class VerifyReport:
     num_files: int
     nbytes: int
     problems: tuple[Problem, ...]
-    unused: str | None = None  # as `unused_line`
 
     @property
     def ok(self) -> bool:
@@ -72,14 +69,6 @@ def verify(path: Path, progress: Progress | None = None) -> VerifyReport:
     manifest itself cannot be read; everything else is a problem in the report."""
     path = Path(path)
     return _Verification(path, open_model_dir(path, check_files=False), progress).run()
-
-
-def unused_line(path: Path) -> str | None:
-    """A line on what an earlier version left in the model directory `path`; None where there is nothing."""
-    if not (path / PLACED).is_file():
-        return None
-    size = format_size((path / PLACED).stat().st_size)
-    return f"{PLACED} ({size}): a second copy of the neurons, which is not used any more; it can be removed"
 
 
 class _Verification:
@@ -124,7 +113,6 @@ class _Verification:
             num_files=len(self._manifest.files),
             nbytes=self._done_nbytes,
             problems=tuple(self._problems),
-            unused=unused_line(self._path),
         )
 
     def _check_lying(self, damaged: set[str]) -> None:
@@ -260,7 +248,7 @@ class _Verification:
 
     def _check_unlisted(self) -> None:
         for name in sorted(os.listdir(self._path)):
-            known = name in self._manifest.files or name in (MANIFEST, MODEL_CARD, PLACED)
+            known = name in self._manifest.files or name in (MANIFEST, MODEL_CARD)
             if not known and not name.startswith("."):
                 self._report(name, f"{self._path / name}: is not listed in {MANIFEST}; remove it")
 
