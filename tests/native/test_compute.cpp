@@ -32,8 +32,8 @@ std::vector<float> products(int threads, SimdLevel level, Dtype dtype, std::size
   const std::vector<float> x = random_floats(tokens * columns, random);
   const std::vector<float> bias = random_floats(rows, random);
   std::vector<float> out(tokens * rows);
-  const RowMatrix matrix{weights.data(),  rows,    columns,    columns * dtype_nbytes(dtype),
-                         codec_of(dtype), nullptr, bias.data()};
+  const RowMatrix matrix{weights.data(),  rows,       columns, columns * dtype_nbytes(dtype),
+                         codec_of(dtype), bias.data()};
   linear(matrix, x.data(), tokens, out.data(), pool, level);
 
   std::vector<float> wide(rows * columns);
@@ -282,7 +282,7 @@ void grouped_products(RowCodec codec, SimdLevel level, std::size_t rows, std::si
   std::mt19937 random(11);
   const std::size_t stride = vector_nbytes(codec, columns);
   const std::vector<std::byte> codes = random_rows(codec, rows, columns, random);
-  const RowMatrix matrix{codes.data(), rows, columns, stride, codec, nullptr};
+  const RowMatrix matrix{codes.data(), rows, columns, stride, codec};
   std::vector<float> wide(rows * columns);
   for (std::size_t r = 0; r < rows; ++r) widen_row(matrix, r, wide.data() + r * columns, level);
   for (const float weight : wide) CHECK(std::isfinite(weight));

@@ -41,16 +41,10 @@ std::vector<std::int32_t> checked_ids(const IdArray& active, std::int32_t units)
   return ids;
 }
 
-PyFfnLayer::PyFfnLayer(FfnLayerOptions options, std::shared_ptr<NamedTensors> tensors,
-                       std::shared_ptr<NeuronSource> source, FileRows rows, const LayerCache& cache,
-                       std::shared_ptr<ThreadPool> pool, std::shared_ptr<FfnCounters> counters)
-    : tensors_(std::move(tensors)),
-      source_(std::move(source)),
-      rows_(std::move(rows)),
-      memory_(cache.memory),
-      pool_(std::move(pool)),
-      counters_(std::move(counters)) {
-  static_cast<UnitRule&>(options) = *source_;
+PyFfnLayer::PyFfnLayer(FfnLayerOptions options, FfnParts parts, FileRows rows, const LayerCache& cache)
+    : parts_(std::move(parts)), rows_(std::move(rows)), memory_(cache.memory) {
+  const NeuronSource& source = *parts_.source;
+  static_cast<UnitRule&>(options) = source;
   options.rows = rows_.source(options.format.stride);
   require(options.num_neurons > 0 && options.unit_rows > 0 &&
               static_cast<std::size_t>(options.num_neurons) <= rows_.count,
@@ -62,12 +56,12 @@ PyFfnLayer::PyFfnLayer(FfnLayerOptions options, std::shared_ptr<NamedTensors> te
     options.popularity = cache.popularity->data();
   }
   const std::size_t nbytes = static_cast<std::size_t>(units.size) * options.format.stride;
-  const auto& bypass = source_->bypass_rows;
+  const auto& bypass = source.bypass_rows;
   options.capacity = units_in(memory_, nbytes, units.count(), "the neuron cache");
   if (bypass) options.bypass_capacity = units_in(*bypass, nbytes, units.count(), "bypass rows");
   require(options.capacity + options.bypass_capacity > 0, "the neuron cache needs room for at least one row");
-  layer_ = std::make_unique<FfnLayer>(options, *source_->reader, *source_->file, *pool_, bytes_of(memory_),
-                                      bypass ? bytes_of(*bypass) : nullptr, *counters_);
+  layer_ = std::make_unique<FfnLayer>(options, *source.reader, *source.file, *parts_.pool, bytes_of(memory_),
+                                      bypass ? bytes_of(*bypass) : nullptr, *parts_.counters);
   if (options.gate != nullptr) layer_->predict_by_gate();
 }
 

@@ -137,18 +137,13 @@ void init_io(nb::module_& m) {
           [](Reader* self, int threads, std::uint64_t max_gap, std::uint64_t max_request,
              const std::string& backend, int queue_depth, int patience_ms) {
             require(patience_ms >= 1, "a reader's patience must be at least 1 ms");
-            ReaderOptions options;
-            options.threads = threads;
-            options.max_gap = max_gap;
-            options.max_request = max_request;
-            options.backend = by_name("backend", backend, kBackends);
-            options.queue_depth = queue_depth;
-            options.patience = std::chrono::milliseconds(patience_ms);
-            options.look = [] {
+            const auto look = [] {
               const nb::gil_scoped_acquire locked;
               if (PyErr_CheckSignals() != 0) throw nb::python_error();
             };
-            new (self) Reader(options);
+            new (self)
+                Reader(ReaderOptions{by_name("backend", backend, kBackends), threads, queue_depth, max_gap,
+                                     max_request, std::chrono::milliseconds(patience_ms), look});
           },
           "threads"_a = 32, "max_gap"_a = 0, "max_request"_a = std::uint64_t{1} << 20,
           "backend"_a = "threads", "queue_depth"_a = 64, "patience_ms"_a = 60'000)

@@ -71,13 +71,10 @@ class PyModel {
           std::shared_ptr<TokenTable> table, std::shared_ptr<ThreadPool> pool,
           std::shared_ptr<FfnCounters> counters, std::size_t block_tokens, std::size_t fill_tokens,
           bool prefetch)
-      : tensors_(std::move(tensors)),
+      : parts_{std::move(tensors), std::move(source), std::move(pool), std::move(counters)},
         stream_(std::move(stream)),
-        source_(std::move(source)),
-        table_(std::move(table)),
-        pool_(std::move(pool)),
-        counters_(std::move(counters)) {
-    Architecture of = read_architecture(block, tensors_->dtype());
+        table_(std::move(table)) {
+    Architecture of = read_architecture(block, parts_.tensors->dtype());
     ModelSpec& spec = of.model;
     spec.block_tokens = block_tokens;
     spec.fill_tokens = fill_tokens;
@@ -85,11 +82,11 @@ class PyModel {
     d_model_ = spec.block.d_model;
     require(rows.size() == of.layers.size() && layers.size() == rows.size() && caches.size() == rows.size(),
             "every layer needs its rows and their format, and a cache or None");
-    ModelWeights weights = read_ends(*tensors_, of);
+    ModelWeights weights = read_ends(*parts_.tensors, of);
     for (std::size_t i = 0; i < layers.size(); ++i)
       weights.blocks.push_back(block_weights(of, i, rows[i], layers[i], caches[i]));
-    model_ = std::make_unique<Model>(spec, weights, *stream_, table_.get(), *pool_, *counters_,
-                                     tensors_->level(), [this] { check(); });
+    model_ = std::make_unique<Model>(spec, weights, *stream_, table_.get(), *parts_.pool, *parts_.counters,
+                                     parts_.tensors->level(), [this] { check(); });
   }
 
   const std::vector<std::shared_ptr<PyFfnLayer>>& ffns() const { return ffns_; }
@@ -161,25 +158,23 @@ class PyModel {
   BlockWeights block_weights(const Architecture& of, std::size_t index, const RowFormat& format,
                              const FileRows& rows, const std::optional<LayerCache>& cache) {
     const std::string layer = "layers." + std::to_string(index) + ".";
-    BlockWeights weights = read_block(*tensors_, layer, of, index);
-    FfnLayerOptions ffn = read_ffn(*tensors_, format, index, weights.spec.neurons, weights.spec.activation);
+    BlockWeights weights = read_block(*parts_.tensors, layer, of, index);
+    FfnLayerOptions ffn =
+        read_ffn(*parts_.tensors, format, index, weights.spec.neurons, weights.spec.activation);
     ffn.neuron_norm = weights.neuron_norm;
     static_cast<NeuronWeights&>(weights) = ffn;
     ffns_.push_back(nullptr);
     if (!cache) return weights;
-    ffns_.back() = std::make_shared<PyFfnLayer>(ffn, tensors_, source_, rows, *cache, pool_, counters_);
+    ffns_.back() = std::make_shared<PyFfnLayer>(ffn, parts_, rows, *cache);
     weights.ffn = &ffns_.back()->layer();
-    if (auto router = read_router(*tensors_, layer, weights.spec.experts, d_model_))
+    if (auto router = read_router(*parts_.tensors, layer, weights.spec.experts, d_model_))
       weights.ffn->set_router(std::move(router));
     return weights;
   }
 
-  std::shared_ptr<NamedTensors> tensors_;
+  const FfnParts parts_;
   std::shared_ptr<RowStream> stream_;
-  std::shared_ptr<NeuronSource> source_;
   std::shared_ptr<TokenTable> table_;
-  std::shared_ptr<ThreadPool> pool_;
-  std::shared_ptr<FfnCounters> counters_;
   std::vector<std::shared_ptr<PyFfnLayer>> ffns_;
   std::size_t d_model_ = 0;
   std::atomic<bool> cancelled_{false};

@@ -186,8 +186,7 @@ struct FileRows {
 void init_io(nb::module_& m);
 void init_compute(nb::module_& m);
 void init_ffn(nb::module_& m);
-void init_slices(nb::module_& m);
-void init_stream(nb::module_& m);
+void init_rows(nb::module_& m);
 void init_model(nb::module_& m);
 void init_state(nb::module_& m);
 void init_offload(nb::module_& m);

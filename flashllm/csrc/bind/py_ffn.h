@@ -21,15 +21,21 @@ struct LayerCache {
 // Throws CoreError for others than ascending ids below `units`.
 std::vector<std::int32_t> checked_ids(const IdArray& active, std::int32_t units);
 
+// What all layers refer to.
+struct FfnParts {
+  std::shared_ptr<NamedTensors> tensors;
+  std::shared_ptr<NeuronSource> source;
+  std::shared_ptr<ThreadPool> pool;
+  std::shared_ptr<FfnCounters> counters;
+};
+
 class PyFfnLayer {
  public:
   // `options`: as read_ffn. Throws CoreError for what does not fit.
-  PyFfnLayer(FfnLayerOptions options, std::shared_ptr<NamedTensors> tensors,
-             std::shared_ptr<NeuronSource> source, FileRows rows, const LayerCache& cache,
-             std::shared_ptr<ThreadPool> pool, std::shared_ptr<FfnCounters> counters);
+  PyFfnLayer(FfnLayerOptions options, FfnParts parts, FileRows rows, const LayerCache& cache);
 
   FfnLayer& layer() const { return *layer_; }
-  const NamedTensors& tensors() const { return *tensors_; }
+  const NamedTensors& tensors() const { return *parts_.tensors; }
 
   // Of one of the kinds of flashllm/format/predictors.py, whose tensors' names begin with `prefix`;
   // `encodings`: of some of them, by name. With `prefetch` it is the predictor that tells this layer's
@@ -40,12 +46,9 @@ class PyFfnLayer {
   void guess_by_router(std::shared_ptr<Prefetch> prefetch);
 
  private:
-  std::shared_ptr<NamedTensors> tensors_;
-  std::shared_ptr<NeuronSource> source_;
+  const FfnParts parts_;
   const FileRows rows_;
   const ByteArray memory_;
-  std::shared_ptr<ThreadPool> pool_;
-  std::shared_ptr<FfnCounters> counters_;
   std::vector<nb::dict> predictors_;  // the arrays that they point to
   std::shared_ptr<Prefetch> prefetch_;
   std::unique_ptr<FfnLayer> layer_;

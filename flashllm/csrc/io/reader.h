@@ -79,12 +79,12 @@ struct ReaderOptions {
   int queue_depth = 64;  // of io_uring
   std::uint64_t max_gap = 0;
   std::uint64_t max_request = std::uint64_t{1} << 20;
-  // Of idle requests at a time, or one: an expert where it lies in a file is many, of which one leaves the
-  // drive idle.
-  std::uint64_t idle_nbytes = std::uint64_t{4} << 20;
   // Longer than the kernel gives a drive before it tries again or gives it up (30 s).
   std::chrono::milliseconds patience{60'000};
   std::function<void()> look = nullptr;  // called now and then in a wait; what it throws ends the wait
+  // Of idle requests at a time, or one: an expert where it lies in a file is many, of which one leaves the
+  // drive idle.
+  std::uint64_t idle_nbytes = std::uint64_t{4} << 20;
 };
 
 // Takes work from a ReadQueue and finishes it. All memory and threads are taken when it is made.

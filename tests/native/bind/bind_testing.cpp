@@ -49,8 +49,8 @@ std::size_t multiply_in_cache(std::size_t unit, bool has_offsets, bool in_bytes,
   for (std::size_t i = 0; i < times; ++i)
     if (in_bytes)
       (tiles == nullptr ? multiply_bytes_kernel(level) : tiles->multiply_bytes)(
-          bytes, rows, {words.data(), totals.data(), of_tokens.data(), tokens}, tokens, kCodeTerms, out.data(),
-          tokens);
+          bytes, rows, {words.data(), totals.data(), of_tokens.data(), tokens}, tokens, kCodeTerms,
+          out.data(), tokens);
     else
       (tiles == nullptr ? multiply_codes_kernel(level) : tiles->multiply_codes)(
           a, rows, {words.data(), tokens, of_tokens.data()}, tokens, kCodeTerms, out.data(), tokens);

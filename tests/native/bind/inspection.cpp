@@ -70,8 +70,8 @@ void make_layer(PyFfnLayer* self, std::size_t layer, std::shared_ptr<NamedTensor
                 std::shared_ptr<ThreadPool> pool, std::shared_ptr<FfnCounters> counters) {
   const FfnLayerOptions options =
       read_ffn(*tensors, format, layer, neurons, parse_activation(activation, 0.0F, cut));
-  new (self) PyFfnLayer(options, std::move(tensors), std::move(source), rows, cache, std::move(pool),
-                        std::move(counters));
+  new (self) PyFfnLayer(
+      options, {std::move(tensors), std::move(source), std::move(pool), std::move(counters)}, rows, cache);
 }
 
 nb::dict take(RowStream& self) {
