@@ -151,7 +151,6 @@ class Api:
                 prompts=prompts,
                 deliver=deliver,
                 scored=asked.echo and asked.requests[0].logprobs is not None,
-                generate=asked.generate,
                 matchers=matchers,
                 reading=self.served.encoder.reading(*prompts[0]),
             )

@@ -24,7 +24,6 @@ class Asked:
     include_timings: bool = False  # each chunk says where its token's time went (an addition to OpenAI's interface)
     return_progress: bool = False  # while the prompt is computed chunks say how far, as llama-server's do
     echo: bool = False  # the text begins with the prompt
-    generate: bool = True  # False: max_tokens is 0, so that the prompt alone is echoed
 
     @classmethod
     def chat(cls, request: Request, *, stream: bool, model: str | None = None) -> "Asked":
@@ -44,9 +43,6 @@ def parse(raw: bytes, kind: Literal["chat", "completion"], *, custom_id: str, de
     rest = {name: each for name, each in body.items() if name not in outer}
     if kind == "completion":
         rest.pop("echo", None)
-    generate = not (echo and type(rest.get("max_tokens")) is int and rest["max_tokens"] == 0)
-    if not generate:
-        rest["max_tokens"] = 1
     return Asked(
         kind=kind,
         model=model_of(body),
@@ -58,7 +54,6 @@ def parse(raw: bytes, kind: Literal["chat", "completion"], *, custom_id: str, de
         **options,
         return_progress=return_progress,
         echo=echo,
-        generate=generate,
     )
 
 

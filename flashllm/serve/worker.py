@@ -90,7 +90,6 @@ class Job:
     prompts: Sequence[tuple[Request, list[int]]]  # options with the final max_new_tokens, token ids
     deliver: Callable[[Event], None]
     scored: bool = False  # the prompts' own log probabilities are wanted
-    generate: bool = True  # False: nothing but those
     reading: Reading | None = None  # how a conversation's answer is read; None: it is plain text
     matchers: Sequence[Matcher | None] = ()  # of the form that each prompt's answer must have; none: any
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -285,9 +284,6 @@ class Worker(Closing):
                     with self._keeping:
                         self._conversations.lend(place)
                     self._tell(job, Began(index, record))
-                    if not job.generate:
-                        self._tell(job, Ended(index, "length"))
-                        return
                 else:
                     text = record.text
                     new = [Said("text", text)] if reading is None else reading.parser.feed(text)

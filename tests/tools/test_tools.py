@@ -87,16 +87,6 @@ def test_a_dummy_checkpoint_converts_and_fires_as_asked(tmp_path):
     assert 0.02 < share < 0.10
 
 
-def test_the_window_benchmark_on_the_demo():
-    done = run_script("bench/cache/window.py", "--windows", 1, 5, "--tokens", 40)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout.splitlines()[-1])["windows"]
-    assert [row["window"] for row in rows] == [1, 5]
-    assert rows[0]["hit_rate"] < rows[1]["hit_rate"]
-    assert rows[0]["bytes_per_token"] > rows[1]["bytes_per_token"]
-    assert rows[0]["active_share"] == rows[1]["active_share"]
-
-
 def test_a_trace_is_what_the_model_did(tiny, tmp_path):
     model = tiny("float32")
     texts = {"a.txt": "One day a girl found a house in the forest. " * 4, "b.jsonl.gz": "It was home. " * 30}

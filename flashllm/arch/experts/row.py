@@ -120,15 +120,16 @@ def shared_neurons(config: Config, key: str, size: str = _SIZE) -> int:
     return check_size(key, config[key]) * check_size(size, config[size]) if config[key] else 0
 
 
-def grouped_router(config: Config, factor: str = "routed_scaling_factor") -> RouterSpec:
+def grouped_router(config: Config) -> RouterSpec:
     """DeepSeek-V3's router (2024): sigmoids, groups by the sum of two, a factor of the weights."""
+    factor = config["routed_scaling_factor"]
     return RouterSpec(
         score="sigmoid",
         groups=check_size("n_group", config.get("n_group") or 1),
         chosen_groups=check_size("topk_group", config.get("topk_group") or 1),
         normalized=bool(config["norm_topk_prob"]),
         epsilon=1e-20,
-        factor=check_number(factor, 1.0 if config[factor] is None else config[factor]),
+        factor=check_number("routed_scaling_factor", 1.0 if factor is None else factor),
     )
 
 

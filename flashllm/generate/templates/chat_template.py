@@ -68,11 +68,10 @@ class ChatTemplate(Closing):
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] = (),
         values: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of `messages` ({"role": …, "content": …} each), by default up to where the answer begins.
+        """The text of `messages` ({"role": …, "content": …} each), up to where the answer begins.
 
         With `tools` that the model may call; `values` are other variables of the template. UsageError where the
         template refuses the conversation, FormatError where it fails or takes too much, FlashError where its process
@@ -83,7 +82,7 @@ class ChatTemplate(Closing):
             if given[0]["role"] != "system":
                 given.insert(0, {"role": "system", "content": ""})
             given[0]["tools"] = json.dumps([each["function"] for each in tools], ensure_ascii=False)
-        values = {"add_generation_prompt": add_generation_prompt, "tools": list(tools) or None, **(values or {})}
+        values = {"add_generation_prompt": True, "tools": list(tools) or None, **(values or {})}
         return self._ask(given, values)
 
     def _ask(self, messages: list[dict[str, Any]] | None, values: Mapping[str, Any] | None = None) -> str:
