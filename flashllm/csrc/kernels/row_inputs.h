@@ -104,15 +104,20 @@ class RowInputs {
   void encode(const float* x, std::size_t n, std::size_t unit, const Extent& all) {
     Code codes[kCodeUnit] = {};
     scales_[unit] = to_codes(x, n, all, static_cast<float>(std::numeric_limits<Code>::max()), codes);
-    // A window's bytes: of an input those of its word in each unit, then the next word's.
+    std::int8_t bytes[sizeof(Code)][kCodeUnit];  // the lower ones, the upper ones
+    for (std::size_t i = 0; i < kCodeUnit; ++i) {
+      bytes[0][i] = static_cast<std::int8_t>(codes[i] & 255);
+      if constexpr (sizeof(Code) == 2) bytes[1][i] = static_cast<std::int8_t>(codes[i] >> 8);
+    }
     constexpr std::size_t kWindow = 4, kWord = 4, kHalf = kCodeUnit / 2;
     std::int8_t* to = codes_.data() + unit / kWindow * kWindow * sizeof codes + unit % kWindow * kWord;
+    for (std::size_t b = 0; b < sizeof(Code); ++b, to += kWindow * kCodeUnit)
+      for (std::size_t word = 0; word < kCodeUnit; word += kWord)
+        std::memcpy(to + word * kWindow, bytes[b] + word, kWord);
     std::int32_t totals[2] = {0, 0};
-    for (std::size_t i = 0; i < kCodeUnit; ++i) {
-      std::int8_t* at = to + i / kWord * kWindow * kWord + i % kWord;
-      *at = static_cast<std::int8_t>(codes[i] & 255);
-      if constexpr (sizeof(Code) == 2) at[kWindow * kCodeUnit] = static_cast<std::int8_t>(codes[i] >> 8);
-      totals[i / kHalf] += sizeof(Code) == 2 ? codes[i] >> 8 : codes[i];
+    for (std::size_t i = 0; i < kHalf; ++i) {
+      totals[0] += bytes[sizeof(Code) - 1][i];
+      totals[1] += bytes[sizeof(Code) - 1][kHalf + i];
     }
     totals_[unit] = totals[0] + totals[1];
     for (std::size_t half = 0; half < 2; ++half) halves_[half][unit] = totals[half];

@@ -159,8 +159,8 @@ struct CodedDot {
     }
   };
 
-  // The codes of a window; at[r]: row r's.
-  template <std::size_t... J>
+  // The codes of a window, of which a row has kUnits units; at[r]: row r's.
+  template <std::size_t kUnits, std::size_t... J>
   __attribute__((always_inline)) static void load_codes(const std::uint8_t* const* at, Ints* to,
                                                         std::index_sequence<J...>) {
     Ints words[kBits];
@@ -168,12 +168,15 @@ struct CodedDot {
     for (std::size_t piece = 0; piece < kPieces; ++piece) {
       for (std::size_t i = 0; i < kWindow; ++i)
         words[4 * piece + i] =
-            Ints::pieces([=](std::size_t r) { return at[r] + i * kUnitNbytes + 16 * piece; });
+            i < kUnits ? Ints::pieces([=](std::size_t r) { return at[r] + i * kUnitNbytes + 16 * piece; })
+                       : Ints::set(0);
       Ints::transpose(words + 4 * piece);
     }
     constexpr std::size_t kLeft = kBits - 4 * kPieces;  // words
     const auto rest = [=](std::size_t byte) {
-      return [=](std::size_t r, std::size_t i) { return at[r] + i * kUnitNbytes + 16 * kPieces + byte; };
+      return [=](std::size_t r, std::size_t i) {
+        return at[r] + i % kUnits * kUnitNbytes + 16 * kPieces + byte;
+      };
     };
     if constexpr (kLeft >= 2) Ints::eights(rest(0), words + 4 * kPieces);
     if constexpr (kLeft % 2 == 1) words[kBits - 1] = Ints::fours(rest(4 * (kLeft - 1)));
@@ -184,12 +187,13 @@ struct CodedDot {
   }
 
   // The terms of a window from unit u on, for each token.
+  template <std::size_t kUnits>
   __attribute__((always_inline)) static void add_window(const std::uint8_t* const* at, const CodedInputs* x,
                                                         std::size_t tokens, const Lanes* scales,
                                                         const Lanes* minimums, std::size_t u, Lanes* sum) {
     constexpr std::size_t kWords = kUnitWords / kScales;
     Ints codes[kUnitWords];
-    load_codes(at, codes, std::make_index_sequence<kUnitWords>());
+    load_codes<kUnits>(at, codes, std::make_index_sequence<kUnitWords>());
     for (std::size_t t = 0; t < tokens; ++t) {
       const auto* inputs = static_cast<const std::int8_t*>(x[t].codes) + u * kCodeUnit * sizeof(Input);
       const Lanes by = Lanes::each_row(x[t].scales + u);
@@ -232,17 +236,25 @@ struct CodedDot {
       const Scales scales(row, u, left);
       for (std::size_t w = 0; w * kWindow < left; ++w) {
         const std::size_t here = left - w * kWindow, first = (u + w * kWindow) * kUnitNbytes;
-        std::uint8_t padded[kTileOfDot][kWindow * kUnitNbytes];  // a row's last units
+        const auto add = [&](const std::uint8_t* const* codes, auto units) {
+          add_window<units>(codes, x, tokens, scales.of + w * kScales,
+                            scales.minimums + (Units::kMinimums ? w * kScales : 0), u + w * kWindow, sum);
+        };
         const std::uint8_t* codes[kTileOfDot];
-        for (std::size_t r = 0; r < kTileOfDot; ++r) {
-          codes[r] = row[r].codes + first;
-          if (here >= kWindow) continue;
+        for (std::size_t r = 0; r < kTileOfDot; ++r) codes[r] = row[r].codes + first;
+        // Two units that a row has left, as many widths do, are read where they lie, one or three copied.
+        std::uint8_t padded[kTileOfDot][kWindow * kUnitNbytes];
+        if (here == 2) {
+          add(codes, std::integral_constant<std::size_t, 2>());
+          continue;
+        }
+        for (std::size_t r = 0; r < kTileOfDot && here < kWindow; ++r) {
           __builtin_memset(padded[r], 0, sizeof padded[r]);
-          __builtin_memcpy(padded[r], codes[r], here * kUnitNbytes);
+          for (std::size_t i = 0; i < here; ++i)  // copies of a known size are no calls
+            __builtin_memcpy(padded[r] + i * kUnitNbytes, codes[r] + i * kUnitNbytes, kUnitNbytes);
           codes[r] = padded[r];
         }
-        add_window(codes, x, tokens, scales.of + w * kScales,
-                   scales.minimums + (Units::kMinimums ? w * kScales : 0), u + w * kWindow, sum);
+        add(codes, std::integral_constant<std::size_t, kWindow>());
       }
     }
     for (std::size_t t = 0; t < tokens; ++t) sum[t].put_sums(rows, out + t * out_stride);
