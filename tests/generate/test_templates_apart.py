@@ -67,7 +67,7 @@ def test_usual_templates_render_as_transformers_renders_them(theirs, warm, famil
             expected = theirs.apply_chat_template(
                 messages, tokenize=False, chat_template=FAMILIES[family], add_generation_prompt=ask
             )
-            assert ours.render(messages, add_generation_prompt=ask) == expected
+            assert ours.render(messages, values={"add_generation_prompt": ask}) == expected
 
 
 @pytest.mark.parametrize("bomb", BOMBS, ids=range(len(BOMBS)))
