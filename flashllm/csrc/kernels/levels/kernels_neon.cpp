@@ -257,9 +257,15 @@ struct Ints {
     const uint32x4_t all = vreinterpretq_u32_s32(vld1q_s32(p));
     return {{all, all}};
   }
-  friend Ints operator+(const Ints& a, const Ints& b) { return each(vaddq_u32, a, b); }
-  friend Ints operator-(const Ints& a, const Ints& b) { return each(vsubq_u32, a, b); }
-  friend Ints operator*(const Ints& a, const Ints& b) { return each(vmulq_u32, a, b); }
+  friend Ints operator+(const Ints& a, const Ints& b) {
+    return {{vaddq_u32(a.row[0], b.row[0]), vaddq_u32(a.row[1], b.row[1])}};
+  }
+  friend Ints operator-(const Ints& a, const Ints& b) {
+    return {{vsubq_u32(a.row[0], b.row[0]), vsubq_u32(a.row[1], b.row[1])}};
+  }
+  friend Ints operator*(const Ints& a, const Ints& b) {
+    return {{vmulq_u32(a.row[0], b.row[0]), vmulq_u32(a.row[1], b.row[1])}};
+  }
 
  private:
   template <int kMask>
