@@ -93,12 +93,24 @@ def test_every_level_has_the_same_bits(name, inputs):
 def test_bits_depend_on_no_neighbour_and_no_thread(name, inputs):
     for length in LENGTHS:
         rows = encoded(name, 21, length)
-        x = random(7, length, seed=4)
+        x = random(9, length, seed=4)  # more than use codes together
         whole = products(name, rows, x, inputs=inputs)
         np.testing.assert_array_equal(whole, products(name, rows, x, threads=3, inputs=inputs))
-        for i, token in ((0, 1), (7, 3), (20, 6)):
+        for i, token in ((0, 1), (7, 3), (20, 8)):
             alone = products(name, rows[i : i + 1], x[token : token + 1], inputs=inputs)
             np.testing.assert_array_equal(whole[token : token + 1, i : i + 1], alone)
+
+
+@pytest.mark.parametrize(("name", "inputs"), FORMS)
+def test_the_largest_codes_do_not_overflow(name, inputs):
+    rows = encoded(name, 4, 256).copy()
+    for i, byte in enumerate((0, 255, 127, 128)):
+        rows.view(np.uint8)[i, -32:] = byte  # codes lie last
+    x = np.full((2, 256), 1, np.float32) * np.array([[1], [-1]], np.float32)
+    exact = x.astype(np.float64) @ CODES[name].decode(rows, 256).astype(np.float64).T
+    for level in _core.simd_levels():
+        found = products(name, rows, x, level=level, inputs=inputs)
+        np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-5 * np.abs(exact).max())
 
 
 def levels_with_codes():

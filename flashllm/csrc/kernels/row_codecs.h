@@ -205,11 +205,13 @@ struct CodedInputs {
   const std::int32_t* totals;  // [units], of the codes, or of upper bytes
   const std::int32_t* halves[2];  // the same of the first and of the last 16 codes of a unit
 };
+constexpr std::size_t kTokensOfDot = 8;  // that use codes while they are unpacked
 struct CodedInputKernels {
   // As CodecKernels's. Rows [n, fetched), which come next, are fetched meanwhile, as far as they are near.
   void (*dot_rows)(const void* const* rows, std::size_t n, std::size_t fetched, const CodedInputs& x,
                    std::size_t k, float* out);
-  // Of rows `stride` bytes apart and many tokens, out[t * out_stride + r], each with the bits it has alone.
+  // Of rows `stride` bytes apart and at most kTokensOfDot tokens, out[t * out_stride + r], each with the bits
+  // it has alone.
   void (*dot_tokens)(const void* data, std::size_t stride, std::size_t n, const CodedInputs* x,
                      std::size_t tokens, std::size_t k, float* out, std::size_t out_stride);
 };

@@ -16,7 +16,6 @@ namespace flashllm {
 namespace {
 
 constexpr std::size_t kRowGrain = 16;       // rows a thread takes at a time
-constexpr std::size_t kTokensTogether = 8;  // whose inputs are handed over together
 constexpr std::size_t kSummed = 64;         // vectors that many tokens use together
 constexpr std::size_t kFewTokens = 7;       // that sum vectors one by one
 constexpr std::size_t kExpanded = 1 << 21;  // weights of bf12 expanded together
@@ -182,9 +181,9 @@ void dot_listed(const RowMatrix& matrix, std::size_t first, std::size_t count, c
   const std::byte* rows = matrix.data + first * matrix.stride;
   if (x.has_codes()) {
     const CodedInputKernels& kernels = coded_input_kernels(level, matrix.codec, x.form());
-    for (std::size_t t = 0; t < tokens; t += kTokensTogether) {
-      CodedInputs inputs[kTokensTogether];
-      const std::size_t together = std::min(kTokensTogether, tokens - t);
+    for (std::size_t t = 0; t < tokens; t += kTokensOfDot) {
+      CodedInputs inputs[kTokensOfDot];
+      const std::size_t together = std::min(kTokensOfDot, tokens - t);
       for (std::size_t i = 0; i < together; ++i) inputs[i] = x.codes(which[t + i]);
       kernels.dot_tokens(rows, matrix.stride, count, inputs, together, matrix.columns, out + t * out_stride,
                          out_stride);
@@ -202,9 +201,9 @@ void dot_listed(const RowMatrix& matrix, std::size_t first, std::size_t count, c
 
 void dot_block(const RowMatrix& matrix, std::size_t first, std::size_t count, const RowInputs& x,
                std::size_t token, std::size_t tokens, float* out, std::size_t out_stride, SimdLevel level) {
-  std::size_t which[kTokensTogether];
-  for (std::size_t t = 0; t < tokens; t += kTokensTogether) {
-    const std::size_t together = std::min(kTokensTogether, tokens - t);
+  std::size_t which[kTokensOfDot];
+  for (std::size_t t = 0; t < tokens; t += kTokensOfDot) {
+    const std::size_t together = std::min(kTokensOfDot, tokens - t);
     std::iota(which, which + together, token + t);
     dot_listed(matrix, first, count, x, which, together, out + t * out_stride, out_stride, level);
   }

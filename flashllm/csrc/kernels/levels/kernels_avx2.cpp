@@ -146,13 +146,6 @@ inline Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
 inline Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }
 inline Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }  // b where either is NaN
 
-template <typename T>
-inline T load_as(const std::uint8_t* p) {
-  T value;
-  __builtin_memcpy(&value, p, sizeof value);
-  return value;
-}
-
 struct Ints {
   __m256i v;
 #if defined(__AVXVNNI__)
@@ -165,11 +158,7 @@ struct Ints {
   static Ints load(const std::uint32_t* p) {
     return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))};
   }
-  static Ints everywhere(const void* codes) {
-    std::int32_t word;
-    __builtin_memcpy(&word, codes, sizeof word);
-    return {_mm256_set1_epi32(word)};
-  }
+  static Ints everywhere(const void* codes) { return {_mm256_set1_epi32(load_as<std::int32_t>(codes))}; }
   static Ints set(int value) { return {_mm256_set1_epi32(value)}; }
   Vec floats() const { return {_mm256_cvtepi32_ps(v)}; }
 

@@ -200,24 +200,13 @@ inline Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }  // b where either is NaN
 
-template <typename T>
-inline T load_as(const std::uint8_t* p) {
-  T value;
-  __builtin_memcpy(&value, p, sizeof value);
-  return value;
-}
-
 struct Ints {
   __m512i v;
   static constexpr int kSignedZero = 128, kWideZero = 128 * 256;
 
   static Ints zero() { return {_mm512_setzero_si512()}; }
   static Ints load(const std::uint32_t* p) { return {_mm512_loadu_si512(p)}; }
-  static Ints everywhere(const void* codes) {
-    std::int32_t word;
-    __builtin_memcpy(&word, codes, sizeof word);
-    return {_mm512_set1_epi32(word)};
-  }
+  static Ints everywhere(const void* codes) { return {_mm512_set1_epi32(load_as<std::int32_t>(codes))}; }
   static Ints set(int value) { return {_mm512_set1_epi32(value)}; }
   Vec floats() const { return {_mm512_cvtepi32_ps(v)}; }
 

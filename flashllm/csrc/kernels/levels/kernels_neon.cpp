@@ -179,7 +179,7 @@ struct Ints {
   static Ints fours(const At& at) {
     const auto of_row = [&](std::size_t r) {
       std::uint32_t words[4];
-      for (std::size_t i = 0; i < 4; ++i) __builtin_memcpy(words + i, at(r, i), sizeof *words);
+      for (std::size_t i = 0; i < 4; ++i) words[i] = load_as<std::uint32_t>(at(r, i));
       return vld1q_u32(words);
     };
     return {{of_row(0), of_row(1)}};

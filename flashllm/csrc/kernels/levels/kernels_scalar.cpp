@@ -140,7 +140,7 @@ struct Ints {
 
   template <typename At>
   static Ints pieces(const At& at) {
-    return each([&](std::size_t i) { return word_at(at(i / 4) + 4 * (i % 4)); });
+    return each([&](std::size_t i) { return load_as<std::uint32_t>(at(i / 4) + 4 * (i % 4)); });
   }
   static void transpose(Ints* words) {
     const Ints all[4] = {words[0], words[1], words[2], words[3]};
@@ -149,12 +149,12 @@ struct Ints {
   }
   template <typename At>
   static Ints fours(const At& at) {
-    return each([&](std::size_t i) { return word_at(at(i / 4, i % 4)); });
+    return each([&](std::size_t i) { return load_as<std::uint32_t>(at(i / 4, i % 4)); });
   }
   template <typename At>
   static void eights(const At& at, Ints* to) {
     for (std::size_t j = 0; j < 2; ++j)
-      to[j] = each([&](std::size_t i) { return word_at(at(i / 4, i % 4) + 4 * j); });
+      to[j] = each([&](std::size_t i) { return load_as<std::uint32_t>(at(i / 4, i % 4) + 4 * j); });
   }
   template <int kShift, int kMask>
   Ints part() const {
@@ -199,11 +199,6 @@ struct Ints {
   }
 
  private:
-  static std::uint32_t word_at(const std::uint8_t* p) {
-    std::uint32_t word;
-    __builtin_memcpy(&word, p, sizeof word);
-    return word;
-  }
   static int code(std::uint32_t word, std::size_t i) { return static_cast<std::int8_t>(word >> 8 * i); }
 };
 Ints operator+(const Ints& a, const Ints& b) {

@@ -8,6 +8,14 @@
 
 namespace flashllm {
 
+// A number where it lies, which may be anywhere.
+template <typename T>
+static inline T load_as(const void* p) {
+  T value;
+  __builtin_memcpy(&value, p, sizeof value);
+  return value;
+}
+
 struct LevelKernels {
   const KernelTable* tables;  // [3], by Dtype
   const PairKernels* pairs;   // nullptr where the level has none

@@ -11,9 +11,8 @@
 // put_sums, *, and a fma that rounds once. `Eight`: eight scales of a row: set, store, load_halves, load_i8,
 // half_powers, first and *.
 
-constexpr std::size_t kScaled = 8;       // units whose scales are read together
-constexpr std::size_t kTokensOfDot = 8;  // that use codes while they are unpacked
-constexpr std::size_t kUnitWords = 8;    // of four codes
+constexpr std::size_t kScaled = 8;     // units whose scales are read together
+constexpr std::size_t kUnitWords = 8;  // of four codes
 
 // What is peculiar to a codec: bits a code, scales a unit, the code of 0 where there are no minimums, and
 // what codes that are no integers stand for. scales(row, u): those of kScaled units from unit u, a multiple
@@ -295,12 +294,9 @@ void dot_tokens_coded_inputs(const void* data, std::size_t stride, std::size_t n
   const auto* first = static_cast<const std::byte*>(data);
   const auto at = [=](std::size_t r) { return first + r * stride; };
   const std::size_t ahead = (kCodedAhead / stride + kRowsAhead) / kRowsAhead * kRowsAhead;
-  for (std::size_t t = 0; t < tokens; t += kTokensOfDot) {
-    const std::size_t together = tokens - t < kTokensOfDot ? tokens - t : kTokensOfDot;
-    const auto dot =
-        together == 1 ? dot_each_tile<D, 1, decltype(at)> : dot_each_tile<D, kTokensOfDot, decltype(at)>;
-    dot(at, n, ahead, t == 0 ? n + ahead : 0, x + t, together, k, out + t * out_stride, out_stride);
-  }
+  const auto dot =
+      tokens == 1 ? dot_each_tile<D, 1, decltype(at)> : dot_each_tile<D, kTokensOfDot, decltype(at)>;
+  dot(at, n, ahead, n + ahead, x, tokens, k, out, out_stride);
 }
 
 template <typename Input, typename Units>
