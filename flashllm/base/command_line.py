@@ -4,7 +4,9 @@ import argparse
 import json
 import math
 import sys
+import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from flashllm.base.text import one_line
@@ -60,6 +62,13 @@ def number(low: float, high: float | None, *, low_allowed: bool = True) -> Calla
 def say(line: str) -> None:
     """A line for the user, apart from the output."""
     print(f"flashllm: {one_line(line)}", file=sys.stderr, flush=True)
+
+
+def say_bug(error: BaseException) -> None:
+    """The place that an unforeseen error came from. Not its message, which may hold a request's text."""
+    places = traceback.extract_tb(error.__traceback__)[-3:]
+    where = ", ".join(f"{Path(place.filename).name}:{place.lineno}" for place in reversed(places))
+    say(f"{type(error).__name__} while a request was answered, at {where} (a bug in flashllm)")
 
 
 def print_json(document: Mapping[str, Any]) -> None:

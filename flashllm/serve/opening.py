@@ -1,7 +1,6 @@
 """From a model directory to the application that serves it: model, worker, endpoints, closed in turn at the end."""
 
 import dataclasses
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from starlette.applications import Starlette
 
 from flashllm.api.pieces import Pieces
 from flashllm.api.prompts import PromptEncoder
-from flashllm.base.command_line import say
+from flashllm.base.command_line import say, say_bug
 from flashllm.base.machine import process_nbytes
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
@@ -147,7 +146,7 @@ def app_of(
             key=options.key,
             hosts=options.hosts,
             origins=options.origins,
-            report=_report,
+            report=say_bug,
         )
         yield app, worker
 
@@ -156,10 +155,3 @@ def _name(path: Path, model: Model) -> str:
     """A hub id where the model came from there, else its directory's name."""
     source = model.manifest.source.name
     return source if "/" in source else path.resolve().name
-
-
-def _report(error: BaseException) -> None:
-    """The place that an unforeseen error came from. Not its message, which may hold a request's text."""
-    places = traceback.extract_tb(error.__traceback__)[-3:]
-    where = ", ".join(f"{Path(place.filename).name}:{place.lineno}" for place in reversed(places))
-    say(f"{type(error).__name__} while a request was answered, at {where} (a bug in flashllm)")

@@ -15,7 +15,7 @@ from typing import cast
 from flashllm.api.answers import chat_message
 from flashllm.api.prompts import Reading
 from flashllm.api.requests import Request
-from flashllm.base.command_line import say
+from flashllm.base.command_line import say, say_bug
 from flashllm.base.files import Closing
 from flashllm.engine.model import Model
 from flashllm.engine.shared import SharedModel
@@ -217,7 +217,7 @@ class Worker(Closing):
                 say(str(error))
                 finished = Finished(f"the model failed ({type(error).__name__}); the server's output says more", 500)
             except Exception as error:  # the next request is answered whatever happened to this one
-                say(f"{type(error).__name__} while a request was answered (a bug in flashllm)")
+                say_bug(error)
                 finished = Finished(f"the server failed ({type(error).__name__})", 500)
             with self._changed:
                 self._running.discard(job)

@@ -189,13 +189,13 @@ def test_an_unforeseen_error_is_an_answer_and_says_no_text(capsys):
     from starlette.middleware import Middleware
     from starlette.routing import Route
 
+    from flashllm.base.command_line import say_bug
     from flashllm.serve.http import ErrorsAreAnswers
-    from flashllm.serve.opening import _report
 
     async def fail(request):
         raise RuntimeError(SECRET)
 
-    app = Starlette(routes=[Route("/", fail)], middleware=[Middleware(ErrorsAreAnswers, report=_report)])
+    app = Starlette(routes=[Route("/", fail)], middleware=[Middleware(ErrorsAreAnswers, report=say_bug)])
 
     async def ask():
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as http:

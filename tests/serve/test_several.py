@@ -1,9 +1,11 @@
 """Several requests at once: each has the answer that it would have alone, whoever comes, fails or leaves beside it."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import numpy as np
 import pytest
 from serving import running
 
@@ -185,6 +187,53 @@ def test_what_is_kept_makes_room(model, error):
         patch.setattr(shared, "_make_room", lambda: False)
         with pytest.raises(error, match="no memory"):
             shared.step([(sequence, [6])])
+
+
+def test_nobody_takes_its_logits_before_the_pass_is_over(tiny, model, monkeypatch):
+    """A member that wakes while others are still given theirs waits: the pass has its entries until it ends."""
+    shared, passes, steps = SharedModel(model, lambda: False), [], model.step
+    together = threading.Barrier(3)
+
+    class Rows:
+        """A pass's logits, which are given out slowly, to members that are woken by then."""
+
+        def __init__(self, rows):
+            self.rows = rows
+
+        def __getitem__(self, which):
+            if which.start is None:
+                with shared._changed:
+                    shared._changed.notify_all()
+                time.sleep(0.01)
+                return self.rows[which]
+            return Rows(self.rows[which])
+
+    def step(entries, **options):
+        passes.append(len(entries))
+        assert entries
+        rows = steps(entries, **options)
+        return rows if len(entries) == 1 else Rows(rows)
+
+    monkeypatch.setattr(model, "step", step)
+
+    def compute(number):
+        with model.new_sequence() as sequence, shared.member(threading.Event()):
+            together.wait()
+            logits = []
+            for token in range(4 + number, 12 + number):
+                logits += [shared.step([(sequence, [token])])]
+                turn = shared._turn
+                assert turn is None or shared._here.member not in turn.members
+            return logits
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(compute, range(3)))
+    assert max(passes) > 1
+    assert sum(passes) == 24
+    for number, logits in enumerate(found):
+        with model.new_sequence() as sequence:
+            for token, each in zip(range(4 + number, 12 + number), logits, strict=True):
+                np.testing.assert_array_equal(each, steps([(sequence, [token])]))
 
 
 def test_each_hears_how_far_its_own_prompt_is(model):
