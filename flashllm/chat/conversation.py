@@ -49,9 +49,10 @@ class Chat:
     watch: Callable[[Callable[[int, int], None] | None], None]  # as engine.model.Model.watch
     stats: TurnStats = field(default_factory=TurnStats)
     transcript: list[tuple[str, str]] = field(default_factory=list)  # (speaker, text)
+    notices: list[str] = field(default_factory=list)  # that nobody has said yet
 
     def greeting(self) -> list[str]:
-        lines = [f"context: {self.session.context_limit} tokens"]
+        lines = [*map(one_line, self.notices), f"context: {self.session.context_limit} tokens"]
         if not self.session.has_chat_template:
             lines.append("no chat template: the model continues your text")
         return lines

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flashllm.base.command_line import whole
+from flashllm.base.command_line import say, whole
 from flashllm.base.text import hidden_keys, is_terminal, kept_terminal, valid_unicode
 from flashllm.commands import options
 from flashllm.commands.options import find_model, loading
@@ -36,8 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    path = find_model(args)
     at_terminal = is_terminal(sys.stdin) and is_terminal(sys.stdout)
+    notices: list[str] = []
+    notice = notices.append if at_terminal and not args.verbose else say  # a terminal gets them with the greeting
+    path = find_model(args, notice=notice)
     with contextlib.ExitStack() as stack:
         if at_terminal:
             stack.enter_context(kept_terminal(sys.stdin.fileno()))
@@ -63,7 +65,7 @@ def main(args: argparse.Namespace) -> int:
             context = args.context if args.context is not None else model_context(path)
             max_new_tokens = args.max_new_tokens or min(MAX_ANSWER_TOKENS, max(1, context // CONTEXT_SHARE))
             options_given = SamplingOptions(max_new_tokens=max_new_tokens, **sampling)
-            session, model = stack.enter_context(open_session(args, path, options_given, chat=True))
+            session, model = stack.enter_context(open_session(args, path, options_given, chat=True, notice=notice))
         session.system = valid_unicode(args.system) if args.system else None
         shelf = Shelf(user_cache_dir() / "conversations", identity(path, model.arithmetic))
         chat = Chat(
@@ -73,6 +75,7 @@ def main(args: argparse.Namespace) -> int:
             shelf,
             keep_to=model.keep_to,
             watch=model.watch,
+            notices=notices,
         )
         if at_terminal:
             return TerminalChat(chat, history=user_cache_dir() / "chat_history", console=Console()).run()

@@ -143,8 +143,8 @@ def explained(args: argparse.Namespace) -> Callable[[str], None]:
     return say if args.verbose else lambda line: None
 
 
-def find_model(args: argparse.Namespace) -> Path:
-    """The model directory to run, converted now if this is its first use."""
+def find_model(args: argparse.Namespace, *, notice: Callable[[str], None] = say) -> Path:
+    """The model directory to run, converted now if this is its first use. `notice` gets what is to be said of it."""
     from flashllm.convert.named import DEMO_NOTICE, find_directory, is_demo
 
     path = find_directory(args.model)
@@ -156,7 +156,7 @@ def find_model(args: argparse.Namespace) -> Path:
             memory = None if args.memory == AUTO else args.memory
             path = resolve_model(args.model, memory=memory, progress=bar, say=say, explain=explained(args))
     if is_demo(path):
-        say(DEMO_NOTICE)
+        notice(DEMO_NOTICE)
     return path
 
 

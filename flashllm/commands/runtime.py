@@ -6,7 +6,7 @@ the chat template, which imports what it needs while weights are read.
 
 import argparse
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -38,11 +38,12 @@ def open_session(
     *,
     chat: bool = False,
     constraint: Constraint | None = None,
+    notice: Callable[[str], None] = say,
 ) -> Iterator[tuple[Session, Model]]:
-    """A session over the model directory `path`, and its model; both closed at the end. Shows the engine's notices.
+    """A session over the model directory `path`, and its model; both closed at the end.
 
     With `chat` turns go through the model's chat template, where it has one. The first answer has the form that
-    `constraint` demands.
+    `constraint` demands. `notice` gets the engine's notices, a line each.
     """
     tokenizer = Tokenizer.load(path)
     matcher = None
@@ -57,8 +58,8 @@ def open_session(
         model = stack.enter_context(Model.open(path, config, process=draft.process_nbytes))
         for reason in model.plan.reasons:
             explained(args)(reason)
-        for notice in model.notices:
-            say(notice)
+        for line in model.notices:
+            notice(line)
         if template is not None:
             template.check()
         speculation = speculation_of(config, model, draft.drafter)

@@ -146,6 +146,12 @@ def test_greeting_tells_the_context_and_that_a_base_model_continues():
     assert make_chat(has_chat_template=True).greeting() == ["context: 1000 tokens"]
 
 
+def test_greeting_begins_with_what_nobody_has_said_yet():
+    chat = make_chat(has_chat_template=True)
+    chat.notices += ["flash is read with 4 threads", "a name\x1b[31m"]
+    assert chat.greeting() == ["flash is read with 4 threads", "a name[31m", "context: 1000 tokens"]
+
+
 def test_unknown_commands_are_named_and_the_known_ones_listed():
     reply = make_chat().command("/frobnicate\x1b[2J now")
     assert "there is no command /frobnicate[2J" in reply

@@ -1,4 +1,4 @@
-"""Whatever signal ends a chat at a terminal, the terminal is left as it was found."""
+"""A chat at a terminal begins quietly, and whatever signal ends it, the terminal is left as it was found."""
 
 import errno
 import os
@@ -17,7 +17,7 @@ import pytest
 
 from flashllm.convert.named import demo_path
 
-WAIT_S = 60
+WAIT_S, LINES = 60, 24
 PROMPT = rb"\n[^\n]*>[ \x08\x1b]"  # the space may be a movement of the cursor
 
 
@@ -28,9 +28,10 @@ class Terminal:
         """`leads`: a session of its own, whose processes cannot be stopped by the terminal. `full`: no file may have a
         byte."""
         self.parent, self.child = pty.openpty()
-        termios.tcsetwinsize(self.child, (24, columns))
+        termios.tcsetwinsize(self.child, (LINES, columns))
         self.before = termios.tcgetattr(self.child)
         environment = {**os.environ, "HOME": str(home), "XDG_CACHE_HOME": str(home), "TERM": term}
+        environment |= {"LINES": str(LINES), "COLUMNS": str(columns)}  # of a dumb terminal, too
         environment["PROMPT_TOOLKIT_NO_CPR"] = "1"  # nobody answers for this terminal: a warning looks like an answer
         self.process = subprocess.Popen(
             ["sh", "-c", f'ulimit {"-f 0" if full else "-a > /dev/null"}; exec "$@"', "sh",
@@ -91,6 +92,19 @@ def terminal(tmp_path):
     yield make
     for each in made:
         each.close()
+
+
+def test_at_most_one_line_before_the_prompt(terminal):
+    """Notices are in it: the demo's is that it proves nothing."""
+    for _ in range(2):
+        chat = terminal(term="dumb", columns=2000)
+        chat.read_until(PROMPT)
+        before = re.sub(rb"\x1b\[[?\d;]*[a-z]", b"", chat.shown).decode().replace("\r", "").split("\n> ")[0]
+        assert "proves nothing" in before
+        assert before.endswith("ends")
+        assert len(before.splitlines()) == 1, before
+        chat.write(b"/quit\r")
+        assert chat.wait() == 0
 
 
 @pytest.mark.parametrize(
