@@ -23,12 +23,12 @@ STDOUT = Path("-")  # of --json without FILE
 def train_arguments(parser: argparse.ArgumentParser, *, study: bool = True) -> None:
     """Those of `train_predictor.py`; without `study` those of the command, where the others keep their defaults."""
     parser.add_argument("model", nargs="?", help="model directory or Hugging Face folder; the bundled demo by default")
-    parser.add_argument("--dataset", default="allenai/c4", help="hub data set, streamed")
-    parser.add_argument("--data-files", type=Path, nargs="+", help=".txt or C4-schema .jsonl files (or .gz) instead")
+    parser.add_argument(
+        "--data-files", type=Path, nargs="+", help=".txt or C4-schema .jsonl files (or .gz); default: the hub's C4"
+    )
     parser.add_argument("--samples", type=int, default=10_000)
     parser.add_argument("--memory", help="limit for everything the process holds, e.g. 7GB")
     parser.add_argument("--scratch", type=Path, help="default: MODEL.predictors beside the model")
-    parser.add_argument("--recall", type=float, default=0.97, help="share of truly active neurons to find, per layer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, help="compute threads; the result depends on their number")
     parser.add_argument("--resume", action="store_true", help="go on with the scratch directory of a killed run")
@@ -37,7 +37,9 @@ def train_arguments(parser: argparse.ArgumentParser, *, study: bool = True) -> N
 
 
 def _train_study(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dataset", default="allenai/c4", help="hub data set, streamed")
     parser.add_argument("--config", default="en", help="the data set's configuration")
+    parser.add_argument("--recall", type=float, default=0.97, help="share of truly active neurons to find, per layer")
     parser.add_argument("--tokens-per-sample", type=int, default=128)
     parser.add_argument("--epochs", type=int, default=2, help="at most; 0: the truncated SVD as it is, calibrated")
     parser.add_argument(
@@ -68,7 +70,6 @@ def evaluate_arguments(parser: argparse.ArgumentParser, *, study: bool = True) -
     parser.add_argument("--memory", help="limit for the model, e.g. 7GB")
     parser.add_argument("--threads", type=int)
     _add_json(parser)
-    parser.add_argument("--markdown", type=Path, help="write tables and texts here")
     _add(parser, _evaluate_study, shown=study)
 
 
@@ -96,6 +97,7 @@ def _evaluate_study(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--samples", type=int, default=0, help="new tokens of the texts side by side; 0: none")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--markdown", type=Path, help="write tables and texts here, too")
     parser.add_argument("--plots", type=Path, help="write PNG figures into this folder")
 
 

@@ -115,7 +115,7 @@ def job_command(model: str, folder: Path) -> list[str]:
 
 
 def serve_command(model: str) -> list[str]:
-    return [*FLASHLLM, "serve", model, "--port", "0", "--context", str(CONTEXT), "--queue", "64", "--keep", "100MB"]
+    return [*FLASHLLM, "serve", model, "--port", "0", "--context", str(CONTEXT), "--keep", "100MB"]
 
 
 @contextmanager

@@ -37,9 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--name", help="of the model, for clients (default: its source's, else its directory's)")
     group.add_argument(
-        "--queue", metavar="N", type=whole(0, 10_000), default=32, help="requests that may wait (default: %(default)s)"
-    )
-    group.add_argument(
         "--parallel",
         metavar="N",
         type=whole(1, 8),
@@ -60,17 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "hold what was said (default: they are forgotten)",
     )
     group.add_argument("--park-size", metavar="SIZE", type=size, help="the folder's limit (default: 4GB)")
-    group.add_argument("--park-writes", metavar="SIZE", type=size, help="written into it a day at most (default: 16GB)")
     group.add_argument(
         "--allow-origin",
         metavar="URL",
         type=_origin,
         action="append",
         default=[],
-        help="let pages of this origin use the server (repeatable; *: any)",
-    )
-    group.add_argument(
-        "--allow-host", metavar="NAME", action="append", default=[], help="a name that the server goes by (repeatable)"
+        help="let pages of this origin use the server, and let the server go by the origin's name (repeatable; *: any "
+        "page)",
     )
     group.add_argument(
         "--tool-format",
@@ -85,10 +79,9 @@ def main(args: argparse.Namespace) -> int:
     from flashllm.serve.server import Server, listen, url
 
     key = None if args.api_key_file is None else read_key(args.api_key_file)
-    sizes = {"parking_nbytes": args.park_size, "parking_daily_nbytes": args.park_writes}
-    limits: dict[str, int] = {name: nbytes for name, nbytes in sizes.items() if nbytes is not None}
+    limits: dict[str, int] = {} if args.park_size is None else {"parking_nbytes": args.park_size}
     if limits and args.park is None:
-        raise UsageError("--park-size and --park-writes are limits of a folder: name it with --park DIR")
+        raise UsageError("--park-size is the limit of a folder: name it with --park DIR")
     path = find_model(args)
     with contextlib.ExitStack() as stack:
         sock = stack.enter_context(contextlib.closing(listen(args.host, args.port)))
@@ -100,25 +93,19 @@ def main(args: argparse.Namespace) -> int:
 
             config = dataclasses.replace(options.run_config(args), serves=True)
             profile_drive(args, path, config)
-            app, worker = stack.enter_context(
-                open_app(
-                    path,
-                    config,
-                    ServerOptions(
-                        name=args.name,
-                        max_waiting=args.queue,
-                        parallel=args.parallel,
-                        keep=args.keep,
-                        parking=args.park,
-                        tool_format=args.tool_format,
-                        key=key,
-                        hosts=_names(args.host, args.allow_host, sock.getsockname()[0]),
-                        origins=frozenset(args.allow_origin),
-                        defaults=SamplingOptions(**{**sampling_defaults(path), **options.given_sampling(args)}),
-                        **limits,
-                    ),
-                )
+            server_options = ServerOptions(
+                name=args.name,
+                parallel=args.parallel,
+                keep=args.keep,
+                parking=args.park,
+                tool_format=args.tool_format,
+                key=key,
+                hosts=names(args.host, args.allow_origin, sock.getsockname()[0]),
+                origins=frozenset(args.allow_origin),
+                defaults=SamplingOptions(**{**sampling_defaults(path), **options.given_sampling(args)}),
+                **limits,
             )
+            app, worker = stack.enter_context(open_app(path, config, server_options))
         if key is None and not ipaddress.ip_address(sock.getsockname()[0]).is_loopback:
             say("whoever reaches this address can use the server; --api-key-file makes it ask for a key")
         try:
@@ -126,7 +113,7 @@ def main(args: argparse.Namespace) -> int:
         except OSError as error:  # another server that began at the same time
             raise UsageError(f"port {args.port} cannot be used: {error.strerror}; choose another --port") from error
         say(f"serving at {url(sock)} (base URL of OpenAI clients: {url(sock)}/v1); ctrl-C stops")
-        Server(app, stopping=worker.cancel_all, waiting=args.queue).run(sockets=[sock])
+        Server(app, stopping=worker.cancel_all, waiting=server_options.max_waiting).run(sockets=[sock])
     return 0
 
 
@@ -144,11 +131,14 @@ def _origin(text: str) -> str:
     return text
 
 
-def _names(host: str, more: list[str], address: str) -> frozenset[str] | None:
-    """Names that the server goes by; None: any. Only one that this machine alone can reach checks them."""
+def names(host: str, origins: list[str], address: str) -> frozenset[str] | None:
+    """Names that the server goes by, those of `origins` among them; None: any. Only a server that this machine alone
+    can reach checks them."""
+    from flashllm.serve.http import host_name
+
     if not ipaddress.ip_address(address).is_loopback:
         return None
-    return frozenset({"localhost", host.lower(), *(name.lower() for name in more)})
+    return frozenset({"localhost", host.lower(), *(host_name(origin.partition("://")[2]) for origin in origins)} - {""})
 
 
 def read_key(path: Path) -> bytes:

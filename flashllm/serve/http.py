@@ -320,9 +320,11 @@ class Guard:
             await self._app(scope, receive, send_shared)
 
     def _refusal(self, headers: Headers, path: str) -> ApiError | None:
-        name = _host_name(headers.get("host", ""))
+        name = host_name(headers.get("host", ""))
         if self._hosts is not None and name not in self._hosts and not _is_address(name):
-            return ApiError(403, f"the server does not go by the name {name[:200]!r}; --allow-host adds it")
+            return ApiError(
+                403, f"the server does not go by the name {name[:200]!r}; --allow-origin http://NAME adds it"
+            )
         if self._key is None or path in self._open:
             return None
         scheme, _, given = headers.get("authorization", "").partition(" ")
@@ -368,8 +370,8 @@ class ErrorsAreAnswers:
                 await ApiError(500, message, code="internal_error").response(scope["path"])(scope, receive, send)
 
 
-def _host_name(host: str) -> str:
-    """The name in a Host header, without the port."""
+def host_name(host: str) -> str:
+    """The name in a Host header, or behind an origin's scheme, without the port."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower()

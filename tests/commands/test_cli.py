@@ -86,7 +86,7 @@ def test_options_are_few():
 
     found = set(options_of(make_parser(COMPLETION)))
     assert {"--memory", "--bits", "--input", "--park-size"} <= found
-    assert len(found) <= 68, sorted(found)
+    assert len(found) <= 60, sorted(found)
 
 
 @pytest.mark.parametrize(

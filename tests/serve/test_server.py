@@ -15,7 +15,7 @@ import pytest
 from serving import running
 
 from flashllm.cli import main
-from flashllm.commands.serve import read_key
+from flashllm.commands.serve import names, read_key
 from flashllm.errors import UsageError
 from flashllm.format.install import install_files
 from flashllm.serve.server import listen
@@ -74,6 +74,12 @@ def test_only_named_origins_may_read(guarded):
     assert guarded.get("/v1/models", headers=good).headers["access-control-allow-origin"] == "https://good.example"
     for response in (guarded.options("/v1/models", headers={**bad, **preflight}), guarded.get("/health", headers=bad)):
         assert not [name for name in response.headers if name.startswith("access-control")]
+
+
+def test_a_server_goes_by_the_names_of_its_origins():
+    origins = ["https://proxy.example:8443", "http://[::1]:80", "null", "*"]
+    assert names("box", origins, "127.0.0.1") == {"localhost", "box", "proxy.example", "::1"}
+    assert names("box", origins, "10.0.0.1") is None  # others reach it, by whatever name
 
 
 def test_keys_that_could_be_guessed_are_refused(tmp_path):

@@ -7,8 +7,8 @@ from flashllm.commands.predictors import scripts
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "Example: flashllm evaluate MODEL --text book.txt --tasks all --markdown report.md. predictors/evaluate.py has "
-        "further options."
+        "Example: flashllm evaluate MODEL --text book.txt --tasks all > report.md. predictors/evaluate.py has further "
+        "options."
     )
     scripts.load("arguments").evaluate_arguments(parser, study=False)
 
