@@ -8,7 +8,6 @@ it was after the last record.
 from array import array
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +17,8 @@ from flashllm.engine.meter import StepTimes
 from flashllm.engine.model import Model
 from flashllm.engine.state import SequenceState
 from flashllm.errors import ContextFull, UsageError
-from flashllm.generate.detokenizer import Decoder, Detokenizer
+from flashllm.generate.answer import Answer, Stopped
+from flashllm.generate.detokenizer import Decoder
 from flashllm.generate.grammar import Matcher
 from flashllm.generate.logprobs import TokenLogprobs, logprobs_of
 from flashllm.generate.sampling import Sampler, SamplingOptions
@@ -26,7 +26,6 @@ from flashllm.generate.speculation import Decoding, Speculation
 from flashllm.generate.templates.chat_template import ChatTemplate
 from flashllm.generate.tokenizer import Tokenizer
 
-Stopped = Literal["eos", "length", "stop", "context"]
 _SCORED_NBYTES = 32 << 20  # of the logits that a scored prompt has in memory at once
 
 
@@ -284,28 +283,14 @@ class Session(Closing):
     def _answer_ids(self, decoding: Decoding, logits: NDArray[np.float32], turn: int) -> Iterator[TokenRecord]:
         """The answer's tokens, the first by `logits`."""
         matcher, self.matcher = self.matcher, None
-        detokenizer = Detokenizer(self._decoder, self.options.stop)
-        ends = frozenset[int]() if self.options.ignore_eos else self.tokenizer.end_ids
-        for left in reversed(range(self.options.max_new_tokens)):
+        answer = Answer(self.options, decoder=self._decoder, end_ids=self.tokenizer.end_ids, matcher=matcher)
+        while True:
             self._check_turn(turn)
             token_id = self._sampler.choose(logits, self._tokens, self.options, matcher)
             listed = None if self.logprobs is None else logprobs_of(logits, token_id, self.logprobs)
             self._tokens.append(token_id)
-            text = detokenizer.push(token_id)
-            stopped: Stopped | None = None
-            if token_id in ends:
-                stopped = "eos"
-            elif detokenizer.stopped or (matcher is not None and matcher.ended):
-                stopped = "stop"
-            elif left == 0:
-                stopped = "length"
-            elif self._computed == self.context_limit:
-                stopped = "context"
-            if stopped is not None:
-                text += detokenizer.finish()
-                if detokenizer.stopped:
-                    stopped = "stop"  # a stop string in front of a character that stayed incomplete
-            self.stopped = stopped
+            text = answer.push(token_id, is_full=self._computed == self.context_limit)
+            self.stopped = answer.stopped
             yield TokenRecord(
                 token_id=token_id,
                 text=text,
@@ -313,10 +298,10 @@ class Session(Closing):
                 logprobs=listed,
                 pass_tokens=decoding.take_width(),
             )
-            if stopped is not None:
+            if answer.stopped is not None:
                 return
             self._check_turn(turn)
-            logits = decoding.after(token_id, left - 1, certain=() if matcher is None else matcher.forced)
+            logits = decoding.after(token_id, answer.left - 1, certain=() if matcher is None else matcher.forced)
             self._computed += 1
 
     def _compute_prompt(

@@ -20,8 +20,9 @@ from flashllm.base.files import Closing
 from flashllm.engine.model import Model
 from flashllm.engine.shared import SharedModel
 from flashllm.errors import Cancelled, ContextFull, FlashError, FormError
+from flashllm.generate.answer import Stopped
 from flashllm.generate.grammar import Matcher
-from flashllm.generate.session import PrefillRecord, Session, Stopped, TokenRecord
+from flashllm.generate.session import PrefillRecord, Session, TokenRecord
 from flashllm.generate.speculation import Speculation
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.parked.folder import ParkingFolder

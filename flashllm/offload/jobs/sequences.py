@@ -15,20 +15,21 @@ from numpy.typing import NDArray
 from flashllm.api.prompts import PromptEncoder
 from flashllm.api.requests import Request
 from flashllm.errors import FlashError, UsageError
-from flashllm.generate.detokenizer import Decoder, Detokenizer
+from flashllm.generate.answer import Answer, Stopped
+from flashllm.generate.detokenizer import Decoder
 from flashllm.generate.grammar import Matcher
 from flashllm.generate.logprobs import MAX_LOGPROBS, TokenLogprobs, logprobs_of
 from flashllm.generate.sampling import Sampler, SamplingOptions
 from flashllm.replies.parser import Event, Parser
 
-FinishReason = Literal["eos", "stop", "length", "error"]
+FinishReason = Stopped | Literal["error"]
 
 
 class Sequence:
     """A prompt and its continuation. `accept` takes the logits after the last token and chooses the next one.
 
-    It is finished after an end token, a stop string, the last token allowed, or logits that are not finite: the last is
-    an error of this sequence alone, in `error`, and leaves its neighbours as they are.
+    It is finished at its `Answer`'s end, or after logits that are not finite: that is an error of this sequence alone,
+    in `error`, and leaves its neighbours as they are.
     """
 
     def __init__(
@@ -45,9 +46,9 @@ class Sequence:
     ) -> None:
         """`prompt` are token ids, at least one. `decoder` makes text of ids; None: no text, and so no stop strings.
 
-        `end_ids` end an answer (ignored with `options.ignore_eos`). `logprobs` likeliest tokens are recorded with
-        each chosen one; None: nothing is recorded. The answer goes on as `matcher` demands. `key` is the caller's own,
-        to know the sequence by. `parser` reads the marks that are in the text; None: there are none.
+        `end_ids`, `matcher`: as in `Answer`. `logprobs` likeliest tokens are recorded with each chosen one; None:
+        nothing is recorded. `key` is the caller's own, to know the sequence by. `parser` reads the marks that are in
+        the text; None: there are none.
         """
         if not len(prompt):
             raise UsageError("the prompt has no tokens")
@@ -62,9 +63,8 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None  # where finish_reason is "error"
         self._parser, self._num_logprobs = parser, logprobs or 0
-        self._ends = frozenset[int]() if options.ignore_eos else end_ids
         self._sampler, self._matcher = Sampler(options.seed), matcher
-        self._detokenizer = None if decoder is None else Detokenizer(decoder, options.stop)
+        self._answer = Answer(options, decoder=decoder, end_ids=end_ids, matcher=matcher)
         self._pieces: list[str] = []
 
     @property
@@ -115,30 +115,13 @@ class Sequence:
         self.output.append(token_id)
         if self.logprobs is not None:
             self.logprobs.append(logprobs_of(logits, token_id, self._num_logprobs))
-        self._extend_text(token_id)
-        if token_id in self._ends:
-            self._finish("eos")
-        elif (self._detokenizer is not None and self._detokenizer.stopped) or (
-            self._matcher is not None and self._matcher.ended
-        ):
-            self._finish("stop")
-        elif len(self.output) == self.options.max_new_tokens:
-            self._finish("length")
+        if piece := self._answer.push(token_id):
+            self._pieces.append(piece)
+        self.finish_reason = self._answer.stopped
 
     def fail(self, message: str) -> None:
         """End the sequence with an error of its own."""
         self.finish_reason, self.error = "error", message
-
-    def _extend_text(self, token_id: int) -> None:
-        if self._detokenizer is not None and (piece := self._detokenizer.push(token_id)):
-            self._pieces.append(piece)
-
-    def _finish(self, reason: FinishReason) -> None:
-        if self._detokenizer is not None:
-            self._pieces.append(self._detokenizer.finish())
-            if self._detokenizer.stopped:
-                reason = "stop"  # perhaps a stop string in front of a character that stayed incomplete
-        self.finish_reason = reason
 
 
 def sequence_of(encoder: PromptEncoder, request: Request, ids: list[int], key: int, *, marks: bool = False) -> Sequence:
