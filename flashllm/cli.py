@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import flashllm
 from flashllm.base.text import one_line, prepare_streams, silence
-from flashllm.errors import FlashError, UsageError, needing
+from flashllm.errors import INTERRUPTED, FlashError, UsageError, needing
 
 # Verb -> its module, with `add_arguments(parser)` and `main(args) -> int`, and what it is for.
 VERBS = {
@@ -41,7 +41,6 @@ VERBS = {
 }
 DEBUG = "--debug"
 COMPLETION = "completion"
-_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
 class _Parser(argparse.ArgumentParser):
@@ -116,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         silence(sys.stdout.fileno())  # the reader (`| head`) has what it wanted
         return 1
     except KeyboardInterrupt as stop:
-        return _fail(str(stop) or "interrupted", _INTERRUPTED, debug=False, prefix="flashllm: ")
+        return _fail(str(stop) or "interrupted", INTERRUPTED, debug=False, prefix="flashllm: ")
     except FlashError as error:
         return _fail(str(error), error.exit_status, debug=debug)
     except OSError as error:

@@ -6,6 +6,7 @@ A message says what happened, where (file, layer, neuron, offset), and what to d
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+INTERRUPTED = 130  # exit status: 128 + SIGINT, as shells report it
 EXTRA_OF = {  # package -> the extra that brings it
     **dict.fromkeys(("torch", "transformers", "safetensors"), "hf"),
     **dict.fromkeys(("starlette", "uvicorn", "prometheus_client"), "serve"),

@@ -35,7 +35,7 @@ from flashllm.base.units import format_size, parse_size
 from flashllm.config import RunConfig
 from flashllm.convert.locate import resolve_model
 from flashllm.engine.model import Model
-from flashllm.errors import FlashError, UsageError
+from flashllm.errors import INTERRUPTED, FlashError, UsageError
 from flashllm.format.install import install_predictors
 from flashllm.format.manifest import Manifest, predictor_ranks
 from flashllm.format.manifest_values import Calibration
@@ -312,7 +312,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         print(f"train_predictor: interrupted; {RESUMABLE}", file=sys.stderr)
-        return 130
+        return INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -56,6 +56,11 @@ def available_nbytes() -> int:
     return available
 
 
+def default_limit(free: int) -> int:
+    """Bytes that a process may hold where nobody says: four fifths of `free`, what it holds and can still take."""
+    return free * 4 // 5
+
+
 def return_freed_memory() -> None:
     """Let large arrays have pages of their own, which go back to the system when they are freed. For the whole process.
 

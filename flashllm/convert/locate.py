@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flashllm.arch.registry import resolve
 from flashllm.base.files import Progress
-from flashllm.base.machine import available_nbytes
+from flashllm.base.machine import available_nbytes, default_limit, process_nbytes
 from flashllm.base.units import format_size
 from flashllm.base.user_dirs import user_cache_dir
 from flashllm.convert.checkpoint.folder import what_lies_there
@@ -98,7 +98,7 @@ def _why_in_place(checkpoint: Path, target: Path, memory: int | None) -> str | N
     nbytes, free = weights_nbytes(checkpoint), shutil.disk_usage(target.parent).free
     if free < nbytes + _SPARE_NBYTES:
         return f"a copy would leave little of the {format_size(free)} that are free"
-    if (memory or available_nbytes() * 4 // 5) >= nbytes:
+    if (memory or default_limit(process_nbytes() + available_nbytes())) >= nbytes:
         return "memory can hold them all"
     return None
 

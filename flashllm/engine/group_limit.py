@@ -6,10 +6,9 @@ import math
 import time
 from collections.abc import Callable
 
-from flashllm.base.machine import available_nbytes, cgroup_limit_nbytes, process_nbytes
+from flashllm.base.machine import available_nbytes, cgroup_limit_nbytes, default_limit, process_nbytes
 
 _BETWEEN_LOOKS_S = 1.0
-_SHARE = 0.8  # of what is free and what the process holds; the rest is for other programs
 _STEP = 0.05  # of the limit: smaller changes are not followed, as moving rows costs time
 
 
@@ -33,8 +32,8 @@ class GroupLimit:
 
 
 class FreeMemory:
-    """The limit that leaves other programs a fifth of what is free, control groups' limits counted. One thread at a
-    time uses it."""
+    """The limit that leaves other programs some of what is free, control groups' limits counted. One thread at a time
+    uses it."""
 
     def __init__(
         self,
@@ -49,5 +48,5 @@ class FreeMemory:
         if self._clock() - self._looked < _BETWEEN_LOOKS_S:
             return now
         self._looked = self._clock()
-        found = min(most, int(_SHARE * self._read()))
+        found = min(most, default_limit(self._read()))
         return found if found == most or abs(found - now) > _STEP * now else now

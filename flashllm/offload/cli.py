@@ -5,13 +5,12 @@ Setting the parser up imports neither numpy, scipy nor torch: the planner is imp
 """
 
 import argparse
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashllm.base.command_line import size, whole
+from flashllm.base.command_line import print_json, size, whole
 from flashllm.base.units import format_size
 from flashllm.errors import UsageError
 from flashllm.offload import cli_run
@@ -85,7 +84,7 @@ def _plan(args: argparse.Namespace) -> int:
     for resource, excess in prediction.over.items():
         print(f"this policy does not fit: {resource} memory is short by {format_size(excess)}", file=sys.stderr)
     if args.json:
-        print(json.dumps(document))
+        print_json(document)
     else:
         print(_text(document, policy, prediction, hardware))
     return 0 if not prediction.over else 1

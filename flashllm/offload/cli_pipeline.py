@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flashllm.base.text import one_line
-from flashllm.errors import FlashError, UsageError
+from flashllm.errors import INTERRUPTED, FlashError, UsageError
 
 if TYPE_CHECKING:
     from flashllm.offload.jobs.blocks import Size
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from flashllm.offload.pipeline.stage_runner import PipelineRunner
 
 _LOOPBACK = "127.0.0.1"
-_INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +50,7 @@ def run(args: argparse.Namespace, place: "Place", options: "LaunchOptions", driv
         if ring is not None and ring.is_waiting:  # in native code, under which an interpreter cannot end
             prefix = "flashllm: " if interrupted else "flashllm: error: "
             print(prefix + one_line(str(error) or "interrupted"), file=sys.stderr, flush=True)
-            os._exit(_INTERRUPTED if isinstance(error, KeyboardInterrupt) else error.exit_status)
+            os._exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else error.exit_status)
         raise
 
 

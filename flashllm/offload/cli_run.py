@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from flashllm.base.command_line import number, print_json, say, size, whole
 from flashllm.base.text import is_terminal, one_line
 from flashllm.base.units import format_size
+from flashllm.errors import INTERRUPTED
 from flashllm.offload import cli_pipeline
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ _POLL_S = 0.05  # how often the main thread looks up
 _PATIENCE_S = 0.7  # for an interrupted block to end; then the process does. The output file is whole at every moment
 _PLAIN_S = 5.0  # between two lines of progress where nobody sees them appear
 _TERMINAL_S = 0.2
-_INTERRUPTED = 130
 
 
 def add_arguments(verbs: Any) -> None:
@@ -192,7 +192,7 @@ class _Task:
                 # native code aborts. Scratch files have no names and go with the process; the output is whole, or
                 # --resume cuts a torn line off.
                 print(f"flashllm: {one_line(message)}", file=sys.stderr, flush=True)
-                os._exit(_INTERRUPTED)
+                os._exit(INTERRUPTED)
             raise KeyboardInterrupt(message) from None
         progress.clear()
         if self._error is not None:

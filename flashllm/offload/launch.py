@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flashllm.base.machine import available_nbytes, num_cores, process_nbytes
+from flashllm.base.machine import available_nbytes, default_limit, num_cores, process_nbytes
 from flashllm.base.processes import beside_nbytes
 from flashllm.base.units import format_size
 from flashllm.base.user_dirs import user_cache_dir
@@ -27,7 +27,6 @@ from flashllm.profile.store import device_of
 
 COMPRESSIBLE = ("weights", "cache")
 CACHE_BITS = (4, 8)  # of a compressed number; the first is the default
-_MEMORY_SHARE = 0.8  # of what is free, where no limit is given
 _MARGIN_NBYTES = 48 * 2**20  # for the interpreter's own growth: prompts, texts, answers of a block
 
 
@@ -117,8 +116,8 @@ class Launch:
 def memory_limits(options: LaunchOptions) -> tuple[int, int]:
     """Bytes that this process may hold, and of them those for the model. BudgetError where nothing is left for it."""
     process = process_nbytes() + beside_nbytes()
-    share = int(_MEMORY_SHARE * available_nbytes()) // options.processes
-    limit = options.memory if options.memory is not None else process + share
+    free = process + available_nbytes() // options.processes
+    limit = options.memory if options.memory is not None else default_limit(free)
     memory = limit - process - _MARGIN_NBYTES
     if memory <= 0:
         raise BudgetError(

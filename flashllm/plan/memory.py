@@ -1,7 +1,7 @@
 """The memory plan: every byte the process will hold, decided before anything is loaded (design contract 3).
 
 What is left after everything fixed is shared by the KV cache and the neuron caches. The KV cache grows in blocks of
-`KV_BLOCK_TOKENS` positions, each out of the neuron caches' memory (paper A, appendix C.3: a dynamic window under a
+`KV_BLOCK` positions, each out of the neuron caches' memory (paper A, appendix C.3: a dynamic window under a
 fixed limit), so the plan has two ends: an empty context, and a full one, where every layer still has its minimum.
 
 The neuron caches hold the most popular neurons of all layers where popularity is known, else even shares. Under the
@@ -18,6 +18,7 @@ import numpy as np
 
 from flashllm import _core
 from flashllm.arch.spec import BlockSpec
+from flashllm.base.machine import default_limit
 from flashllm.base.units import format_size
 from flashllm.config import CACHE_POLICIES, DEFAULT_WINDOW
 from flashllm.errors import BudgetError, UsageError
@@ -126,7 +127,7 @@ def plan_memory(
         **dict.fromkeys(("table_rows", "min_table_rows"), 0 if table is None else min(_TABLE_ROWS, table.rows)),
         "table_row_nbytes": 0 if table is None else table.stride + _TABLE_SLOT_NBYTES,
         "table_bookkeeping": 0 if table is None else _table_unit_nbytes(table) * table.rows,
-        "limit_nbytes": limit if limit is not None else (process + available) * 4 // 5,
+        "limit_nbytes": limit if limit is not None else default_limit(process + available),
         "limit_is_given": limit is not None,
         "process": process + LIBRARY_GROWTH,
         "kv_block_nbytes": state.block_nbytes,

@@ -69,6 +69,16 @@ def test_blocks_are_as_large_as_memory_allows(lengths, most, room):
     assert cut([(room + 1, 1), *sizes], most, fits) is None
 
 
+def test_by_default_four_fifths_of_what_the_processes_could_hold(monkeypatch):
+    """As everywhere; the processes of a pipeline share what is free."""
+    monkeypatch.setattr(launching, "process_nbytes", lambda: 300 * MB)
+    monkeypatch.setattr(launching, "beside_nbytes", lambda: 100 * MB)
+    monkeypatch.setattr(launching, "available_nbytes", lambda: 6000 * MB)
+    assert launching.memory_limits(LaunchOptions())[0] == 4 * (400 + 6000) * MB // 5
+    assert launching.memory_limits(LaunchOptions(processes=3))[0] == 4 * (400 + 2000) * MB // 5
+    assert launching.memory_limits(LaunchOptions(memory=MB * 700))[0] == 700 * MB
+
+
 def test_equal_blocks():
     assert equal(7, 3) == [3, 3, 1]
     assert equal(0, 3) == []
