@@ -166,6 +166,8 @@ class Pass:
 
     def close(self) -> None: ...
 
+KV_BLOCK: int = 64
+
 class StateShape:
     def __init__(self, block: object, context: int, part_tokens: int, dtype: str, bits: int = 0) -> None: ...
 

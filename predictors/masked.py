@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from training.fit import LayerPredictor
 from weights import Floats, LayerWeights
 
+from flashllm._core import KV_BLOCK
 from flashllm.convert.untrained.predictor import untrained_predictor
 from flashllm.convert.untrained.svd import normed_inputs
 from flashllm.engine.meter import Meter
@@ -30,7 +31,6 @@ from flashllm.format.model_files import PREDICTORS
 from flashllm.format.predictors import FACTOR_CODES, PREFETCH, relu_encodings
 from flashllm.format.safetensors import read_header
 from flashllm.pack.gates import Gates
-from flashllm.plan.memory_plan import KV_BLOCK_TOKENS
 
 BLOCK_TOKENS = 512  # whose logits a predictor gives at once
 
@@ -136,7 +136,7 @@ class MaskedModel:
 
         A pass takes as many sequences as the memory plan has room for.
         """
-        blocks = -(-ids.shape[1] // KV_BLOCK_TOKENS)
+        blocks = -(-ids.shape[1] // KV_BLOCK)
         found = []
         for part in ids.split(max(1, self.model.plan.memory.max_kv_blocks // blocks)):
             entries = [(self.model.new_sequence(), row) for row in part.tolist()]

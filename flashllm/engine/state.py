@@ -14,12 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
+from flashllm._core import KV_BLOCK
 from flashllm.base.files import Closing
 from flashllm.base.machine import return_heaps
 from flashllm.base.processes import OneProcess
 from flashllm.base.units import format_size
 from flashllm.errors import BudgetError, ContextFull, UsageError
-from flashllm.plan.memory_plan import KV_BLOCK_TOKENS, LENT_SHARE, MemoryPlan
+from flashllm.plan.memory_plan import LENT_SHARE, MemoryPlan
 
 Spans = list[list[NDArray[np.uint8]]]  # pages of each kind of layer
 
@@ -124,7 +125,7 @@ class StateMemory(OneProcess):
     def least_limit(self, tokens: Sequence[int]) -> int:
         """The least limit, in bytes, that holds the sequences there are and so many new tokens of some of them; at most
         the plan's."""
-        new = sum(each // KV_BLOCK_TOKENS + 2 for each in tokens)
+        new = sum(each // KV_BLOCK + 2 for each in tokens)
         blocks = min(self._plan.max_kv_blocks, max(1, self.blocks) + new)
         return min(self._plan.limit_nbytes, self._plan.least_limit_nbytes(blocks))
 

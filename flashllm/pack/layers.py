@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
+from flashllm._core import KV_BLOCK
 from flashllm.arch.registry import bundle_names
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, cast
 from flashllm.offload.runtime.host_ops import HostOps, Watch
 from flashllm.offload.runtime.ops import Matrix, Projected, Tensors
-from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK
 from flashllm.offload.runtime.tiers.source import ATTENTION, WeightSource
 from flashllm.offload.runtime.tiers.weight_plan import is_vector
 

@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from flashllm._core import KV_BLOCK
 from flashllm.base.command_line import say
 from flashllm.base.files import read_json_object, write_atomically
 from flashllm.errors import ContextFull, FlashError, FlashIOError, FormatError
 from flashllm.generate.session import Session
 from flashllm.parked.file import Parked, read_header, read_parked, write_parked
 from flashllm.parked.tokens import Tokens
-from flashllm.plan.memory_plan import KV_BLOCK_TOKENS
 
 MIN_TOKENS = 64  # of a conversation that is worth a file
 _SUFFIX = ".kv"
@@ -198,7 +198,7 @@ def _left_behind(process: int) -> bool:
 
 
 def _in_parts(pages: Sequence[int], computed: int) -> bool:
-    return all(count == -(-computed // KV_BLOCK_TOKENS) for count in pages)
+    return all(count == -(-computed // KV_BLOCK) for count in pages)
 
 
 def _goes_on(new: Entry, old: Entry) -> bool:

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from flashllm._core import KV_BLOCK
 from flashllm.plan.shares import Rows
 
 LENT_SHARE = 4  # bytes of the neuron caches, at least, for each that a prompt may borrow of them
 MOST_PARALLEL = 8  # requests of a server at once: as many tokens go through an FFN together
 KEPT_CONTEXTS = 4  # of memory that nothing else wants: more is asked for, `serve --keep`
-KV_BLOCK_TOKENS = 64  # positions of a sequence whose keys and values are allocated together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class MemoryPlan:
     )
     read_ahead: int  # blocks of rows in flight while a prompt is computed
     work_extra: int  # bytes of staging and workspace that a smaller limit would do without
-    kv_block_nbytes: int  # keys and values of KV_BLOCK_TOKENS positions, over all layers
+    kv_block_nbytes: int  # keys and values of KV_BLOCK positions, over all layers
     context: int  # tokens a sequence may have
     context_blocks: int  # KV blocks' memory of a sequence that fills its context, or is about to
     row_nbytes: int  # of the longest; of bypass rows and prefetched ones
@@ -145,7 +145,7 @@ class MemoryPlan:
         """Tokens that all of a server's requests may have together while the neurons keep half of their memory."""
         half = self.neuron_cache_nbytes(1) // 2
         held = self.levels.astype(np.int64) @ self.layer_row_nbytes + self.bypass_rows * self.row_nbytes
-        return KV_BLOCK_TOKENS * (self.level_blocks - 1 + int((held >= half).sum()))
+        return KV_BLOCK * (self.level_blocks - 1 + int((held >= half).sum()))
 
     @property
     def neuron_cache(self) -> int:
@@ -210,7 +210,7 @@ class MemoryPlan:
             "workspace_bytes": self.workspace,
             "bookkeeping_bytes": self.bookkeeping,
             "kv_block_bytes": self.kv_block_nbytes,
-            "kv_block_tokens": KV_BLOCK_TOKENS,
+            "kv_block_tokens": KV_BLOCK,
             "max_kv_blocks": self.max_kv_blocks,
             "kv_cache_bytes": self.kv_block_nbytes,
             "kept_bytes": self.kept_nbytes,

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from weights import Floats, LayerWeights
 
 from flashllm import _core
+from flashllm._core import KV_BLOCK
 from flashllm.base.dtypes import WEIGHT_DTYPES, WeightDtype
 from flashllm.base.dtypes import cast as cast_dtype
 from flashllm.base.files import drop_page_cache, naming
 from flashllm.engine.model import Model
 from flashllm.engine.passes import Observer
-from flashllm.plan.memory_plan import KV_BLOCK_TOKENS
 from training.fit import CODE_EDGES, CODES_PER_BYTE, Chunk, pack_codes
 
 BATCH_TOKENS = 2048  # of the passes through a layer, at most; one sample where it is longer
@@ -48,7 +48,7 @@ class PassShape:
     @property
     def batch_samples(self) -> int:
         """Samples that pass a layer together. Each holds whole blocks of keys and values."""
-        return max(1, BATCH_TOKENS // (self._kv_blocks * KV_BLOCK_TOKENS))
+        return max(1, BATCH_TOKENS // (self._kv_blocks * KV_BLOCK))
 
     @property
     def batch_tokens(self) -> int:
@@ -58,12 +58,12 @@ class PassShape:
     @property
     def kv_positions(self) -> int:
         """Positions of keys and values of one layer that a batch holds."""
-        return self.batch_samples * self._kv_blocks * KV_BLOCK_TOKENS
+        return self.batch_samples * self._kv_blocks * KV_BLOCK
 
     @property
     def _kv_blocks(self) -> int:
         """KV blocks of a sample."""
-        return -(-self.tokens // KV_BLOCK_TOKENS)
+        return -(-self.tokens // KV_BLOCK)
 
     @property
     def chunk_samples(self) -> int:

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from profiles import profile_of, reader
 
+from flashllm._core import KV_BLOCK
 from flashllm.cli import main
 from flashllm.format.install import install_files
 from flashllm.format.model_files import POPULARITY
 from flashllm.format.popularity import encode_popularity
 from flashllm.generate.templates.renderer import Renderer
-from flashllm.plan.memory_plan import KV_BLOCK_TOKENS
 from flashllm.profile.store import device_of, save_profile
 
 
@@ -42,7 +42,7 @@ def test_the_table_shows_both_ends(tiny, capsys, plan_json):
     limit = (document["minimum_bytes"] + 3_000_000) // 10**6
     document = plan_json(path, "--memory", f"{limit}MB")
     assert document["kv_cache_bytes_full"] == 2 * document["kv_cache_bytes"] == 2 * document["kv_block_bytes"]
-    assert document["max_kv_blocks"] >= 96 / KV_BLOCK_TOKENS
+    assert document["max_kv_blocks"] >= 96 / KV_BLOCK
     assert all(a >= b for a, b in zip(document["cache_rows"], document["cache_rows_full"], strict=True))
     table = table_of(capsys, path, "--memory", f"{limit}MB")
     assert table[""] == ["64", "tokens", "96", "tokens"]

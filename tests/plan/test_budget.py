@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashllm._core import KV_BLOCK
 from flashllm.errors import BudgetError, UsageError
 from flashllm.format.manifest_values import Calibration
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.rows import RowLayout, checksum_rows
 from flashllm.plan.memory import LIBRARY_GROWTH, plan_memory
-from flashllm.plan.memory_plan import KV_BLOCK_TOKENS
 from flashllm.plan.requests import PROMPT_NBYTES, body_nbytes, requests_nbytes
 from flashllm.plan.shares import levels_by_blocks, levels_by_need, levels_by_popularity
 
@@ -243,7 +243,7 @@ def test_any_plan_keeps_its_limit_at_any_length(model, extra, context, popular, 
     least = plan_of(model, context=context).minimum_nbytes
     plan = plan_of(model, limit=least + extra, context=context, popularity=popularity)
     assert kept(plan)
-    assert plan.max_kv_blocks >= plan.context_blocks == -(-context // KV_BLOCK_TOKENS)
+    assert plan.max_kv_blocks >= plan.context_blocks == -(-context // KV_BLOCK)
 
 
 def test_a_block_is_64_positions_of_all_layers(model):

@@ -22,6 +22,7 @@ std::vector<std::vector<Bytes>> arrays_of(nb::handle owner, const SequenceState:
 }  // namespace
 
 void init_state(nb::module_& m) {
+  m.attr("KV_BLOCK") = kKvBlock;  // positions of a sequence whose keys and values lie together
   nb::class_<StateShape>(m, "StateShape")
       .def(
           "__init__",

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
+from flashllm._core import KV_BLOCK
 from flashllm.arch.mixers import Attention, Rotary
 from flashllm.arch.spec import BlockSpec, LayerSpec
 from flashllm.base.dtypes import WEIGHT_DTYPES
@@ -22,7 +23,6 @@ from flashllm.base.dtypes import cast as cast_dtype
 from flashllm.offload.planner.packing import WeightPacking
 from flashllm.offload.runtime.host_ops import HostOps
 from flashllm.offload.runtime.ops import Matrix, Projected, Tensors
-from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK
 from flashllm.offload.runtime.tiers.weights import pack
 from flashllm.profile.rates import Sample, seconds_of
 

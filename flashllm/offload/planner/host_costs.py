@@ -11,13 +11,13 @@ The affine forms of appendix A.3 (paper B) for two tiers, priced with what this 
 from dataclasses import dataclass
 from functools import cached_property
 
+from flashllm._core import KV_BLOCK
 from flashllm.offload.machine.hardware import Hardware
 from flashllm.offload.planner.costs import CostModel
 from flashllm.offload.planner.linear import CD, HC, HD, WC, WD, Linear, constant
 from flashllm.offload.planner.packing import late_layers
 from flashllm.offload.policy import Method, Workload
 from flashllm.offload.runtime.ops import ROWS_TOGETHER
-from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK
 from flashllm.offload.shape import ModelShape
 
 # As csrc/attention/kv_block.h packs: keys by channel, values by position.

@@ -4,12 +4,12 @@ It counts what flashllm/offload/runtime allocates: weights and their two staging
 buffers they pass, states, and the working memory of a layer's worst moment. A test compares with the runtime's plans.
 """
 
+from flashllm._core import KV_BLOCK
 from flashllm.offload.planner.host_costs import HostCostModel
 from flashllm.offload.planner.linear import CC, CD, CG, HC, HD, HG, WC, WD, WG, Linear, constant
 from flashllm.offload.planner.packing import late_layers
 from flashllm.offload.runtime.ops import ROWS_TOGETHER
 from flashllm.offload.runtime.tasks import BUFFERS
-from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK
 from flashllm.offload.shape import ModelShape
 
 _GATHERED_ROWS = 1024  # rows of an embedding on disk that are read together

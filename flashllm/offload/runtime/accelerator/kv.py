@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
+from flashllm._core import KV_BLOCK
 from flashllm.arch.mixers import Attention
 from flashllm.offload.runtime.accelerator.codec import (
     GROUP,
@@ -27,7 +28,7 @@ from flashllm.offload.runtime.accelerator.codec import (
 from flashllm.offload.runtime.accelerator.device import Tensor, TorchDevice, host_tensor
 from flashllm.offload.runtime.ops import Projected
 from flashllm.offload.runtime.tasks import Task
-from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK, Arrangement, Place
+from flashllm.offload.runtime.tiers.arrangement import Arrangement, Place
 from flashllm.offload.runtime.tiers.kv import KvCache
 
 

@@ -8,9 +8,8 @@ its blocks open, so nothing of it ever moves. The open block of any other sequen
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flashllm._core import KV_BLOCK
 from flashllm.offload.policy import Policy
-
-KV_BLOCK = 64  # positions; the core's kKvBlock
 
 
 def blocks_of(positions: int) -> int:

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
+from flashllm._core import KV_BLOCK
 from flashllm.offload.runtime.ops import Projected
 from flashllm.offload.runtime.tasks import BUFFERS, Task
-from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK, Arrangement, Place, blocks_of
+from flashllm.offload.runtime.tiers.arrangement import Arrangement, Place, blocks_of
 from flashllm.offload.runtime.tiers.scratch import ScratchFile
 
 Array = NDArray[Any]
