@@ -4,8 +4,10 @@ import dataclasses
 
 import numpy as np
 
+from flashllm.config import RunConfig
 from flashllm.engine.model import Model
 from flashllm.format.model_dir import ModelDir
+from flashllm.plan.memory import Conditions, plan_memory
 from flashllm.plan.resolve import resolve
 
 
@@ -19,6 +21,24 @@ def planned(directory, config, **memory):
     model_dir = ModelDir.open(directory)
     plan = resolve(config, model_dir, available=10**12, process=10**8)
     return Model(model_dir, dataclasses.replace(plan, memory=dataclasses.replace(plan.memory, **memory)), config)
+
+
+def memory_plan(
+    model,
+    manifest=None,
+    *,
+    memory=None,
+    context=None,
+    cache_policy="frequency",
+    window=None,
+    serves=False,
+    **conditions,
+):
+    """The memory plan of an opened model, perhaps with another manifest, on a machine with room for all.
+    `conditions`: fields of `Conditions`."""
+    config = RunConfig(memory=memory, context=context, cache_policy=cache_policy, window=window, serves=serves)
+    met = Conditions(**{"available": 10**12, "process": 10**8, **conditions})
+    return plan_memory(manifest or model.manifest, model.block, config, met)
 
 
 def with_rows(plan, rows, **changes):

@@ -20,7 +20,7 @@ from flashllm import _core
 from flashllm.arch.spec import BlockSpec
 from flashllm.base.machine import default_limit
 from flashllm.base.units import format_size
-from flashllm.config import CACHE_POLICIES, DEFAULT_WINDOW
+from flashllm.config import DEFAULT_WINDOW, RunConfig
 from flashllm.errors import BudgetError, UsageError
 from flashllm.format.in_place import slice_rows
 from flashllm.format.manifest import Manifest
@@ -66,102 +66,65 @@ _BYPASS_SHARE = 16  # neurons of a layer for each bypass row (of misses that are
 _LOGITS_ROWS = 4  # [vocab] rows held at a time: the head's result, the caller's copy, the sampler's two
 
 
-def plan_memory(
-    manifest: Manifest,
-    block: BlockSpec,
-    *,
-    limit: int | None,
-    available: int,
-    process: int,
-    context: int | None = None,
-    cache_bits: int | None = None,
-    window: int = DEFAULT_WINDOW,
-    cache_policy: str = CACHE_POLICIES[0],
-    popularity: Sequence[Shares] | None = None,
-    io_threads: int = 32,
-    max_gap: int = 0,
-    prefetch: bool = False,
-    dense: bool = False,
-    verified: int = 1,
-    serves: bool = False,
-) -> MemoryPlan:
-    """The plan for one loaded model.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """What a run meets on its machine, and what `resolve` decides of it: the memory plan depends on both."""
 
-    Args:
-        limit: bytes for everything the process holds; None: four fifths of what the process could hold now.
-        available: bytes the process could still take.
-        process: bytes it holds with its libraries loaded and no model.
-        context: tokens a sequence may have; None: the model's own limit.
-        cache_bits: of keys and values in full pages; None: they are of the model's dtype.
-        popularity: as in flashllm/format/popularity.py, by layer, where it is known.
-        max_gap: bytes between rows that are read through: such requests are read into memory of their own.
-        prefetch: rows of the next layer are read before its turn; experts where there is room for that, and not for all
-            of them.
-        verified: tokens of a pass that gives logits after each.
-        dense: every token reads every neuron: the caches hold each layer's first rows, and there are no predictors.
-        serves: clients send requests.
+    available: int  # bytes the process could still take
+    process: int  # bytes it holds with its libraries loaded and no model
+    dense: bool = False  # every token reads every neuron: caches hold each layer's first rows, there are no predictors
+    popularity: Sequence[Shares] | None = None  # as in flashllm/format/popularity.py, by layer, where it is known
+    io_threads: int = 32  # reads at a time
+    max_gap: int = 0  # bytes between rows that are read through: such requests are read into memory of their own
+    # Rows of the next layer are read before its turn; experts where there is room for that, and not for all of them.
+    prefetch: bool = False
+
+    @property
+    def could_hold(self) -> int:
+        """Bytes the process could hold."""
+        return self.process + self.available
+
+
+def plan_memory(manifest: Manifest, block: BlockSpec, config: RunConfig, conditions: Conditions) -> MemoryPlan:
+    """The plan for one loaded model.
 
     Raises:
         BudgetError: the limit is below the minimum, or above what the machine has left.
-        UsageError: a context, window, cache policy or number of threads that cannot be.
+        UsageError: a context longer than the model's own limit.
     """
-    context = block.context if context is None else context
-    if not 1 <= context <= block.context:
-        raise UsageError(f"--context must be 1 to {block.context} tokens for this model, not {context}")
-    for name, value in (("window", window), ("io_threads", io_threads)):
-        if value < 1:
-            raise UsageError(f"{name} must be at least 1, not {value}")
-    if cache_policy not in CACHE_POLICIES:
-        raise UsageError(f"cache_policy must be one of {', '.join(CACHE_POLICIES)}, not {cache_policy!r}")
-    state, table = state_shape(manifest, block, context, cache_bits), manifest.table_layout(block)
-    embedding = manifest.embedding_layout(block)
-    if embedding is not None and embedding.rows > _TABLE_ROWS:
-        table = embedding
-    marked = _MARKS * block.state_nbytes if serves else 0
-    caches = _Caches.of(manifest, dense=dense, window=window if cache_policy == "window" else None)
-    by_unit = manifest.architecture.unit_rows > 1
-    named_rows = max(1, max(manifest.architecture.every_width) // _PREFETCH_SHARE) if prefetch and not by_unit else 0
+    if config.context is not None and config.context > block.context:
+        raise UsageError(f"--context must be 1 to {block.context} tokens for this model, not {config.context}")
+    # 1. The least that the model needs.
+    window = (config.window or DEFAULT_WINDOW) if config.cache_policy == "window" else None
+    caches = _Caches.of(manifest, dense=conditions.dense, window=window)
+    table, table_of = _token_table(manifest, block)
     parts = {
         **_weights(manifest, table, dense=caches.dense),
-        "table_of": "input embedding" if table is embedding else "per-layer embeddings",
-        **dict.fromkeys(("table_rows", "min_table_rows"), 0 if table is None else min(_TABLE_ROWS, table.rows)),
-        "table_row_nbytes": 0 if table is None else table.stride + _TABLE_SLOT_NBYTES,
-        "table_bookkeeping": 0 if table is None else _table_unit_nbytes(table) * table.rows,
-        "limit_nbytes": limit if limit is not None else default_limit(process + available),
-        "limit_is_given": limit is not None,
-        "process": process + LIBRARY_GROWTH,
-        "kv_block_nbytes": state.block_nbytes,
-        "requests": PROMPT_NBYTES + (requests_nbytes(context) if serves else 0),
-        "staging": 2 * named_rows * manifest.rows.stride
-        + _bounce_nbytes(manifest, io_threads + min(io_threads, STREAM_THREADS))
-        + (io_threads * _THROUGH_NBYTES if max_gap else 0)
-        + (0 if table is None else io_threads * (table.stride + 2 * PAGE_NBYTES)),
-        "workspace": _workspace_nbytes(block, context, max(verified, MOST_PARALLEL if serves else 1)),
-        "context": context,
-        "context_blocks": -(-(state.nbytes(context) + marked) // state.block_nbytes),
-        "cache_policy": cache_policy,
-        "prefetch_rows": named_rows,
-        "window": window,
+        **_table_parts(table, table_of),
+        **_run_parts(manifest, block, config, conditions, table),
     }
-    least = caches.least(parts, prompt_shapes(manifest, block, context, dense=caches.dense))
+    least = caches.least(parts, prompt_shapes(manifest, block, parts["context"], dense=caches.dense))
     if least.limit_nbytes < least.minimum_nbytes:
-        raise BudgetError(_refusal(least, available))
+        raise BudgetError(_refusal(least, conditions.available))
+    # 2. What the limit has room for.
     accounted = caches.accounted(least)
-    if prefetch and by_unit:
-        accounted = caches.with_guesses(accounted, _GUESSED_BY_SEVERAL if serves else _GUESSED_EXPERTS)
-    plan = caches.filled(accounted, least.limit_nbytes, popularity)
+    if conditions.prefetch and manifest.architecture.unit_rows > 1:
+        accounted = caches.with_guesses(accounted, _GUESSED_BY_SEVERAL if config.serves else _GUESSED_EXPERTS)
+    plan = caches.filled(accounted, least.limit_nbytes, conditions.popularity)
     if table is not None:  # whole where no neuron and no position wants its memory
         whole = replace(accounted, table_rows=table.rows)
-        if plan.total_nbytes + whole.table - plan.table <= min(plan.limit_nbytes, process + available):
-            plan = caches.filled(whole, plan.limit_nbytes, popularity)
-    if plan.total_nbytes - process > available:
+        if plan.total_nbytes + whole.table - plan.table <= min(plan.limit_nbytes, conditions.could_hold):
+            plan = caches.filled(whole, plan.limit_nbytes, conditions.popularity)
+    # 3. What the machine has room for.
+    if plan.total_nbytes > conditions.could_hold:
+        needs = plan.total_nbytes - conditions.process
         raise BudgetError(
-            f"the plan of {format_size(plan.total_nbytes)} needs {format_size(plan.total_nbytes - process)} more, but "
-            f"the machine (or its control group) has {format_size(available)} left; lower --memory to at most "
-            f"{format_size(available + process)}, or close other programs"
+            f"the plan of {format_size(plan.total_nbytes)} needs {format_size(needs)} more, but the machine (or its "
+            f"control group) has {format_size(conditions.available)} left; lower --memory to at most "
+            f"{format_size(conditions.could_hold)}, or close other programs"
         )
-    if plan.limit_nbytes > process + available:  # one conversation fits; several must not outgrow the machine
-        plan = caches.filled(plan, process + available, popularity)
+    if plan.limit_nbytes > conditions.could_hold:  # one conversation fits; several must not outgrow the machine
+        plan = caches.filled(plan, conditions.could_hold, conditions.popularity)
     return plan
 
 
@@ -283,6 +246,54 @@ def _whole(neurons: int, unit: int) -> int:
 
 def _table_unit_nbytes(table: TableLayout) -> int:
     return _TABLE_UNIT_NBYTES + (0 if table.apart else _CHECKSUM_NBYTES)
+
+
+def _token_table(manifest: Manifest, block: BlockSpec) -> tuple[TableLayout | None, str]:
+    """The table of rows by token's id of which only some stay in memory, and its name for people."""
+    embedding = manifest.embedding_layout(block)
+    if embedding is not None and embedding.rows > _TABLE_ROWS:
+        return embedding, "input embedding"
+    return manifest.table_layout(block), "per-layer embeddings"
+
+
+def _table_parts(table: TableLayout | None, table_of: str) -> dict[str, Any]:
+    """What a plan says of the table, by the names of `MemoryPlan`."""
+    return {
+        "table_of": table_of,
+        **dict.fromkeys(("table_rows", "min_table_rows"), 0 if table is None else min(_TABLE_ROWS, table.rows)),
+        "table_row_nbytes": 0 if table is None else table.stride + _TABLE_SLOT_NBYTES,
+        "table_bookkeeping": 0 if table is None else _table_unit_nbytes(table) * table.rows,
+    }
+
+
+def _run_parts(
+    manifest: Manifest, block: BlockSpec, config: RunConfig, conditions: Conditions, table: TableLayout | None
+) -> dict[str, Any]:
+    """What a plan says of the run and its sequences, by the names of `MemoryPlan`."""
+    context = block.context if config.context is None else config.context
+    state, io_threads = state_shape(manifest, block, context, config.cache_bits), conditions.io_threads
+    marked = _MARKS * block.state_nbytes if config.serves else 0
+    verified = 1 if config.speculate == "off" else max(1, min(manifest.sparse_prefill_tokens, MAX_VERIFIED))
+    named_rows = 0
+    if conditions.prefetch and manifest.architecture.unit_rows == 1:
+        named_rows = max(1, max(manifest.architecture.every_width) // _PREFETCH_SHARE)
+    return {
+        "limit_nbytes": config.memory if config.memory is not None else default_limit(conditions.could_hold),
+        "limit_is_given": config.memory is not None,
+        "process": conditions.process + LIBRARY_GROWTH,
+        "kv_block_nbytes": state.block_nbytes,
+        "requests": PROMPT_NBYTES + (requests_nbytes(context) if config.serves else 0),
+        "staging": 2 * named_rows * manifest.rows.stride
+        + _bounce_nbytes(manifest, io_threads + min(io_threads, STREAM_THREADS))
+        + (io_threads * _THROUGH_NBYTES if conditions.max_gap else 0)
+        + (0 if table is None else io_threads * (table.stride + 2 * PAGE_NBYTES)),
+        "workspace": _workspace_nbytes(block, context, max(verified, MOST_PARALLEL if config.serves else 1)),
+        "context": context,
+        "context_blocks": -(-(state.nbytes(context) + marked) // state.block_nbytes),
+        "cache_policy": config.cache_policy,
+        "prefetch_rows": named_rows,
+        "window": config.window or DEFAULT_WINDOW,
+    }
 
 
 def _weights(manifest: Manifest, table: TableLayout | None, *, dense: bool) -> dict[str, int]:

@@ -3,11 +3,12 @@
 The one place where a `RunConfig`, a model and the profile of its drive become a `Plan`. Loads no weights.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from flashllm.base.machine import num_cores
 from flashllm.base.units import format_size
-from flashllm.config import DEFAULT_WINDOW, Mode, RunConfig
+from flashllm.config import Mode, RunConfig
 from flashllm.errors import BudgetError, UsageError
 from flashllm.format.manifest import has_prefetch_predictors
 from flashllm.format.model_dir import ModelDir
@@ -15,7 +16,7 @@ from flashllm.format.model_files import PREDICTORS
 from flashllm.format.popularity import Popularity, read_popularity
 from flashllm.plan.activity import from_shares
 from flashllm.plan.latency import dense_token, prefetch_pays
-from flashllm.plan.memory import MAX_VERIFIED, plan_memory
+from flashllm.plan.memory import Conditions, plan_memory
 from flashllm.plan.memory_plan import MemoryPlan
 from flashllm.profile.choice import choose_reader
 from flashllm.profile.costs import ReaderChoice
@@ -65,46 +66,30 @@ def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int)
         unpacks=model.manifest.in_place is not None,
     )
     popularity = read_popularity(model.path, model.manifest)
-
-    def memory_plan(*, prefetch: bool) -> MemoryPlan:
-        return plan_memory(
-            model.manifest,
-            model.block,
-            limit=config.memory,
-            available=available,
-            process=process,
-            context=config.context,
-            cache_bits=config.cache_bits,
-            window=config.window if config.window is not None else DEFAULT_WINDOW,
-            cache_policy=config.cache_policy,
-            popularity=popularity,
-            io_threads=reader.depth,
-            max_gap=reader.max_gap,
-            prefetch=prefetch,
-            dense=mode == "dense",
-            serves=config.serves,
-            verified=1
-            if config.speculate == "off"
-            else max(1, min(model.manifest.sparse_prefill_tokens, MAX_VERIFIED)),
-        )
-
-    # Experts are named by the next layer's router, which is there.
-    named = model.architecture.unit_rows > 1
-    named = named or (mode == "sparse" and has_prefetch_predictors(model.path, model.manifest))
-    prefetch = named and config.ablation.prefetch
+    conditions = Conditions(
+        available=available,
+        process=process,
+        dense=mode == "dense",
+        popularity=popularity,
+        io_threads=reader.depth,
+        max_gap=reader.max_gap,
+        prefetch=config.ablation.prefetch and _names_the_next_layer(mode, model),
+    )
+    memory_plan = partial(plan_memory, model.manifest, model.block, config)
     try:
-        memory = memory_plan(prefetch=prefetch)
+        memory = memory_plan(conditions)
     except BudgetError:
         if reader.source != "calibration":
             raise
         # What the profile chose takes more room than the default; no run fails for its profile.
         reader = choose_reader(None, model.manifest.rows.stride, io_threads=None, direct=config.direct)
-        memory = memory_plan(prefetch=prefetch)
+        conditions = replace(conditions, io_threads=reader.depth, max_gap=reader.max_gap)
+        memory = memory_plan(conditions)
     prefetch = memory.prefetch_rows > 0
     if prefetch and profile is not None and profile.direct and config.direct:
         activity = from_shares(model.manifest, memory, popularity, reader.max_gap)
         if not prefetch_pays(model, memory, costs=profile, choice=reader, activity=activity):
-            prefetch, memory = False, memory_plan(prefetch=False)
+            prefetch, memory = False, memory_plan(replace(conditions, prefetch=False))
     if mode == "dense" and not model.architecture.experts:
         notices += _streaming(model, memory, profile)
     notices += _small_cache(model, memory)
@@ -121,6 +106,13 @@ def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int)
         notices=tuple(notices),
         reasons=_reasons(model) if config.mode is None and mode == "dense" else (),
     )
+
+
+def _names_the_next_layer(mode: Mode, model: ModelDir) -> bool:
+    """True where something names what the next layer will read: its router, which is there, or predictors of it."""
+    if model.architecture.unit_rows > 1:
+        return True
+    return mode == "sparse" and has_prefetch_predictors(model.path, model.manifest)
 
 
 def _reasons(model: ModelDir) -> tuple[str, ...]:

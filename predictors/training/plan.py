@@ -14,10 +14,11 @@ from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.machine import available_nbytes, process_nbytes
 from flashllm.base.processes import beside_nbytes
 from flashllm.base.units import format_size
+from flashllm.config import RunConfig
 from flashllm.errors import BudgetError
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_dir import ModelDir
-from flashllm.plan.memory import plan_memory
+from flashllm.plan.memory import Conditions, plan_memory
 from training.fit import JUDGE_TOKENS
 from training.passes import CHUNK_NBYTES, PassShape
 from training.recipes import AutoRanks
@@ -79,7 +80,8 @@ def plan_training(
     )
     # Asked as if the machine had no end: what matters is the least the model needs.
     process = process_nbytes() + beside_nbytes()
-    loaded = plan_memory(manifest, block, limit=None, available=2**60, process=process, context=tokens)
+    endless = Conditions(available=2**60, process=process)
+    loaded = plan_memory(manifest, block, RunConfig(context=tokens), endless)
     recipe = options.recipe
     ranks = [
         recipe.rank(shape.d_model, _WASTE, options.bits)

@@ -4,18 +4,17 @@ import core_testing  # noqa: F401
 import numpy as np
 import pytest
 from activity_trace import Trace, TraceInfo, TraceWriter, pack_bits
-from planned import with_rows
+from planned import memory_plan, with_rows
 from trace_replay import count_requests, from_trace
 
 from flashllm import _core
 from flashllm.format.model_dir import ModelDir
-from flashllm.plan.memory import plan_memory
 
 
 @pytest.fixture(scope="module")
 def model(tiny):
     opened = ModelDir.open(tiny("float16").path("random"))
-    return opened, plan_memory(opened.manifest, opened.block, limit=None, available=10**12, process=10**8)
+    return opened, memory_plan(opened)
 
 
 def write_trace(path, masks, **changes):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from arch_models import LAYERS, VARIANTS, make_checkpoint
 from ffn_rows import Ffn, random_input, write_ffn
+from planned import memory_plan
 
 from flashllm import _core
 from flashllm.config import RunConfig
@@ -19,7 +20,6 @@ from flashllm.format.report.inspect import format_inspection, inspect
 from flashllm.format.report.verify import verify
 from flashllm.pack.gates import Gates
 from flashllm.pack.score import Inputs
-from flashllm.plan.memory import plan_memory
 
 SIMD = _core.simd_levels()
 
@@ -126,7 +126,7 @@ def test_a_conversion_says_and_counts_them(directory_of):
     assert manifest.rows.matrices == ("up", "gate", "down")
     assert predictor_ranks(directory / PREDICTORS, manifest) == [0] * LAYERS
     assert verify(directory).ok
-    plan = plan_memory(manifest, model.block, limit=None, available=2**34, process=60_000_000, context=64)
+    plan = memory_plan(model, context=64)
     assert plan.predictors == manifest.files[PREDICTORS].nbytes
     assert "the gate in 4 bits" in format_inspection(inspect(directory))
 

@@ -10,6 +10,7 @@ import torch
 from arch_models import LAYERS, VARIANTS, make_checkpoint
 from arch_reference import ReferenceDecoder
 from ffn_rows import Ffn, random_input, write_ffn
+from planned import memory_plan
 
 from flashllm.cli import main
 from flashllm.config import RunConfig
@@ -22,7 +23,6 @@ from flashllm.format.model_files import PREDICTORS, RESIDENT
 from flashllm.format.report.inspect import format_inspection, inspect
 from flashllm.format.report.verify import verify
 from flashllm.offload.runtime.tiers.source import open_weights
-from flashllm.plan.memory import plan_memory
 
 GATED = ("llama relu", "llama biases", "fatrelu by layer", "bamboo", "llama squared relu")
 GATE_NBYTES = LAYERS * 96 * 64 * 4
@@ -116,7 +116,7 @@ def test_a_resident_gate_needs_no_predictors_and_no_gate_in_the_rows(models):
 
 
 def _plan(model, limit):
-    return plan_memory(model.manifest, model.block, limit=limit, available=2**34, process=60_000_000, context=64)
+    return memory_plan(model, memory=limit, available=2**34, process=60_000_000, context=64)
 
 
 def test_the_memory_plan_counts_the_gates(models):

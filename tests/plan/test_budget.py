@@ -5,18 +5,20 @@ import itertools
 import json
 import re
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from planned import memory_plan
 
 from flashllm._core import KV_BLOCK
 from flashllm.errors import BudgetError, UsageError
 from flashllm.format.manifest_values import Calibration
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.rows import RowLayout, checksum_rows
-from flashllm.plan.memory import LIBRARY_GROWTH, plan_memory
+from flashllm.plan.memory import LIBRARY_GROWTH
 from flashllm.plan.requests import PROMPT_NBYTES, body_nbytes, requests_nbytes
 from flashllm.plan.shares import levels_by_blocks, levels_by_need, levels_by_popularity
 
@@ -29,8 +31,7 @@ def model(tiny):
 
 
 def plan_of(model, manifest=None, **options):
-    given_options = {"limit": None, "available": PLENTY, "process": PROCESS, **options}
-    return plan_memory(manifest or model.manifest, model.block, **given_options)
+    return memory_plan(model, manifest, **{"available": PLENTY, "process": PROCESS, **options})
 
 
 def resized(manifest, **changes):
@@ -140,7 +141,7 @@ def test_an_expert_is_kept_track_of_as_one(model):
     together = max(checksum_rows(rows, architecture))
     changes = {"architecture": architecture, "rows": rows, "calibration": None, "stream_block_rows": 1152}
     manifest = dataclasses.replace(model.manifest, **changes, checksum_rows=together)
-    least = plan_of(model, manifest, limit=plan_of(model, manifest).minimum_nbytes)
+    least = plan_of(model, manifest, memory=plan_of(model, manifest).minimum_nbytes)
     assert least.checksums == 8 * 48 * 513
     assert least.bookkeeping + least.checksums < 10**6
     all_kept = plan_of(model, manifest)
@@ -185,14 +186,14 @@ def test_every_limit_from_the_minimum_on_is_kept(model):
     least = plan_of(model).minimum_nbytes
     before = (0, 0, 0)
     for extra in (0, 1, 511, 512, 100_000, 300_000, 10**6, 10**8):
-        plan = plan_of(model, limit=least + extra)
+        plan = plan_of(model, memory=least + extra)
         assert plan.limit_nbytes == least + extra
         assert plan.limit_is_given
         assert kept(plan)
         assert all(now >= then for now, then in zip(plan.full_cache_rows, before, strict=True))
         assert plan.minimum_nbytes == least
         before = plan.full_cache_rows
-    plan = plan_of(model, limit=least)
+    plan = plan_of(model, memory=least)
     assert plan.full_cache_rows == plan.min_cache_rows == (64, 64, 64)
     assert plan.max_kv_blocks == plan.context_blocks == 2
     assert before == (512, 512, 512)
@@ -219,7 +220,7 @@ def test_each_kv_block_takes_rows_from_the_layers_that_need_them_least(model, op
     popularity = random.random((3, 512)).astype(np.float32) * np.array([[1], [0.5], [0.1]], np.float32)
     options = options | {"popularity": popularity} if options.get("popularity") else options
     least = plan_of(model, **options).minimum_nbytes
-    plan = plan_of(model, limit=least + 500_000, **options)
+    plan = plan_of(model, memory=least + 500_000, **options)
     assert kept(plan)
     assert plan.cache_rows == plan.cache_rows_at(0) == plan.cache_rows_at(1)
     at_most = (plan.limit_nbytes - plan.fixed_nbytes) // plan.row_nbytes
@@ -241,7 +242,7 @@ def test_each_kv_block_takes_rows_from_the_layers_that_need_them_least(model, op
 def test_any_plan_keeps_its_limit_at_any_length(model, extra, context, popular, seed):
     popularity = np.random.default_rng(seed).random((3, 512)).astype(np.float32) if popular else None
     least = plan_of(model, context=context).minimum_nbytes
-    plan = plan_of(model, limit=least + extra, context=context, popularity=popularity)
+    plan = plan_of(model, memory=least + extra, context=context, popularity=popularity)
     assert kept(plan)
     assert plan.max_kv_blocks >= plan.context_blocks == -(-context // KV_BLOCK)
 
@@ -254,7 +255,7 @@ def test_a_block_is_64_positions_of_all_layers(model):
 
 def test_a_long_context_costs_nothing_at_the_start(model):
     limit = plan_of(model).minimum_nbytes + 600_000
-    long, short = (plan_of(model, limit=limit, context=context) for context in (96, 64))
+    long, short = (plan_of(model, memory=limit, context=context) for context in (96, 64))
     scores = long.workspace - short.workspace
     assert sum(short.cache_rows) - sum(long.cache_rows) <= scores // long.row_nbytes + 1
     assert sum(long.full_cache_rows) < sum(long.cache_rows)
@@ -270,10 +271,10 @@ def test_the_workspace_is_that_of_a_block_of_tokens(model):
 def test_prompts_take_less_where_memory_is_short(model):
     """Shorter parts, fewer blocks ahead, and what that spares are the neurons'; the minimum is that of the least."""
     manifest = resized(model.manifest, d_ff=200_000)
-    block = dataclasses.replace(model.block, context=512)
-    options = {"available": PLENTY, "process": PROCESS, "context": 300}
-    roomy = plan_memory(manifest, block, limit=None, **options)
-    tight = plan_memory(manifest, block, limit=roomy.minimum_nbytes + 10**6, **options)
+    model = SimpleNamespace(block=dataclasses.replace(model.block, context=512))
+    options = {"context": 300}
+    roomy = plan_of(model, manifest, **options)
+    tight = plan_of(model, manifest, memory=roomy.minimum_nbytes + 10**6, **options)
     assert (roomy.prompt_tokens, roomy.read_ahead) == (256, 6)
     assert (tight.prompt_tokens, tight.read_ahead) == (128, 3)
     assert tight.minimum_nbytes == roomy.minimum_nbytes
@@ -281,25 +282,21 @@ def test_prompts_take_less_where_memory_is_short(model):
     assert tight.bookkeeping - tight.bookkeeping_extra == roomy.bookkeeping - roomy.bookkeeping_extra
     assert roomy.work_extra > 3 * manifest.stream_block_rows * manifest.rows.stride
 
-    dense = plan_memory(manifest, block, limit=tight.limit_nbytes, dense=True, **options)
+    dense = plan_of(model, manifest, memory=tight.limit_nbytes, dense=True, **options)
     assert (dense.prompt_tokens, dense.read_ahead, dense.work_extra) == (256, 6, 0)
     experts = resized(manifest, experts=8, chosen_experts=2)
-    least = plan_memory(experts, block, limit=None, **options).minimum_nbytes
-    mixed = plan_memory(experts, block, limit=least, **options)
+    least = plan_of(model, experts, **options).minimum_nbytes
+    mixed = plan_of(model, experts, memory=least, **options)
     assert (mixed.prompt_tokens, mixed.read_ahead) == (256, 3)
 
 
 def test_experts_are_guessed_where_some_do_not_fit_and_there_is_room(model):
     manifest = resized(model.manifest, d_ff=12_800, experts=200, chosen_experts=2, activation="silu")
-    options = {"available": PLENTY, "process": PROCESS}
-    least = plan_memory(manifest, model.block, limit=None, **options).minimum_nbytes
+    least = plan_of(model, manifest).minimum_nbytes
     stride = manifest.rows.stride
     buffers, every = 2 * 2 * 64 * stride, sum(manifest.architecture.every_width) * stride
     for more, guessed in ((0, False), (10 * buffers, False), (every // 2, True), (2 * every, False)):
-        plain, plan = (
-            plan_memory(manifest, model.block, limit=least + more, prefetch=prefetch, **options)
-            for prefetch in (False, True)
-        )
+        plain, plan = (plan_of(model, manifest, memory=least + more, prefetch=prefetch) for prefetch in (False, True))
         assert plan.minimum_nbytes == least
         assert plan.prefetch_rows == (2 * 64 if guessed else 0)
         assert plan.staging - plain.staging == (buffers if guessed else 0)
@@ -330,7 +327,7 @@ def test_requests_at_once_leave_the_neurons_half_of_their_memory(model):
     found = set()
     minimum = plan_of(model).minimum_nbytes
     for limit in range(minimum, minimum + 6_000_000, 100_000):
-        plan = plan_of(model, limit=limit)
+        plan = plan_of(model, memory=limit)
         found.add(plan.shared_tokens)
         blocks, half = plan.shared_tokens // 64, plan.neuron_cache_nbytes(1) / 2
         assert plan.neuron_cache_nbytes(blocks) >= half
@@ -341,7 +338,7 @@ def test_requests_at_once_leave_the_neurons_half_of_their_memory(model):
 
 def test_more_conversations_than_the_machine_holds_are_not_planned(model):
     """A limit above what the machine has: one conversation fits, and others get what is really there."""
-    plan = plan_of(model, limit=10**12, available=10**9)
+    plan = plan_of(model, memory=10**12, available=10**9)
     assert plan.cache_rows == plan.full_cache_rows == (512, 512, 512)
     assert plan.fixed_nbytes + plan.max_kv_blocks * plan.kv_block_nbytes <= PROCESS + 10**9
 
@@ -349,7 +346,7 @@ def test_more_conversations_than_the_machine_holds_are_not_planned(model):
 def test_many_layers_and_the_least_memory(model):
     """Where a tenth of the rows would be bypass rows at the layers' cost."""
     manifest = resized(model.manifest, d_ff=2048, num_layers=40)
-    plan = plan_of(model, manifest, limit=plan_of(model, manifest).minimum_nbytes)
+    plan = plan_of(model, manifest, memory=plan_of(model, manifest).minimum_nbytes)
     assert kept(plan)
     assert (plan.full_cache_rows, plan.bypass_rows) == ((64,) * 40, 64)
 
@@ -358,7 +355,7 @@ def test_a_plan_of_a_large_model_is_made_in_a_moment(model):
     manifest = resized(model.manifest, d_ff=16384, num_layers=32)
     popularity = np.random.default_rng(0).random((32, 16384)).astype(np.float32)
     begun = time.perf_counter()
-    plan = plan_of(model, manifest, limit=plan_of(model, manifest).minimum_nbytes + 10**8, popularity=popularity)
+    plan = plan_of(model, manifest, memory=plan_of(model, manifest).minimum_nbytes + 10**8, popularity=popularity)
     assert time.perf_counter() - begun < 2
     assert len(plan.levels) > 50
 
@@ -374,7 +371,7 @@ def test_a_calibrated_layer_gets_no_more_than_its_need(model):
     wider = plan_of(model, manifest, cache_policy="window", window=6)
     assert wider.cache_rows == (512, 512, 512)  # measured for a smaller window
     limit = plan.minimum_nbytes + 100 * plan.row_nbytes
-    tight = plan_of(model, manifest, cache_policy="window", limit=limit)
+    tight = plan_of(model, manifest, cache_policy="window", memory=limit)
     free = limit - tight.fixed_nbytes - tight.context_blocks * tight.kv_block_nbytes
     assert 10 + 64 + 64 < sum(tight.full_cache_rows) == free // tight.row_nbytes < 10 + 64 + 64 + 100
     assert tight.cache_rows[0] == tight.full_cache_rows[0] == 10
@@ -384,7 +381,7 @@ def test_a_calibrated_need_of_nothing_still_has_a_row(model):
     manifest = calibrated(model, (0, 5, 5))
     plan = plan_of(model, manifest, cache_policy="window")
     assert min(plan.cache_rows) >= 1
-    least = plan_of(model, manifest, cache_policy="window", limit=plan.minimum_nbytes)
+    least = plan_of(model, manifest, cache_policy="window", memory=plan.minimum_nbytes)
     assert min(least.cache_rows) >= 1
 
 
@@ -393,7 +390,7 @@ def test_bypass_rows_are_planned_and_shared_by_the_layers(model):
     plan = plan_of(model, manifest)
     assert (plan.bypass_rows, plan.min_bypass_rows) == (256, 64)
     assert plan.neuron_cache == (sum(plan.cache_rows) + 256) * plan.row_nbytes
-    tight = plan_of(model, manifest, limit=plan.minimum_nbytes + 1000 * plan.row_nbytes)
+    tight = plan_of(model, manifest, memory=plan.minimum_nbytes + 1000 * plan.row_nbytes)
     free = tight.limit_nbytes - tight.fixed_nbytes - tight.context_blocks * tight.kv_block_nbytes
     assert 64 < tight.bypass_rows == free // plan.row_nbytes // 10 < 256  # a tenth of what a full context leaves
     assert sum(tight.full_cache_rows) + tight.bypass_rows == free // plan.row_nbytes
@@ -414,14 +411,14 @@ def test_context_and_threads_are_paid_for(model):
 def test_below_the_minimum_is_refused_with_what_would_do(model):
     least = plan_of(model).minimum_nbytes
     with pytest.raises(BudgetError) as refusal:
-        plan_of(model, limit=least - 1)
+        plan_of(model, memory=least - 1)
     message = str(refusal.value)
     assert "cannot hold this model: it needs at least" in message
     assert "neuron cache" in message
     assert "shorten --context (now 96 tokens)" in message
     named = int(re.search(r"use --memory (\d+)MB or more", message)[1]) * 10**6
     assert least + 10**6 < named <= least + 2 * 10**6  # what the libraries take varies from start to start
-    assert plan_of(model, limit=named).cache_rows
+    assert plan_of(model, memory=named).cache_rows
 
 
 def test_a_machine_that_is_too_small_is_named(model):
@@ -433,15 +430,15 @@ def test_more_than_the_machine_has_is_refused(model):
     least = plan_of(model).minimum_nbytes
     short = least - PROCESS - 1
     with pytest.raises(BudgetError, match=r"lower --memory to at most .*, or close other programs"):
-        plan_of(model, limit=least, available=short)
-    assert plan_of(model, limit=least, available=short + 1).total_nbytes == least
+        plan_of(model, memory=least, available=short)
+    assert plan_of(model, memory=least, available=short + 1).total_nbytes == least
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"context": 0}, "--context must be 1 to 96 tokens for this model, not 0"),
-        ({"context": 97}, "--context must be 1 to 96"),
+        ({"context": 0}, "--context must be at least 1, not 0"),
+        ({"context": 97}, "--context must be 1 to 96 tokens for this model, not 97"),
     ],
     ids=str,
 )

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from planned import with_rows
+from planned import memory_plan, with_rows
 from profiles import profile_of, reader
 
 from flashllm.convert.run import convert
@@ -14,14 +14,13 @@ from flashllm.format.model_files import PREDICTORS, RESIDENT
 from flashllm.format.safetensors import read_header
 from flashllm.plan.activity import ExpectedActivity, LayerActivity, assumed_shares, from_shares, merge, window_misses
 from flashllm.plan.latency import dense_token, estimate_token, prefetch_pays, product_nbytes
-from flashllm.plan.memory import plan_memory
 from flashllm.profile.costs import ReaderChoice
 
 
 @pytest.fixture(scope="module")
 def model(tiny):
     opened = ModelDir.open(tiny("float16").path("random"))
-    return opened, plan_memory(opened.manifest, opened.block, limit=None, available=10**12, process=10**8)
+    return opened, memory_plan(opened)
 
 
 def one_cost(lost=5e-6):
@@ -64,7 +63,7 @@ def test_a_token_is_reads_bytes_and_overhead(model):
 def test_coded_weights_have_rates_of_their_own(tiny, tmp_path):
     convert(tiny("float16").source, tmp_path / "model", encoding="int4_32", resident_encoding="int8_32")
     opened = ModelDir.open(tmp_path / "model")
-    plan = plan_memory(opened.manifest, opened.block, limit=None, available=10**12, process=10**8)
+    plan = memory_plan(opened)
     touched, resident = 3 * 40 * opened.manifest.rows.stride, product_nbytes(opened)
     cached = plan.predictors + opened.kv_nbytes_per_token * min(plan.context, 256)
 
