@@ -3,9 +3,8 @@
 
 #include "bind/bindings.h"
 #include "kernels/kernels.h"
-#include "kernels/matmul.h"
 #include "kernels/rows.h"
-#include "model/arithmetic.h"
+#include "offload/linear.h"
 #include "pack/row_encode.h"
 
 namespace flashllm {
@@ -88,20 +87,8 @@ void throw_unless_whole(Encoded result) {
     throw std::overflow_error("a group's scale is outside the range of float16");
 }
 
-// A linear over memory that is not its own: of the throughput engine, for measurements and tests; a model's
-// are inside it. Weights, inputs and outputs are of one dtype (bf16 also as uint16), but for weights of a
-// grouped encoding, whose rows are bytes. Rows are outputs, or inputs (`by_inputs`, encoded weights alone).
-struct Linear {
-  RowMatrix weights;
-  Dtype dtype;
-  bool by_inputs;
-  ThreadPool& pool;
-  SimdLevel simd;
-
-  std::size_t inputs() const { return by_inputs ? weights.rows : weights.columns; }
-  std::size_t width() const { return by_inputs ? weights.columns : weights.rows; }
-};
-
+// Weights, inputs and outputs are of one dtype (bf16 also as uint16), but for weights of a grouped encoding,
+// whose rows are bytes.
 void make_linear(Linear* self, const Rows& weight, const std::optional<FloatArray>& bias,
                  const std::string& dtype, ThreadPool& pool, const std::string& simd,
                  const std::optional<std::string>& encoding, std::optional<std::size_t> columns,
@@ -114,41 +101,28 @@ void make_linear(Linear* self, const Rows& weight, const std::optional<FloatArra
   weights.inputs = inputs_of(weights.codec, parse_inputs(inputs));
   weights.columns = columns.value_or(weight.shape(1));
   weights.stride = vector_nbytes(weights.codec, weights.columns);
-  const bool coded = is_coded(weights.codec);
-  require(by_inputs ? weights.codec != RowCodec::bf12 && coded : coded || weights.codec == codec_of(parsed),
-          "a linear's encoding must be its dtype or one in groups");
   require(weight.shape(1) * weight.itemsize() == weights.stride &&
-              weight.itemsize() == (coded ? 1 : dtype_nbytes(parsed)),
+              weight.itemsize() == (is_coded(weights.codec) ? 1 : dtype_nbytes(parsed)),
           "a linear's weight is not of its dtype or encoding");
-  const Linear made{weights, parsed, by_inputs, pool, parse_simd(simd)};
-  require(!bias || bias->shape(0) == made.width(), "a linear's bias must have one value an output");
-  new (self) Linear(made);
-  if (bias) self->weights.bias = bias->data();
+  require(!bias || bias->shape(0) == (by_inputs ? weights.columns : weights.rows),
+          "a linear's bias must have one value an output");
+  if (bias) weights.bias = bias->data();
+  new (self) Linear(weights, parsed, by_inputs, pool, parse_simd(simd));
 }
 
-// x: [tokens, inputs], out: [tokens, outputs]; as for few tokens, where memory is the limit. `many`: as for a
-// prompt, where arithmetic is; outputs in fp32 are then not rounded.
 void forward(const Linear& self, const Rows& x, const Rows& out, bool many) {
-  const RowMatrix& weights = self.weights;
-  const Dtype dtype = self.dtype, to = many && out.dtype() == nb::dtype<float>() ? Dtype::f32 : dtype;
+  const Dtype to = many && out.dtype() == nb::dtype<float>() ? Dtype::f32 : self.dtype();
   const std::size_t tokens = x.shape(0);
-  require_dtype(x, dtype, "inputs");
+  require_dtype(x, self.dtype(), "inputs");
   require_dtype(out, to, "outputs");
-  require(x.shape(1) == self.inputs() && out.shape(0) == tokens && out.shape(1) == self.width(),
+  require(x.shape(1) == self.inputs() && out.shape(0) == tokens && out.shape(1) == self.outputs(),
           "inputs must be [tokens, inputs], outputs [tokens, outputs]");
   const auto* from = static_cast<const std::byte*>(x.data());
-  auto* last = static_cast<std::byte*>(out.data());
-  if (self.by_inputs) return linear_by_columns(weights, from, tokens, dtype, to, last, self.pool, self.simd);
-  if (many) {
-    const TokenForm form = form_of_many(weights.codec, weights.inputs, dtype, weights.columns, self.simd);
-    const PackedTokens packed(from, tokens, weights.columns, dtype, form, self.pool, self.simd);
-    return linear_many(weights, packed, to, last, self.pool, self.simd);
-  }
-  std::vector<float> wide(tokens * self.inputs()), made(tokens * self.width());
-  Arithmetic arithmetic(dtype, self.pool, self.simd);
-  arithmetic.widen(from, wide.size(), wide.data());
-  linear(weights, wide.data(), tokens, made.data(), self.pool, self.simd);
-  arithmetic.narrow(made.data(), made.size(), last);
+  auto* made = static_cast<std::byte*>(out.data());
+  if (many)
+    self.forward_many(from, tokens, to, made);
+  else
+    self.forward(from, tokens, made);
 }
 
 }  // namespace
