@@ -3,12 +3,14 @@ alone, and during products on all cores. Also pairs of reads with a gap between 
 """
 
 import contextlib
+import fcntl
 import os
 import shutil
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from io import RawIOBase
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +40,7 @@ from flashllm.profile.rates import RateCurve, Sample, curve_of, sample_rounds, s
 _WRITES = tuple((64 << 10) << 2 * i for i in range(5))  # bytes of a write: 64 KiB to 16 MiB
 _WRITE_ROUNDS, _WRITE_S = 3, 0.05
 _BLOCK = 4096  # of direct writes
+_SCRATCH = ".flashllm-calibrate-"  # and the process that reads the file
 _DISK_MARGIN = 1 << 30  # bytes that stay free
 
 
@@ -62,6 +65,7 @@ class ReadOptions:
 def file_to_read(path: Path, nbytes: int) -> Iterator[Path]:
     """A file on the drive of `path` to read at random: `path`, or the neurons' file of the model directory that it is,
     where that is large enough, else a scratch file of `nbytes`, removed at the end, also of a run that was interrupted.
+    One that a killed process left there is removed, too.
 
     FlashIOError where there is no room, or the file cannot be written.
     """
@@ -70,7 +74,8 @@ def file_to_read(path: Path, nbytes: int) -> Iterator[Path]:
         yield own
         return
     folder = path if path.is_dir() else path.parent
-    scratch = folder / f".flashllm-calibrate-{os.getpid()}"
+    _sweep(folder)
+    scratch = folder / f"{_SCRATCH}{os.getpid()}"
     free = shutil.disk_usage(folder).free
     if free < nbytes + _DISK_MARGIN:
         raise FlashIOError(
@@ -78,8 +83,11 @@ def file_to_read(path: Path, nbytes: int) -> Iterator[Path]:
             "minute; free some space, or name a folder elsewhere on the same drive"
         )
     try:
-        _write_scratch(scratch, nbytes)
-        yield scratch
+        with scratch.open("xb", buffering=0) as file:
+            with contextlib.suppress(OSError):  # of a file system that cannot lock, nothing is swept
+                fcntl.flock(file, fcntl.LOCK_EX)
+            _write_scratch(file, nbytes)
+            yield scratch
     except OSError as error:
         raise FlashIOError(f"{scratch}: {error.strerror}; nothing was kept") from error
     finally:
@@ -122,14 +130,21 @@ def write_curve(folder: Path, nbytes: int, among: Sequence[int] = _WRITES) -> Ra
         writer.close()
 
 
-def _write_scratch(path: Path, nbytes: int) -> None:
+def _write_scratch(file: RawIOBase, nbytes: int) -> None:
     """Bytes that no file system can compress, on the drive and out of the page cache."""
     block = np.random.default_rng(0).bytes(min(nbytes, 16 << 20))
-    with path.open("xb", buffering=0) as file:
-        for start in range(0, nbytes, len(block)):
-            file.write(block[: nbytes - start])
-            os.fsync(file.fileno())
-            drop_page_cache(file.fileno(), start, len(block))
+    for start in range(0, nbytes, len(block)):
+        file.write(block[: nbytes - start])
+        os.fsync(file.fileno())
+        drop_page_cache(file.fileno(), start, len(block))
+
+
+def _sweep(folder: Path) -> None:
+    """Remove scratch files that no process holds."""
+    for path in folder.glob(f"{_SCRATCH}*"):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
 
 
 def batch_of(

@@ -116,6 +116,15 @@ def test_the_scratch_file_goes_whatever_happens(tmp_path, room):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_a_killed_process_left_goes_and_what_one_reads_stays(tmp_path, room):
+    left = tmp_path / ".flashllm-calibrate-1"
+    with file_to_read(tmp_path, 1 << 16) as path:
+        left.write_bytes(b"left")
+        read = path.rename(tmp_path / ".flashllm-calibrate-2")  # as if by another process
+        with file_to_read(tmp_path, 1 << 16) as other:
+            assert sorted(tmp_path.iterdir()) == sorted([read, other])
+
+
 def test_a_full_drive_is_told_before_anything_is_written(tmp_path):
     with pytest.raises(FlashIOError, match="are free"), file_to_read(tmp_path, 1 << 60):
         pass
