@@ -179,6 +179,18 @@ def test_every_failure_is_one_line(run, monkeypatch, error, status, words):
         assert err.splitlines()[-1].startswith("flashllm: error: ")
 
 
+def test_ctrl_c_while_the_command_line_is_imported():
+    code = (
+        "import builtins, sys; imported = builtins.__import__\n"
+        "def stopped(name, *rest):\n"
+        "    if name == 'flashllm.cli': raise KeyboardInterrupt\n"
+        "    return imported(name, *rest)\n"
+        "from flashllm.__main__ import main; builtins.__import__ = stopped; sys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "flashllm: interrupted\n")
+
+
 def test_a_signal_that_ends_cleans_up_as_ctrl_c(run, monkeypatch):
     def ended(args):
         signal.raise_signal(signal.SIGTERM)
