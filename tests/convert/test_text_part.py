@@ -22,8 +22,7 @@ _QWEN = ("model.visual.blocks.0.attn.qkv.weight", "model.visual.merger.norm.bias
 _GEMMA = ("model.vision_tower.a.weight", "model.embed_vision.b.weight", "model.audio_tower.c.weight")
 # Variant: the model_type of the whole, what else that has, and how that is said.
 _QWEN_SAID = (
-    "left out: the picture encoder (model.visual.\u2026, 2 tensors) and layers that draft tokens "
-    "(mtp.\u2026, 1 tensors)"
+    "left out: the picture encoder (model.visual.\u2026, 2 tensors) and layers that draft tokens (mtp\u2026, 1 tensors)"
 )
 _GEMMA_SAID = (
     "left out: the sound encoder (model.audio_tower.\u2026, 1 tensors) and what brings pictures to the model's width "
@@ -79,7 +78,7 @@ def test_the_text_model_is_that_of_its_own_checkpoint(variant, variant_of, tmp_p
     assert config["model_type"] == (variant if model_type == "mistral3" else f"{model_type}_text")
 
 
-@pytest.mark.parametrize("variant", ["glm4_moe", "glm4_moe_lite", "deepseek_v3"])
+@pytest.mark.parametrize("variant", ["glm4_moe", "glm4_moe_lite", "deepseek_v3", "hy_v3"])
 @pytest.mark.parametrize("said", [None, 1, 2])
 def test_layers_that_draft_behind_the_models_own(variant, said, variant_of, tmp_path):
     source, alone = variant_of(variant)
@@ -97,6 +96,27 @@ def test_layers_that_draft_behind_the_models_own(variant, said, variant_of, tmp_
     theirs, mine = (json.loads((each / MANIFEST).read_text())["files"] for each in (alone, tmp_path / "model"))
     assert mine["ffn.safetensors"] == theirs["ffn.safetensors"]
     assert mine["resident.safetensors"] == theirs["resident.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("variant", "names"),
+    {
+        "ernie4_5_moe": ("model.mtp_block.0.mlp.up_proj.weight", "model.mtp_emb_norm.0.weight"),
+        "mimo_v2_flash": ("model.mtp.layers.0.eh_proj.weight",),
+        **dict.fromkeys(("exaone_moe", "mellum", "nemotron_h", "olmo_hybrid"), ("mtp.layers.0.norm.weight",)),
+    }.items(),
+)
+def test_layers_that_draft_under_names_of_their_own(variant, names, variant_of, tmp_path):
+    source, alone = variant_of(variant)
+    shutil.copytree(source, tmp_path / "hf")
+    others = {name: np.ones((2, 3), np.float32) for name in names}
+    save_file({**load_file(source / "model.safetensors"), **others}, tmp_path / "hf" / "model.safetensors")
+    lines = []
+    convert(tmp_path / "hf", tmp_path / "model", say=lines.append)
+    prefix = f"{names[0].partition('mtp')[0]}mtp"
+    assert f"left out: layers that draft tokens ({prefix}\u2026, {len(names)} tensors)" in lines
+    theirs, mine = (json.loads((each / MANIFEST).read_text())["files"] for each in (alone, tmp_path / "model"))
+    assert mine == theirs
 
 
 @pytest.mark.parametrize(("variant", "name"), [("deepseek_v3", "kimi_k2"), ("bailing_moe", "bailing_moe_v2")])

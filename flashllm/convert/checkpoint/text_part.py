@@ -24,7 +24,7 @@ _SAME = {"kimi_k2": "deepseek_v3", "bailing_moe_v2": "bailing_moe"}  # which is 
 _PREFIXES = {"model.language_model.": "model.", "language_model.": ""}  # -> what the text's own checkpoint has
 _OTHERS = {
     "model.visual.": "the picture encoder",
-    "mtp.": "layers that draft tokens",
+    **dict.fromkeys(("mtp", "model.mtp"), "layers that draft tokens"),
     **dict.fromkeys(("model.vision_tower.", "vision_tower."), "the picture encoder"),
     "multi_modal_projector.": "what brings pictures to the model's width",
     "model.multi_modal_projector.": "what brings pictures to the model's width",
@@ -32,10 +32,13 @@ _OTHERS = {
     "model.audio_tower.": "the sound encoder",
     "model.embed_audio.": "what brings sound to the model's width",
 }
-_DRAFTING = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # models published with layers that draft
+_DRAFTING = (  # models published with layers that draft
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "ernie4_5_moe", "exaone_moe", "mellum", "mimo_v2_flash"),
+    *("nemotron_h", "olmo_hybrid"),
+)
 _SHARING = ("gemma3n_text", "gemma4_text")  # and those whose last layers attend to the keys and values of others
 # And those whose such layers are numbered on behind their own.
-_BEHIND = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "bailing_moe")
+_BEHIND = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "bailing_moe", "hy_v3")
 _MOST_BEHIND = 16
 _OF_WHOLE = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
 
