@@ -29,10 +29,7 @@ _OTHERS = {
         for runs, names in _NEWER.items()
         for name in names.split()
     },
-    **dict.fromkeys(
-        ("gemma3", "shieldgemma2"),
-        "Gemma 3 with its picture encoder; the text model alone has model_type gemma3_text and runs",
-    ),
+    "shieldgemma2": "a Gemma 3 that judges pictures; Gemma 3 itself runs",
     "jais": "the first Jais, with a SwiGLU of its own and distances added to its scores; Jais 2 runs",
     "xglm": "XGLM, with sinusoidal positions; OPT runs",
     "biogpt": "BioGPT; OPT, of the same shape, runs",

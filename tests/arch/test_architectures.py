@@ -194,7 +194,7 @@ def test_what_is_added_to_the_sum_of_weights(model_type, epsilon):
         ({**BITNET, "quantization_config": {**ROUNDED, "linear_class": "other"}}, "another linear_class"),
         ({**BITNET, "quantization_config": {**ROUNDED, "use_rms_norm": True}}, "use_rms_norm, a norm before every"),
         ({**BITNET, "quantization_config": {**ROUNDED, "modules_to_not_convert": []}}, "other modules_to_not_convert"),
-        ({"model_type": "gemma3"}, "gemma3_text"),
+        ({"model_type": "shieldgemma2"}, "judges pictures"),
         ({"model_type": None}, "not supported"),
         ({"model_type": ["opt"]}, "not supported"),
         ({**TINY, "activation_function": "tanh"}, "activation 'tanh' is not supported for opt; supported: relu, gelu"),

@@ -16,19 +16,27 @@ from flashllm.format.model_files import CONFIG
 _TEXT_OF = {  # by the model_type of the whole
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "gemma3": "gemma3_text",
     "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
-    "mistral3": None,  # of several: as the text's config says
+    "kimi_k25": "deepseek_v3",
+    "qwen3_vl": "qwen3",  # whose positions in three dimensions are plain ones in text
 }
+_SAYS_TEXT = {"mistral3": "mistral", "lfm2_vl": "lfm2"}  # the text's config says it; what it is where that does not
+_DEFAULTS = {"qwen3_vl": {"rope_theta": 500_000.0, "max_position_embeddings": 128_000}}  # other than the plain type's
 _SAME = {"kimi_k2": "deepseek_v3", "bailing_moe_v2": "bailing_moe"}  # which is the same, under the vendor's name
 _PREFIXES = {"model.language_model.": "model.", "language_model.": ""}  # -> what the text's own checkpoint has
 _OTHERS = {
     "model.visual.": "the picture encoder",
     **dict.fromkeys(("mtp", "model.mtp"), "layers that draft tokens"),
     **dict.fromkeys(("model.vision_tower.", "vision_tower."), "the picture encoder"),
-    "multi_modal_projector.": "what brings pictures to the model's width",
-    "model.multi_modal_projector.": "what brings pictures to the model's width",
-    "model.embed_vision.": "what brings pictures to the model's width",
+    **dict.fromkeys(
+        (
+            *("multi_modal_projector.", "model.multi_modal_projector.", "model.embed_vision."),
+            *("mm_projector.", "model.mm_projector."),
+        ),
+        "what brings pictures to the model's width",
+    ),
     "model.audio_tower.": "the sound encoder",
     "model.embed_audio.": "what brings sound to the model's width",
 }
@@ -50,18 +58,19 @@ def text_part(checkpoint: Checkpoint) -> Checkpoint:
     """
     config = dict(checkpoint.config)
     whole = str(config.get("model_type"))
-    if whole in _TEXT_OF:
+    if whole in (*_TEXT_OF, *_SAYS_TEXT):
         text = config.get("text_config")
         if not isinstance(text, dict):
             raise FormatError(f"{checkpoint.path / CONFIG}: has no text_config, which {whole} models have")
         of_whole = {key: config[key] for key in _OF_WHOLE if config.get(key) is not None}
-        config = {**text, **of_whole, "model_type": _TEXT_OF[whole] or text.get("model_type", "mistral")}
+        model_type = _TEXT_OF.get(whole) or text.get("model_type", _SAYS_TEXT.get(whole))
+        config = {**_DEFAULTS.get(whole, {}), **text, **of_whole, "model_type": model_type}
     elif whole in _SAME:
         whole = config["model_type"] = _SAME[whole]
     is_other = config.get("model_type") != checkpoint.config.get("model_type")
     if not is_other and whole not in (*_DRAFTING, *_BEHIND, *_SHARING):
         return checkpoint
-    others = _OTHERS | (_behind(config) if whole in _BEHIND else {})
+    others = _OTHERS | (_behind(config) if config["model_type"] in _BEHIND else {})
     others |= _shared(config) if config["model_type"] in _SHARING else {}
     tensors, files, left_out, first = {}, {}, Counter[str](), dict[str, str]()
     for name, info in checkpoint.tensors.items():
