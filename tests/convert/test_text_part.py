@@ -228,3 +228,14 @@ def test_decays_in_fp32_stay_so_in_a_model_of_16_bits(tmp_path):
     assert stored["layers.0.query.weight"].dtype == torch.bfloat16
     with Model.open(tmp_path / "model", RunConfig()) as model, model.new_sequence() as sequence:
         assert np.isfinite(model.step([(sequence, [5, 6, 7])])).all()
+
+
+@pytest.mark.parametrize("variant", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
+def test_norms_that_have_1_added_are_refused(variant, variant_of, tmp_path):
+    """As MLX writes them."""
+    shutil.copytree(variant_of(variant)[0], tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    added = {name: tensor + 1 for name, tensor in tensors.items() if name.endswith("layernorm.weight")}
+    save_file({**tensors, **added}, tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=r"weights are around 1, where qwen3_.*: 1 was added"):
+        convert(tmp_path / "hf", tmp_path / "model")

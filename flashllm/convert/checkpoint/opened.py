@@ -5,8 +5,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import numpy as np
+
 from flashllm.arch.llama.bitnet import MODEL_TYPE as BITNET
 from flashllm.arch.registry import resolve
+from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE
 from flashllm.convert.checkpoint.folder import open_folder
 from flashllm.convert.checkpoint.fp8 import widened
 from flashllm.convert.checkpoint.gguf.config import model_config
@@ -23,6 +26,7 @@ from flashllm.errors import FormatError, UnsupportedModelError, UsageError
 from flashllm.format.model_files import CONFIG
 
 _OF_CODES = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".SCB", ".quant_map")
+_AROUND_ZERO = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # models trained so that their norms' weights are
 QUANTISED_DTYPE = "float16"  # of a conversion of quantised weights
 
 
@@ -37,7 +41,9 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
         with open_folder(path) as folder:
             checkpoint = widened(folder)
             _check_whole(checkpoint)
-            yield ternary(unstacked(apart(text_part(checkpoint))))
+            text = text_part(checkpoint)
+            _check_norms(text)
+            yield ternary(unstacked(apart(text)))
     elif path.is_file() and path.suffix.lower() == SUFFIX:
         with ExitStack() as stack:
             yield _gguf_checkpoint(open_gguf(path, stack))
@@ -64,6 +70,23 @@ def _check_whole(checkpoint: Checkpoint) -> None:
         raise UnsupportedModelError(
             f"{checkpoint.path}: its weights are in codes ({what}), which are not read; give the model that it was "
             "made from, or a GGUF file of it, whose bits are kept"
+        )
+
+
+def _check_norms(checkpoint: Checkpoint) -> None:
+    """UnsupportedModelError for one whose norms have 1 added, as MLX writes them: with another 1 it would speak
+    nonsense."""
+    if checkpoint.config.get("model_type") not in _AROUND_ZERO:
+        return
+    norms = [
+        checkpoint.floats(name, 0, info.shape[0])
+        for name, info in checkpoint.tensors.items()
+        if name.endswith(".input_layernorm.weight") and info.dtype in WEIGHT_DTYPE_BY_CODE and len(info.shape) == 1
+    ]
+    if norms and np.median(np.concatenate(norms)) > 0.5:  # not the mean: a few weights may be large
+        raise UnsupportedModelError(
+            f"{checkpoint.path}: its norms' weights are around 1, where {checkpoint.config['model_type']} has them "
+            "around 0: 1 was added to them, as MLX does; give the model that it was made from"
         )
 
 
