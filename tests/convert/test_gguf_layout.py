@@ -72,7 +72,7 @@ def refused(path, message, error=FormatError):
         (DOWN, {"shape": (96, 0)}, r"ffn_down\.weight holds nothing"),
         (DOWN, {"shape": (95, 64)}, r"ffn_down\.weight has rows of 95 weights, and kind Q8_0 blocks of 32"),
         (DOWN, {"kind": 200}, r"ffn_down\.weight is of kind 200, which the gguf package does not know"),
-        (DOWN, {"kind": 36}, r"ffn_down\.weight is of kind I2_S, .* give the model's Hugging Face folder"),
+        (DOWN, {"kind": 36}, r"ffn_down\.weight is of kind I2_S, .* give the model's Hugging Face folder .*bits$"),
         (DOWN, {"kind": KINDS.I32}, r"ffn_down\.weight is of kind I32, which cannot be dequantised"),
         (NORM, {"kind": KINDS.Q4_1}, r"attn_norm\.weight is of kind Q4_1, where vectors, norms and biases are F32"),
     ],

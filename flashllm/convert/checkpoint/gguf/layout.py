@@ -93,7 +93,7 @@ def _kind_of(number: int, where: str) -> _Kind:
     if number == _I2_S:
         raise UnsupportedModelError(
             f"{where} is of kind I2_S, bitnet.cpp's own, whose layout depends on the processor that it was made for; "
-            "give the model's Hugging Face folder (microsoft/bitnet-b1.58-2B-4T), which keeps its 2 bits, or TQ2_0"
+            "give the model's Hugging Face folder (microsoft/bitnet-b1.58-2B-4T), which keeps its 2 bits"
         )
     try:
         kind = gguf.GGMLQuantizationType(number)
