@@ -75,9 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Convert. Interrupted, the same command goes on where it stopped."""
+    from flashllm.commands.options import warn_of_garbage
     from flashllm.convert.locate import find_checkpoint
     from flashllm.convert.tokenizer import TOKENIZER
     from flashllm.errors import UsageError
+    from flashllm.format.manifest import MANIFEST
 
     if args.text is not None and args.sparsify is None:
         raise UsageError("--text is the text by which --sparsify chooses thresholds; give both, or neither")
@@ -91,7 +93,11 @@ def main(args: argparse.Namespace) -> int:
             manifest = _convert(args, source, name, bars)
         if TOKENIZER not in manifest.files:
             say(f"{source} has no tokenizer: the model takes token ids alone, no text to chat with")
+        else:
+            warn_of_garbage(args.dst, always=_of_fewer_bits(args) and manifest.quality is None)
     except KeyboardInterrupt as stop:
+        if (args.dst / MANIFEST).exists():
+            raise KeyboardInterrupt(f"interrupted; {args.dst} is whole, but was not compared or checked") from stop
         raise KeyboardInterrupt("interrupted; the same command goes on where it stopped") from stop
     print(args.dst)
     return 0
@@ -150,15 +156,20 @@ def _convert(args: argparse.Namespace, source: Path, name: str | None, bars: Exi
             calibrating=calibrating,
             **choices,
         )
-    if {8, 4} & {args.bits, args.resident_bits} and TOKENIZER in manifest.files:
-        say(_compared(source, args.dst, bar("compare", "layers")))
+    if _of_fewer_bits(args) and TOKENIZER in manifest.files:
+        manifest = _compared(source, args.dst, bar("compare", "layers")) or manifest
     if args.gate is not None and not manifest.sparse:
         say("no neuron of this model is ever zero, so its gates leave none out; --sparsify would")
     return manifest
 
 
-def _compared(source: Path, directory: Path, progress: Progress) -> str:
-    """Say what the bits of a finished conversion cost, or why that is not known: the model is whole either way."""
+def _of_fewer_bits(args: argparse.Namespace) -> bool:
+    return not {8, 4}.isdisjoint((args.bits, args.resident_bits))
+
+
+def _compared(source: Path, directory: Path, progress: Progress) -> "Manifest | None":
+    """Say what the bits of a finished conversion cost, or why that is not known: the model is whole either way. Its
+    manifest where that was measured."""
     from flashllm.commands.predictors.scripts import sample_text
     from flashllm.errors import FlashError
     from flashllm.format.report.inspect import quality_line
@@ -167,9 +178,11 @@ def _compared(source: Path, directory: Path, progress: Progress) -> str:
     try:
         manifest = measure_quality(source, directory, sample_text(), progress=progress)
     except FlashError as error:
-        return f"what fewer bits cost was not measured: {error}"
+        say(f"what fewer bits cost was not measured: {error}")
+        return None
     assert manifest.quality is not None
-    return quality_line(dataclasses.asdict(manifest.quality))
+    say(quality_line(dataclasses.asdict(manifest.quality)))
+    return manifest
 
 
 def _encoding(bits: int | None) -> str | None:

@@ -134,8 +134,12 @@ def _speculate(given: str | None) -> Speculate | Path:
     from flashllm.base.progress import ProgressBar
     from flashllm.convert.locate import resolve_model
 
+    converted: list[Path] = []
     with ProgressBar("convert") as bar:
-        return resolve_model(given, progress=bar, say=say)
+        path = resolve_model(given, progress=bar, say=say, converted=converted.append)
+    if converted:
+        warn_of_garbage(path)
+    return path
 
 
 def explained(args: argparse.Namespace) -> Callable[[str], None]:
@@ -152,24 +156,53 @@ def find_model(args: argparse.Namespace, *, notice: Callable[[str], None] = say)
         from flashllm.base.progress import ProgressBar
         from flashllm.convert.locate import resolve_model
 
+        memory = None if args.memory == AUTO else args.memory
+        converted: list[Path] = []
         with ProgressBar("convert") as bar:
-            memory = None if args.memory == AUTO else args.memory
-            path = resolve_model(args.model, memory=memory, progress=bar, say=say, explain=explained(args))
+            path = resolve_model(
+                args.model, memory=memory, progress=bar, say=say, explain=explained(args), converted=converted.append
+            )
+        if converted:
+            warn_of_garbage(path, memory=memory)
     if is_demo(path):
         notice(DEMO_NOTICE)
     return path
 
 
+def warn_of_garbage(path: Path, *, memory: int | None = None, always: bool = False) -> None:
+    """Say where the model directory `path`, just converted, predicts a text as garbage does; with `always` how it
+    predicts it, too. Nothing where it has no tokenizer or memory is too small: the model's first run says so."""
+    from flashllm.commands.predictors.scripts import sample_text
+    from flashllm.errors import FlashError
+    from flashllm.pack.loss import measure_loss
+
+    try:
+        text = sample_text()
+        with loading(path, "checking"):
+            loss = measure_loss(path, text, memory=memory)
+    except FlashError:
+        return
+    if always:
+        say(f"its perplexity is {loss.perplexity:.4g}, on {loss.tokens} tokens of {text.name}")
+    if loss.is_garbage:
+        say(
+            "warning: this model predicts plain English as garbage does: its perplexity is "
+            f"{loss.perplexity:.3g}, where guessing has {loss.vocab_size}. Its file is damaged, not trained or of no "
+            "English, or flashllm computes it wrongly. Try another file of the model; if that is no better, please "
+            "report it with the file's name"
+        )
+
+
 @contextmanager
-def loading(path: Path) -> Iterator[None]:
-    """Show at a terminal that the block loads a model, which takes seconds."""
+def loading(path: Path, what: str = "loading") -> Iterator[None]:
+    """Show at a terminal that the block loads a model, or does `what` with it, which takes seconds."""
     if not is_terminal(sys.stderr):
         yield
         return
     from rich.console import Console
     from rich.text import Text
 
-    with Console(stderr=True).status(Text(f"loading {one_line(path.name)}"), spinner="line"):
+    with Console(stderr=True).status(Text(f"{what} {one_line(path.name)}"), spinner="line"):
         yield
 
 

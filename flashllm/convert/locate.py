@@ -4,6 +4,7 @@ It is kept in the user's cache directory and found there from then on. Loads no 
 """
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from flashllm.arch.registry import resolve
@@ -33,13 +34,15 @@ def resolve_model(
     progress: Progress | None = None,
     say: Say = lambda line: None,
     explain: Say = lambda line: None,
+    converted: Callable[[Path], None] = lambda path: None,
     cache: Path | None = None,
     hub: Hub | None = None,
 ) -> Path:
     """The model directory that `model` means; None means the demo.
 
     A directory with a manifest is returned as it is, whole or not: the caller opens it. `progress` follows a
-    conversion, `say` gets a line for a download, `explain` those on how the model is converted.
+    conversion, `say` gets a line for a download, `explain` those on how the model is converted;
+    `converted` gets what a conversion made.
     With `in_place` a mixture's experts stay in their checkpoint where the drive lacks room for a copy, or where a limit
     of `memory` (None: what is free) holds them all, so that a copy would not be faster; `say` gets a line on that.
     `cache` and `hub` are by default the user's and Hugging Face's.
@@ -86,6 +89,7 @@ def resolve_model(
             f"{format_size(nbytes)} of experts stay in {checkpoint} and are read there, as {reason}: it must stay "
             f"as it is; `flashllm convert {model} DST` copies them, which is faster where few of them fit in memory"
         )
+    converted(target)
     return target
 
 

@@ -87,9 +87,21 @@ class Zeros:
 def perplexity(
     model: Model, windows: Windows, *, observer: Inputs | Zeros | None = None, done: Callable[[], None] | None = None
 ) -> float:
-    """exp of the mean negative log-likelihood of every token but each window's first. `done` is called after each."""
+    """exp of `mean_surprise`."""
+    return math.exp(mean_surprise(model, windows, observer=observer, done=done))
+
+
+def piece_tokens(vocab_size: int) -> int:
+    """Tokens whose logits are computed at once."""
+    return max(1, _PIECE_NBYTES // (4 * vocab_size))
+
+
+def mean_surprise(
+    model: Model, windows: Windows, *, observer: Inputs | Zeros | None = None, done: Callable[[], None] | None = None
+) -> float:
+    """The mean negative log-likelihood of every token but each window's first. `done` is called after each window."""
     total, count = 0.0, 0
-    size = max(1, _PIECE_NBYTES // (4 * model.vocab_size))
+    size = piece_tokens(model.vocab_size)
     for ids in windows:
         sequence = model.new_sequence()
         try:
@@ -103,7 +115,7 @@ def perplexity(
             sequence.close()
         if done is not None:
             done()
-    return math.exp(total / count)
+    return total / count
 
 
 def surprise(logits: Floats, targets: Sequence[int]) -> float:
