@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 from flashllm.arch.family import decoder_block, defaults_of
 from flashllm.arch.llama.names import BEFORE, BEHIND, row
 from flashllm.arch.registry import ARCHITECTURES
+from flashllm.arch.spec import SHARED_BESIDE
 from flashllm.convert.run import convert
 
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)  # known there within a wrapper alone
@@ -393,6 +394,7 @@ VARIANTS = {
     "mixtral": Variant("mixtral"),
     "mixtral window": Variant("mixtral", {"sliding_window": 37, "num_experts_per_tok": 1, "head_dim": 24}),
     "qwen2_moe": Variant("qwen2_moe", {"shared_expert_intermediate_size": 80}),
+    "qwen2_moe shared beside": Variant("qwen2_moe", {"shared_expert_intermediate_size": 80, SHARED_BESIDE: True}),
     "qwen2_moe window": Variant(
         "qwen2_moe", {"use_sliding_window": True, "sliding_window": 70, "max_window_layers": 2, "qkv_bias": False}
     ),
@@ -497,6 +499,7 @@ VARIANTS |= {
             "mlp_multipliers": [0.8, 1.4],
         },
     ),
+    "nemotron_h shared beside": Variant("nemotron_h", {SHARED_BESIDE: True}),
     "nemotron_h dense, biases": Variant("nemotron_h", {"hybrid_override_pattern": "M-*-M-", "use_bias": True}),
     "nemotron_h neurons first": Variant(
         "nemotron_h", {"hybrid_override_pattern": "-E*MEE", "n_group": 2, "topk_group": 1, "use_conv_bias": False}
@@ -568,6 +571,7 @@ VARIANTS |= {
             "logit_scale": 0.5,
         },
     ),
+    "cohere2_moe shared beside": Variant("cohere2_moe", {SHARED_BESIDE: True, "logit_scale": 0.5}),
     "cohere2_moe sigmoid, summed": Variant(
         "cohere2_moe",
         {
@@ -609,6 +613,7 @@ VARIANTS |= {
     ),
     "solar_open": Variant("solar_open", {"routed_scaling_factor": 2.5}),
     "exaone_moe": Variant("exaone_moe", {"sliding_window": 50, "sliding_window_pattern": 2}),
+    "afmoe shared beside": Variant("afmoe", _TYPES | {SHARED_BESIDE: True}),
     "afmoe": Variant("afmoe", _TYPES | {"mup_enabled": True, "route_scale": 2.5}),
     "laguna": Variant(
         "laguna",

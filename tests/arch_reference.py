@@ -166,11 +166,17 @@ class ReferenceDecoder:
             read = before("attention_norm" if spec.shared_norm else "ffn_norm", states)
             made = self._ffn(layer, read, states)
             if spec.beside:
-                inputs = self._norm(at + "ffn_beside_norm", states)
-                gate = self._activation(layer, self._linear(at + "beside_gate", inputs))
-                dense = self._linear(at + "beside_down", gate * self._linear(at + "beside_up", inputs))
-                dense = self._norm(at + "ffn_beside_output_norm", dense)
-                made = dense + self._norm(at + "ffn_experts_output_norm", made)
+                inputs = self._norm(at + "ffn_beside_norm", states) if spec.beside_norms else read
+                dense = self._linear(at + "beside_up", inputs)
+                gate = self._linear(at + "beside_gate", inputs) if block.gated else None
+                dense = self._activation(layer, dense) if gate is None else self._activation(layer, gate) * dense
+                dense = self._linear(at + "beside_down", dense)
+                if spec.beside_norms:
+                    dense = self._norm(at + "ffn_beside_output_norm", dense)
+                    made = self._norm(at + "ffn_experts_output_norm", made)
+                if at + "shared_gate.weight" in self.tensors:
+                    dense = dense * self._linear(at + "shared_gate", inputs).sigmoid()
+                made = made + dense
             return behind("ffn_output_norm", made * spec.ffn_scale)
 
         if spec.parallel:

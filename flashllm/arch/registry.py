@@ -22,7 +22,7 @@ from flashllm.arch.llama.state_space import STATE_SPACES
 from flashllm.arch.llama.windowed import WINDOWED
 from flashllm.arch.opt import OPT
 from flashllm.arch.refused import describe_refused
-from flashllm.arch.spec import Architecture, BlockSpec
+from flashllm.arch.spec import SHARED_BESIDE, Architecture, BlockSpec, with_shared_beside
 from flashllm.arch.tensors import TOKEN_TABLE, ArchitectureSpec, Part, ResidentTensor, Shape, tensor_shape
 from flashllm.base.checks import check_int
 from flashllm.errors import FormatError, UnsupportedModelError
@@ -78,7 +78,8 @@ def block_spec(config: Mapping[str, Any]) -> BlockSpec:
     spec = spec_of(config)
     try:
         _check_labels(config)
-        return spec.block(complete_config(config))
+        block = spec.block(complete_config(config))
+        return with_shared_beside(block) if config.get(SHARED_BESIDE) else block
     except ValueError as error:
         raise FormatError(f"config.json: {error}") from error
     except UnsupportedModelError as error:

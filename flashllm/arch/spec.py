@@ -3,7 +3,7 @@ manifest records of one (`Architecture`). Plain values: no tensors and no files.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from flashllm.arch.mixers import MAX_DIMENSION, Attention, Keeping, Mixer, StateSpace, check_cap, check_size
@@ -19,6 +19,7 @@ SPARSE_ACTIVATIONS = ("relu", "squared_relu", "drelu", "fatrelu")
 ACTIVATIONS = (*SPARSE_ACTIVATIONS, "silu", "gelu", "gelu_tanh", "quick_gelu", "clamped_swiglu")
 MAX_LAYERS = 4096
 MAX_CONTEXT = 2**30
+SHARED_BESIDE = "shared_experts_beside"  # of a config.json that a conversion wrote: `with_shared_beside`
 
 Config = Mapping[str, Any]  # a config.json, defaults filled in
 
@@ -43,9 +44,11 @@ class LayerSpec:
     shared_norm: bool = False  # of a parallel layer: the FFN reads what the mixer reads
     neurons: int  # of the feed-forward part; 0: there is none
     experts: ExpertsSpec | None = None  # that the neurons belong to; None: the feed-forward part is dense
-    # Neurons of a dense part beside the experts, which is resident: the sum of both, each behind a norm of its own, is
-    # what comes of the feed-forward part. Each has its own norm before it, too.
+    # Neurons of a dense part beside the experts, which is resident: the sum of both is what comes of the feed-forward
+    # part. With `beside_norms` each has a norm of its own before it and behind it; else it is a shared expert, weighed
+    # by the gate of those, if there is one (`with_shared_beside`).
     beside: int = 0
+    beside_norms: bool = False
     activation_threshold: float = 0.0  # of fatrelu: what is not above it becomes zero
     activation_scale: float = 1.0  # of any: of what goes into it
     ffn_scale: float = 1.0  # of the feed-forward part's output
@@ -67,8 +70,10 @@ class LayerSpec:
             raise ValueError("a layer's second mixer is beside attention")
         if self.experts is not None and self.neurons != self.experts.neurons:
             raise ValueError(f"{self.experts.neurons} neurons of experts are not {self.neurons}")
-        if self.beside and (self.experts is None or self.norms != "both"):
-            raise ValueError("a dense part lies beside experts, with norms before and behind")
+        if self.beside and self.experts is None:
+            raise ValueError("a dense part lies beside experts")
+        if self.beside_norms and (not self.beside or self.norms != "both"):
+            raise ValueError("a dense part with norms of its own lies beside experts, with norms before and behind")
         if self.gate_deviations is not None:
             check_number("gate_deviations", self.gate_deviations)
             if self.experts is not None or self.activation_cut or not self.neurons:
@@ -104,7 +109,9 @@ class LayerSpec:
             "ffn_output_norm": behind,
             "query_norm": of_heads or (latent is not None and latent.query_rank is not None),
             "key_norm": (of_heads and self._shared is None) or latent is not None,
-            **dict.fromkeys(("ffn_experts_output_norm", "ffn_beside_norm", "ffn_beside_output_norm"), self.beside > 0),
+            **dict.fromkeys(
+                ("ffn_experts_output_norm", "ffn_beside_norm", "ffn_beside_output_norm"), self.beside_norms
+            ),
         }.get(name, True)
 
     @property
@@ -360,6 +367,24 @@ class Architecture:
         """True where most neurons are exactly zero for a token, and may be read apart, so that modes sparse and oracle
         make sense. Experts of squared ReLU are read whole: to leave their zeros out would pay above 85 % of them."""
         return self.activation in SPARSE_ACTIVATIONS and not (self.experts and self.activation == "squared_relu")
+
+
+def with_shared_beside(block: BlockSpec) -> BlockSpec:
+    """The same model, whose shared experts are no rows behind the routed ones, but a resident part beside them.
+
+    ValueError where it has none, or their values are more than an activation's, times what is behind a gate.
+    """
+    shared = 0 if block.experts is None else block.experts.shared
+    if not shared or block.activation in ("drelu", "clamped_swiglu") or any(each.beside for each in block.layers):
+        raise ValueError(f"{SHARED_BESIDE} is of a mixture with shared experts and a usual activation")
+
+    def beside(layer: LayerSpec) -> LayerSpec:
+        if layer.experts is None:
+            return layer
+        experts = replace(layer.experts, shared=0)
+        return replace(layer, neurons=experts.neurons, experts=experts, beside=shared)
+
+    return replace(block, layers=tuple(map(beside, block.layers)))
 
 
 def check_number(name: str, value: Any) -> float:

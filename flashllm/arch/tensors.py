@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashllm.arch.mixers import Attention, DeltaRule, ShortConvolution, StateSpace
-from flashllm.arch.spec import BlockSpec, Config, LayerSpec
+from flashllm.arch.spec import SHARED_BESIDE, BlockSpec, Config, LayerSpec
 from flashllm.errors import FormatError
 
 Shape = tuple[int, ...]
@@ -151,7 +151,18 @@ class ArchitectureSpec:
 
     def present(self, config: Config) -> list[ResidentTensor]:
         """The resident tensors a model of this complete config has."""
-        return [tensor for tensor in self.resident if tensor.when(config)]
+        found = [tensor for tensor in self.resident if tensor.when(config)]
+        if config.get(SHARED_BESIDE):
+            found += [
+                ResidentTensor(
+                    name=f"layers.{{i}}.beside_{matrix}.weight",
+                    source=source,
+                    layers=lambda layer: layer.beside > 0,
+                    part=self.matrix_parts.get(matrix, whole),
+                )
+                for matrix, source in self.shared_matrices.items()
+            ]
+        return found
 
     def with_prefix(self, names: Collection[str]) -> dict[str, str]:
         """State_dict name -> checkpoint name of a checkpoint's `names`; the ignored are left out.

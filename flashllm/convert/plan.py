@@ -13,7 +13,7 @@ import numpy as np
 
 import flashllm
 from flashllm.arch.registry import Claim, block_spec, bundle_names, claims, resolve, source_shapes, spec_of
-from flashllm.arch.spec import Architecture, BlockSpec
+from flashllm.arch.spec import SHARED_BESIDE, Architecture, BlockSpec
 from flashllm.arch.tensors import TOKEN_TABLE, ArchitectureSpec, Shape, is_wide
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, WeightDtype
 from flashllm.base.files import CHUNK_NBYTES
@@ -23,6 +23,7 @@ from flashllm.convert.checkpoint.coded import CodedWeights
 from flashllm.convert.checkpoint.source import Checkpoint, OwnPredictors
 from flashllm.convert.checkpoint.wrapped import what_wraps
 from flashllm.convert.choices import Activations, Choices, GatePlace
+from flashllm.convert.kept.weights import shared_differ
 from flashllm.convert.storage import Sources, Storage, storage_of
 from flashllm.convert.tokenizer import TOKENIZER, make_tokenizer
 from flashllm.convert.untrained.predictor import coded_gates_nbytes, default_rank, untrained_nbytes
@@ -107,8 +108,9 @@ class ConversionPlan(Storage):
         scales = f"; scales of the down columns in memory, {format_size(nbytes)}" if nbytes else ""
         left = self.kept.left
         rest = f"; {len(left)} matrices, {left[0]} the first, dequantised to {self.dtype.name}" if left else ""
-        if self.kept.anew:
-            rest += f"; {len(self.kept.anew)} down projections of shared experts coded anew, in 8 bits"
+        shared = sum(entry.nbytes for entry in self.resident if ".beside_" in entry.name)
+        if self.checkpoint.config.get(SHARED_BESIDE):
+            rest += f"; shared experts, of other kinds, in memory, {format_size(shared)}"
         rest += f"; {where}" if where else ""
         return f"the bits of {name} are kept: neurons {rows.described}{scales}{rest}; --bits encodes anew"
 
@@ -178,9 +180,12 @@ def plan_conversion(checkpoint: Checkpoint, **choices: Unpack[Choices]) -> Conve
     """
     dtype = choices.get("dtype") or checkpoint.preferred_dtype
     gate = choices.get("gate", "rows")
-    architecture, block = resolve(checkpoint.config), block_spec(checkpoint.config)
     names, _ = checked_tensors(checkpoint)
     claimed = claims(checkpoint.config)
+    if choices.get("keep") and shared_differ(checkpoint, names, claimed, resolve(checkpoint.config)):
+        checkpoint = checkpoint.configured({**checkpoint.config, SHARED_BESIDE: True})
+        claimed = claims(checkpoint.config)
+    architecture, block = resolve(checkpoint.config), block_spec(checkpoint.config)
     source_dtype = _source_dtype(checkpoint, names, claimed, mixed_allowed=dtype is not None)
     target = source_dtype if dtype is None else WEIGHT_DTYPES[dtype]
     _check_gate(checkpoint, architecture, gate)

@@ -8,7 +8,8 @@
  3. it is written last and replaced atomically: a directory without it is not a model;
  4. rows of a mixture of experts are those of its experts, in their order, then those of the shared neurons; as many
     rows share a checksum as `checksum_rows` says: the last of a layer may be fewer. Where experts are read from another
-    file (format/in_place.py), `ffn.safetensors` holds the rows behind theirs alone, and checksums of pieces come first;
+    file (format/in_place.py), `ffn.safetensors` holds the rows behind theirs alone, and checksums of pieces come first.
+    With `shared_experts_beside` in config.json the shared neurons are no rows, but resident matrices;
  5. rows of a gated FFN hold up, gate and down; or up and down, and then the gate matrices are resident tensors;
  6. another `format_version` is refused: a higher one asks for a newer flashllm, a lower one for a new conversion.
     Version 2 named the resident tensors canonically (flashllm/arch/tensors.py);

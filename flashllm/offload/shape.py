@@ -296,7 +296,7 @@ def load_shape(model: str) -> ModelShape:
     if path.suffix.lower() == SUFFIX:
         with open_checkpoint(path) as checkpoint:
             plan = plan_conversion(checkpoint, keep=True)  # what `run` makes of it first
-        shape = shape_from_config(dict(checkpoint.config), name=path.stem, assembled=True)
+        shape = shape_from_config(dict(plan.checkpoint.config), name=path.stem, assembled=True)
         scales = plan.kept.down_scales if plan.kept is not None else ()
         stored = plan.dtype.name, plan.resident_encoding, plan.layout.encoding, plan.other_encodings
         return _in_codes(shape, plan.layout, lambda name: resident_encoding(name, *stored), scales)

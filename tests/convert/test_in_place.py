@@ -14,7 +14,7 @@ from arch_models import Variant, make_checkpoint
 from gguf_files import HALVES
 from safetensors.torch import load_file, save_file
 from test_gpt_oss import EXPERTS, mxfp4
-from test_kept import MIXTURES, WIDE, experts_alone, make, mixed, of_narrow_experts
+from test_kept import MIXTURES, SHARING, WIDE, experts_alone, make, mixed, of_wide_shared
 
 from flashllm import _core
 from flashllm.base.codes.carried import PACKED_AS, PLANE_CODES, pack_codes
@@ -96,8 +96,9 @@ def test_stored_rows_become_the_rows_that_conversion_writes(kind):
         np.testing.assert_array_equal(found, expected, err_msg=plane.name)
 
 
-def test_shared_neurons_that_are_coded_anew_do_not_lie_in_the_file(tmp_path):
-    _, copied, lying = both(tmp_path, of_narrow_experts, "qwen2_moe")
+@pytest.mark.parametrize("model_type", SHARING)
+def test_experts_lie_in_the_file_where_shared_ones_are_of_other_kinds(tmp_path, model_type):
+    _, copied, lying = both(tmp_path, of_wide_shared, model_type)
     assert Manifest.load(lying).in_place is not None
     np.testing.assert_array_equal(logits_of(copied), logits_of(lying))
     assert verify(lying).ok

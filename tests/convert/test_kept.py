@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import re
 
 import gguf
 import gguf_files
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 from tiny_models import change_config
 
 from flashllm import _core
+from flashllm.arch.registry import resident_shapes
 from flashllm.base.codes.carried import PACKED_AS, PLANE_CODES
 from flashllm.base.machine import process_nbytes
 from flashllm.cli import main
@@ -30,8 +30,10 @@ from flashllm.errors import FormatError, UsageError
 from flashllm.format import rows
 from flashllm.format.install import change_manifest
 from flashllm.format.manifest import MANIFEST, Manifest
+from flashllm.format.model_files import RESIDENT
 from flashllm.format.report.inspect import format_inspection, inspect
 from flashllm.format.report.verify import verify
+from flashllm.format.safetensors import read_header
 from flashllm.offload.runtime.host_ops import HostOps
 from flashllm.offload.runtime.tiers.source import open_weights
 from flashllm.offload.runtime.tiers.weight_plan import plan_weights
@@ -75,6 +77,7 @@ MIXTURES = {
     "nemotron_h": ("moe_intermediate_size", "moe_shared_expert_intermediate_size"),
     "deepseek_v3": ("moe_intermediate_size", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"),
 }
+SHARING = ("qwen2_moe", "qwen3_5_moe_text", "nemotron_h", "deepseek_v3")  # of them, those with shared experts
 _NEMOTRON = {"hybrid_override_pattern": "ME*E", "mamba_num_heads": 8, "mamba_head_dim": 32}  # whole blocks
 OF_FILES = ("kv_b_apart", "linear_value_heads_tiled")  # what a config says of tensors that lie otherwise
 
@@ -89,6 +92,20 @@ def mixed(name):
 def of_tables(name):
     """As llama.cpp's IQ4_XS: some layers' down projections are in codes of a table, others not."""
     return "IQ4_XS" if "ffn_down" in name and "blk.0" not in name else "Q5_K"
+
+
+def of_wide_shared(name):
+    """As Unsloth's, and as Q4_K_M of DeepSeek-V2-Lite, whose experts' width is no multiple of 256."""
+    if "shexp" in name:
+        return {"up": "Q5_K", "gate": "Q8_0", "down": "Q6_K"}[name.split("ffn_")[1].split("_")[0]]
+    if "ffn_down" in name:
+        return "Q8_0" if "blk.0" in name or "blk.1" in name else "Q5_0"
+    return "Q4_K"
+
+
+def of_plain_shared(name):
+    """Shared experts are not in codes."""
+    return "F16" if "shexp" in name else "Q4_K"
 
 
 def experts_alone(name):
@@ -113,10 +130,7 @@ def make(root, kind, model_type="llama", **sizes):
     state = {}
     with open_checkpoint(path) as checkpoint:
         for name, info in checkpoint.tensors.items():
-            assert info.dtype == "F32"
-            values = np.empty(info.shape, np.float32)
-            checkpoint.read(name, 0, values)
-            state[name] = torch.from_numpy(values)
+            state[name] = torch.from_numpy(checkpoint.floats(name, 0, info.shape[0]))
         own = {key: value for key, value in checkpoint.config.items() if key in OF_FILES}
     save_file(state, source / "model.safetensors", {"format": "pt"})
     change_config(source, **own)
@@ -189,7 +203,8 @@ def layers_of(directory, x, first=0):
 @pytest.mark.parametrize(
     ("kind", "model_type"),
     [*((kind, "llama") for kind in ("Q8_0", "Q4_0", "Q5_1", "Q2_K", "Q3_K", "IQ4_XS", "TQ2_0", "NVFP4", mixed)),
-     ("Q4_K", "olmoe"), (mixed, "qwen2_moe"), (experts_alone, "gpt_oss")],
+     ("Q4_K", "olmoe"), (mixed, "qwen2_moe"), (of_wide_shared, "qwen2_moe"),
+     (experts_alone, "gpt_oss")],
 )  # fmt: skip
 def test_the_throughput_engine_multiplies_them_as_they_are(tmp_path, kind, model_type):
     path, folder = make(tmp_path, kind, model_type)
@@ -331,38 +346,47 @@ def test_experts_in_nvfp4_are_not_read_where_they_lie(tmp_path):
     assert any("scales that lie apart" in line for line in lines)
 
 
-def of_narrow_experts(name):
-    """As llama.cpp's Q4_K_M where an expert's width is no multiple of 256 and the shared one's is: DeepSeek-V2-Lite."""
-    if "ffn_down" in name:
-        return "Q6_K" if "shexp" in name else "Q8_0" if "blk.0" in name else "Q5_0"
-    return "Q4_K"
-
-
-def test_shared_neurons_of_another_form_are_coded_anew(tmp_path):
-    path, folder = make(tmp_path, of_narrow_experts, "qwen2_moe")
+@pytest.mark.parametrize("model_type", SHARING)
+@pytest.mark.parametrize("kind", [of_wide_shared, of_plain_shared], ids=lambda kind: kind.__name__)
+def test_shared_experts_of_other_kinds_are_beside(tmp_path, kind, model_type):
+    path, folder = make(tmp_path, kind, model_type)
     lines = []
     manifest = convert(path, tmp_path / "kept", keep=True, dtype="float32", say=lines.append)
     convert(folder, tmp_path / "wide", dtype="float32")
-    count = manifest.architecture.num_layers
-    assert (manifest.rows.encoding, manifest.rows.down, manifest.down_scales) == (
-        "q4_k",
-        "codes8",
-        ("half_32",) * count,
-    )
-    assert f"{count} down projections of shared experts coded anew, in 8 bits" in lines[0]
-    with open_weights(tmp_path / "kept") as found, open_weights(tmp_path / "wide") as expected:
-        for tensor, shape in expected.shapes.items():
-            one, two = np.empty(shape, np.float32), np.empty(shape, np.float32)
-            found.read({tensor: one})
-            expected.read({tensor: two})
-            if re.fullmatch(r"layers\.\d+\.down\.weight", tensor):
-                experts = manifest.architecture.experts * manifest.architecture.unit_rows
-                shared = two[:, experts:]
-                assert 0 < np.abs(one[:, experts:] - shared).max() <= np.abs(shared).max() / 200
-                one, two = one[:, :experts], two[:, :experts]
-            np.testing.assert_array_equal(one, two, err_msg=tensor)
-    found, expected = logits_of(tmp_path / "kept", "dense"), logits_of(tmp_path / "wide", "dense")
-    assert np.abs(found - expected).mean() < 0.02 * expected.std()
+    architecture = manifest.architecture
+    assert (manifest.rows.encoding, architecture.shared_neurons) == ("q4_k", 0)
+    assert manifest.rows.has_plane
+    assert "; shared experts, of other kinds, in memory, " in lines[0]
+    names = {"up": "q5_k", "gate": "int8_32", "down": "q6_k"} if kind is of_wide_shared else {}
+    shapes = resident_shapes(json.loads((tmp_path / "kept" / "config.json").read_text()))
+    for layer, matrix in itertools.product(architecture.mixtures, architecture.matrices):
+        name = f"layers.{layer}.beside_{matrix}.weight"
+        assert name in shapes
+        assert manifest.encoding_of(name).name == names.get(matrix, "float32")
+    assert verify(tmp_path / "kept").ok
+    for mode in ("dense", "sparse"):
+        expected, found = (logits_of(tmp_path / each, mode) for each in ("wide", "kept"))
+        np.testing.assert_allclose(found, expected, atol=2e-5 * expected.std(), rtol=0, err_msg=mode)
+    small = logits_of(tmp_path / "kept", "sparse", cache_policy="window", window=1)
+    np.testing.assert_array_equal(small, found)
+
+
+def test_shared_experts_in_memory_are_in_the_plan(tmp_path):
+    path, _ = make(tmp_path, of_wide_shared, "qwen2_moe")
+    manifest = convert(path, tmp_path / "model", keep=True)
+    tensors = read_header(tmp_path / "model" / RESIDENT).tensors
+    with Model.open(tmp_path / "model", RunConfig(threads=1, io_threads=1)) as model:
+        memory = model.plan.memory
+    beside = sum(info.nbytes for name, info in tensors.items() if ".beside_" in name)
+    vectors = sum(PACKED_AS[name].vector_nbytes(256) for name in ("q5_k", "int8_32", "q6_k"))
+    assert beside == manifest.architecture.num_layers * 256 * vectors
+    others = [info.nbytes for name, info in tensors.items() if "flashllm." not in name and name not in manifest.planes]
+    assert memory.resident == sum(others) > beside
+
+
+def test_shared_experts_that_are_as_the_others_stay_in_rows(tmp_path):
+    path, _ = make(tmp_path, mixed, "qwen2_moe")
+    assert convert(path, tmp_path / "model", keep=True).architecture.shared_neurons == 256
 
 
 def test_what_is_kept_is_told_and_counted(tmp_path, capsys):

@@ -111,7 +111,8 @@ def _gemma4_block(config: Config, types: list[str], rope: Mapping[str, Any]) -> 
         neurons = spec.neurons * (2 if wide else 1)
         if experts is None:
             return replace(spec, mixer=attention, neurons=neurons)
-        return replace(spec, mixer=attention, neurons=experts.neurons, experts=experts, beside=neurons)
+        spec = replace(spec, mixer=attention, neurons=experts.neurons, experts=experts)
+        return replace(spec, beside=neurons, beside_norms=True)
 
     return each_layer(block, range(len(types)), layer)
 

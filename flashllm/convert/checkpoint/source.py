@@ -135,11 +135,14 @@ class Checkpoint:
         **others: Any,
     ) -> "Checkpoint":
         """The same with other tensors, and another config.json where one is given."""
-        if config is not None:
-            companions = tuple(path for path in self.companions if path.name != CONFIG)
-            made = {**self.made, CONFIG: json.dumps(config, indent=2).encode()}
-            others |= {"config": config, "companions": companions, "made": made}
-        return replace(self, tensors=tensors, _files=files, **others)
+        same = self if config is None else self.configured(config)
+        return replace(same, tensors=tensors, _files=files, **others)
+
+    def configured(self, config: Mapping[str, Any]) -> "Checkpoint":
+        """The same with another config.json."""
+        companions = tuple(path for path in self.companions if path.name != CONFIG)
+        made = {**self.made, CONFIG: json.dumps(config, indent=2).encode()}
+        return replace(self, config=config, companions=companions, made=made)
 
     def read(self, name: str, start: int, out: NDArray[Any]) -> None:
         """Fill contiguous `out` with the bytes of tensor `name` from its byte `start`, whatever its item type."""

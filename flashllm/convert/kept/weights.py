@@ -3,8 +3,8 @@
 Rows that a token is multiplied by (up, gate, attention, embedding, head) keep codes and scales in one vector. A down
 column's codes go into the neuron's row, and its scales, which the checkpoint has for groups of neurons, into the
 layer's plane of scales. Up and gate have one encoding in all layers, columns codes of one width in a layer: of its
-experts, the widest. A plane's scales have one form: a shared expert's down projection of another form than the experts'
-is coded anew, in 8 bits. Matrices that cannot be kept are dequantised.
+experts, the widest. A plane's scales have one form. Shared experts of other kinds than the routed ones are resident, so
+that each of their matrices has its own. Matrices that cannot be kept are dequantised.
 
 Knows kinds of codes by `blocks.KINDS`, and encodings by their names, no file format.
 """
@@ -25,7 +25,6 @@ from flashllm.base.codes.carried import (
     SCALE_FORMS,
     UNIT,
     CarriedCode,
-    Floats,
     Quantised,
     pack_codes,
     plane_code_of,
@@ -38,7 +37,6 @@ from flashllm.errors import FormatError
 from flashllm.format.model_files import is_coded_matrix
 
 _ROWS_TOGETHER = 256  # taken apart at a time
-_ANEW = "Q8_0"  # the kind of what is coded anew
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +49,6 @@ class KeptWeights:
     down_scales: tuple[str, ...]  # of each layer, where those lie apart
     resident: Mapping[str, str]  # encoding by canonical name
     left: tuple[str, ...]  # canonical names of quantised matrices that are not kept
-    anew: frozenset[str]  # of down projections that are coded anew, as `_ANEW`
     _claims: Mapping[str, Claim]
     _tensors: Mapping[str, QuantisedTensor]  # by canonical name
     _where: Mapping[str, str]  # the same, for messages
@@ -114,7 +111,7 @@ class KeptWeights:
             quantised = self._quantised(name, claim, first, min(_ROWS_TOGETHER, claim.rows - first))
             for part, values in quantised.scales.items():
                 parts.setdefault(part, []).append(values)
-        form = self._stored_kind(name).form
+        form = self._kind(name).form
         if form.is_e4m3:  # one for all of the tensor, which each group of neurons has
             parts["scales"] = [np.repeat(parts["scales"][0][:1], claim.shape[1] // form.group, axis=1)]
         return {part: np.concatenate(values).T for part, values in parts.items()}
@@ -123,7 +120,7 @@ class KeptWeights:
         """Every column's codes, [d_ff, bytes]; of one layer, or expert, at a time."""
         if name not in self._columns:
             self._columns.clear()
-            kind, claim, code = self._stored_kind(name), self._claims[name], PLANE_CODES[self._down(name)]
+            kind, claim, code = self._kind(name), self._claims[name], PLANE_CODES[self._down(name)]
             d_model, d_ff = claim.shape
             packed = np.empty((d_ff, code.vector_nbytes(d_model)), np.uint8)
             unit_nbytes = code.vector_nbytes(UNIT)
@@ -143,10 +140,6 @@ class KeptWeights:
     def _kind(self, name: str) -> Kind:
         return KINDS[self._tensors[name].kind]
 
-    def _stored_kind(self, name: str) -> Kind:
-        """How the model directory has a down projection."""
-        return KINDS[_ANEW] if name in self.anew else self._kind(name)
-
     def _packed(self, name: str, code: CarriedCode, start: int, length: int) -> NDArray[np.uint8]:
         """Stored rows of a tensor as vectors."""
         if self._tensors[name].kind == code.name:  # read as they are
@@ -156,8 +149,7 @@ class KeptWeights:
     def _quantised(self, name: str, claim: Claim, first: int, count: int) -> Quantised:
         """Rows of a down projection that are one run of stored rows."""
         ((start, length),) = runs(claim, first, count)
-        found = self._taken(name, self._kind(name), start, length)
-        return _coded_anew(found.widened()) if name in self.anew else found
+        return self._taken(name, self._kind(name), start, length)
 
     def _taken(self, name: str, kind: Kind, start: int, length: int) -> Quantised:
         try:
@@ -205,7 +197,6 @@ def keep_weights(
         down_scales=down.scales,
         resident=resident,
         left=tuple(name for name in found if name not in kept),
-        anew=down.anew,
         _claims={name: claimed[name] for name in kept},
         _tensors={name: usable[name] for name in kept},
         _where={name: checkpoint.where(names[claimed[name].source]) for name in kept},
@@ -213,19 +204,38 @@ def keep_weights(
     )
 
 
+def shared_differ(
+    checkpoint: Checkpoint, names: Mapping[str, str], claimed: Mapping[str, Claim], architecture: Architecture
+) -> bool:
+    """True for a mixture, read by whole experts, of which a shared one is of other kinds than those of the layer that a
+    router chooses, and these in codes that can be kept."""
+    if not architecture.shared_neurons or architecture.unit_rows == 1:
+        return False
+
+    def encoding(name: str) -> str | None:
+        tensor = checkpoint.quantised.get(names[claimed[name].source])
+        return None if tensor is None else _encoding(tensor)
+
+    for layer in architecture.mixtures:
+        bundles = bundle_names(architecture, layer)
+        for matrix in architecture.matrices:
+            routed, shared = (encoding(f"{bundle}{matrix}.weight") for bundle in (bundles[0], bundles[-1]))
+            if routed is not None and routed != shared:
+                return True
+    return False
+
+
 class _Down(NamedTuple):
     """How down columns are kept."""
 
     encodings: tuple[str, ...] = ()  # of each layer; (): not at all
     scales: tuple[str, ...] = ()  # forms of those that lie apart, of each layer
-    anew: frozenset[str] = frozenset()  # names of those that are not kept, but coded anew
 
 
 def _kept_down(
     usable: Mapping[str, QuantisedTensor], claimed: Mapping[str, Claim], bundles: Sequence[Sequence[str]], d_model: int
 ) -> _Down:
-    """Down columns are kept where all are quantised, and those of a layer in one form, or those of its experts in that
-    of `_ANEW`."""
+    """Down columns are kept where all are quantised, and those of a layer in one form."""
     layers = [[f"{bundle}down.weight" for bundle in layer] for layer in bundles]
     names = [name for layer in layers for name in layer]
     if any(name not in usable or claimed[name].part.repeats != 1 for name in names):
@@ -235,9 +245,6 @@ def _kept_down(
         one = own.pop()
         return _Down() if own or one is None else _Down((one,) * len(layers))
     kinds = {name: KINDS[usable[name].kind] for name in names}
-    own_form = KINDS[_ANEW].form
-    anew = [name for layer in layers for name in layer if own_form == kinds[layer[0]].form != kinds[name].form]
-    kinds |= dict.fromkeys(anew, KINDS[_ANEW])
     forms = [{kinds[name].form.name for name in layer} for layer in layers]
     usual = names[:1]  # what layers without neurons have
     codes = [plane_code_of([(kinds[name].bits, kinds[name].form) for name in layer or usual]) for layer in layers]
@@ -245,16 +252,7 @@ def _kept_down(
     if len(found) < len(layers) or d_model % UNIT or any(len(layer) > 1 for layer in forms):
         return _Down()
     scales = tuple(next(iter(layer), kinds[usual[0]].form.name) for layer in forms)
-    return _Down(found, scales, frozenset(anew))
-
-
-def _coded_anew(values: Floats) -> Quantised:
-    """Rows in the kind `_ANEW`: 8 bits, a scale in fp16 for 32, by the largest of them."""
-    groups = values.reshape(len(values), -1, 32)
-    scales = (np.abs(groups).max(axis=2) / 127).astype("<f2")
-    steps = np.where(scales > 0, scales, 1).astype(np.float32)[:, :, None]
-    codes = np.rint(groups / steps).clip(-127, 127).astype(np.int8)
-    return Quantised(form=KINDS[_ANEW].form, codes=codes.reshape(values.shape), scales={"scales": scales})
+    return _Down(found, scales)
 
 
 def most_common(encodings: Iterable[str]) -> str | None:

@@ -136,7 +136,7 @@ void read(const Attributes& from, LayerSpec& to, ModelSpec& model) {
   from("norms", to.norms, kNormPlaces);
   TAKE(parallel), TAKE(shared_norm), TAKE(neurons);
   from("experts", to.experts, &read);
-  TAKE(beside);
+  TAKE(beside), TAKE(beside_norms);
   from("activation_threshold", to.activation.threshold);
   from("activation_cut", to.activation.cut);
   from("activation_scale", to.activation.scale);

@@ -162,7 +162,9 @@ struct LayerSpec {
   std::size_t neurons = 0;   // of the FFN; 0: there is none
   float ffn_scale = 1.0F;    // of the FFN's output
   ExpertsSpec experts;       // that they belong to; of none where the FFN is dense
-  std::size_t beside = 0;    // neurons of a dense part beside the experts, which is resident
+  // Neurons of a dense part beside the experts, which is resident: with norms of its own, or a shared expert.
+  std::size_t beside = 0;
+  bool beside_norms = false;
   Activation activation;
   std::optional<float> gate_deviations;  // see NeuronNorm::cuts_gates
 
@@ -211,7 +213,8 @@ struct BlockWeights : NeuronWeights {
   Norm attention_norm, ffn_norm;                              // those that NormPlace wants
   Norm attention_output_norm, ffn_output_norm;                // the same
   Norm beside_norm, beside_output_norm, experts_output_norm;  // around a dense part beside experts
-  RowMatrix beside_up, beside_gate, beside_down;              // the same
+  RowMatrix beside_up, beside_gate, beside_down;              // the same; beside_gate: of gated FFNs
+  RowMatrix shared_gate;  // [1, d_model]: its sigmoid weighs what is beside; no data: nothing does
   // Of one head, or of the projection; of latent attention of the query between its two projections, and of a
   // key's first elements.
   Norm query_norm, key_norm;

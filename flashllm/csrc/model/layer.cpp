@@ -83,8 +83,8 @@ void Layer::add_ffn(std::size_t layer, const BlockWeights& weights, const Part& 
                     const float* attended) {
   const std::size_t count = part.count, n = count * spec_.d_model;
   const float scale = weights.spec.ffn_scale;
-  for (std::size_t i = 0; scale != 1.0F && i < n; ++i) projected_[i] *= scale;
   if (weights.spec.beside != 0) add_beside(weights, part, states);
+  for (std::size_t i = 0; scale != 1.0F && i < n; ++i) projected_[i] *= scale;
   if (norms_output(weights.spec.norms)) {
     arithmetic_.round(projected_.data(), n);
     arithmetic_.normalize(weights.ffn_output_norm, count, projected_.data(), projected_.data());
@@ -110,23 +110,50 @@ void Layer::activate_rows(const BlockWeights& weights, std::size_t count, std::s
   arithmetic_.round(values, count * width);
 }
 
-// projected_: of the experts' outputs, the sum of these and of the dense part's, each behind its norm.
+// projected_: of the experts' outputs, the sum of these and of the dense part's; each behind its norm, or the
+// dense part a shared expert, which reads what the experts read.
 void Layer::add_beside(const BlockWeights& weights, const Part& part, const float* states) {
-  const std::size_t count = part.count, width = weights.spec.beside, n = count * spec_.d_model;
-  arithmetic_.round(projected_.data(), n);
-  arithmetic_.normalize(weights.experts_output_norm, count, projected_.data(), projected_.data());
+  const LayerSpec& spec = weights.spec;
+  const std::size_t count = part.count, width = spec.beside, n = count * spec_.d_model;
+  const bool gated = weights.beside_gate.data != nullptr;
   normed_.resize(std::max(normed_.size(), n));
   up_.resize(count * width);
-  gate_.resize(count * width);
-  arithmetic_.normalize(weights.beside_norm, count, states, normed_.data());
-  arithmetic_.take_inputs(normed_.data(), count, spec_.d_model, part.is_prompt());
+  if (spec.beside_norms) {
+    arithmetic_.round(projected_.data(), n);
+    arithmetic_.normalize(weights.experts_output_norm, count, projected_.data(), projected_.data());
+  }
+  const Norm& norm = spec.beside_norms  ? weights.beside_norm
+                     : spec.shared_norm ? weights.attention_norm
+                                        : weights.ffn_norm;
+  const bool before = norms_input(spec.norms);
+  if (before) arithmetic_.normalize(norm, count, states, normed_.data());
+  arithmetic_.take_inputs(before ? normed_.data() : states, count, spec_.d_model, part.is_prompt());
   arithmetic_.project(weights.beside_up, count, up_.data());
-  arithmetic_.project(weights.beside_gate, count, gate_.data());
-  activate_rows(weights, count, width, gate_.data());
-  arithmetic_.multiply(up_.data(), gate_.data(), count * width);
+  if (gated) {
+    gate_.resize(count * width);
+    arithmetic_.project(weights.beside_gate, count, gate_.data());
+  }
+  const bool weighed = weights.shared_gate.data != nullptr;
+  if (weighed) {
+    routed_.resize(count);
+    arithmetic_.project(weights.shared_gate, count, routed_.data());
+  }
+  activate_rows(weights, count, width, gated ? gate_.data() : up_.data());
+  if (gated) arithmetic_.multiply(up_.data(), gate_.data(), count * width);
   arithmetic_.project(weights.beside_down, up_.data(), count, part.is_prompt(), normed_.data());
-  arithmetic_.normalize(weights.beside_output_norm, count, normed_.data(), normed_.data());
+  if (spec.beside_norms)
+    arithmetic_.normalize(weights.beside_output_norm, count, normed_.data(), normed_.data());
+  if (weighed) weigh_by_gate(count);
   for (std::size_t i = 0; i < n; ++i) projected_[i] += normed_[i];
+}
+
+// normed_: times the sigmoid of each token's product in routed_, rounded.
+void Layer::weigh_by_gate(std::size_t count) {
+  const std::size_t width = spec_.d_model;
+  for (float& weight : routed_) weight = sigmoid(weight);
+  arithmetic_.round(routed_.data(), count);
+  for (std::size_t i = 0; i < count * width; ++i) normed_[i] *= routed_[i / width];
+  arithmetic_.round(normed_.data(), count * width);
 }
 
 // routed_: what each of the streams counts by these states.

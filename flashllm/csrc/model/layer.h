@@ -62,6 +62,7 @@ class Layer {
   void add_projected(std::size_t count, float* states);
   void activate_rows(const BlockWeights& weights, std::size_t count, std::size_t width, float* values);
   void add_beside(const BlockWeights& weights, const Part& part, const float* states);
+  void weigh_by_gate(std::size_t count);
   void add_per_layer(std::size_t layer, const BlockWeights& weights, const Part& part, float* states);
   void route_streams(const BlockWeights& weights, const Part& part, const float* states);
   void predict_streams(const BlockWeights& weights, const Part& part, float* states);
@@ -76,7 +77,8 @@ class Layer {
   StateMixer state_;
   FfnPart& ffn_;
   std::vector<float> normed_, projected_, attended_, second_;  // scratch of a part, [tokens, d_model]
-  std::vector<float> laurel_, streams_, routed_;  // the same; [streams, tokens, d_model]; [tokens, streams]
+  // The same; [streams, tokens, d_model]; [tokens, streams], or of a shared expert's gate [tokens].
+  std::vector<float> laurel_, streams_, routed_;
   std::vector<float> gate_, up_;                  // the same, [tokens, per_layer], [tokens, beside]
 };
 

@@ -132,8 +132,12 @@ BlockWeights read_block(NamedTensors& tensors, const std::string& layer, const A
   if (const float* scale = tensors.floats(layer + "scale", 1)) weights.scale = *scale;
   if (spec.beside != 0) {
     weights.beside_up = linear("beside_up", spec.beside, d_model);
-    weights.beside_gate = linear("beside_gate", spec.beside, d_model);
+    if (of.gated) weights.beside_gate = linear("beside_gate", spec.beside, d_model);
     weights.beside_down = linear("beside_down", d_model, spec.beside);
+    if (tensors.contains(layer + "shared_gate.weight"))
+      weights.shared_gate = tensors.matrix(layer + "shared_gate", 1, d_model, codec_of(tensors.dtype()));
+  }
+  if (spec.beside_norms) {
     weights.beside_norm = norm("ffn_beside_norm");
     weights.beside_output_norm = norm("ffn_beside_output_norm");
     weights.experts_output_norm = norm("ffn_experts_output_norm");
