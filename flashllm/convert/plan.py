@@ -229,7 +229,13 @@ def plan_conversion(checkpoint: Checkpoint, **choices: Unpack[Choices]) -> Conve
 def _activations(checkpoint: Checkpoint, storage: Storage, asked: Activations | None) -> str | None:
     """UsageError where there are no codes."""
     usual = usual_activations(
-        (storage.layout.encoding, storage.layout.down, storage.resident_encoding, *storage.other_encodings.values())
+        (
+            storage.layout.encoding,
+            *storage.layout.ups,
+            storage.layout.down,
+            storage.resident_encoding,
+            *storage.other_encodings.values(),
+        )
     )
     if asked is None:
         return usual

@@ -21,7 +21,7 @@ from flashllm.errors import UsageError
 from flashllm.format.in_place import InPlace, checksum_counts
 from flashllm.format.model_files import TABLE_CHECKSUMS, checksums_tensor, gate_tensor, is_coded_matrix, plane_tensors
 from flashllm.format.model_files import resident_encoding as stored_as
-from flashllm.format.rows import RowEncoding, RowLayout, TableLayout, checksum_rows, packed, widest_down
+from flashllm.format.rows import RowEncoding, RowLayout, TableLayout, checksum_rows, longest_up, packed, widest_down
 
 _CACHE_LINE_NBYTES = 64
 TABLES = ("embedding.weight", "head.weight", TOKEN_TABLE)  # matrices of the vocabulary
@@ -93,14 +93,20 @@ def storage_of(sources: Sources, architecture: Architecture, target: WeightDtype
         return rows if rows is not None and held else target.name
 
     up, down = of_rows(*architecture.matrices[:-1]), of_rows("down")
+    ups: tuple[str, ...] = ()
     downs: tuple[str, ...] = ()
-    kept = keep_weights(checkpoint, names, claimed, matrices, architecture) if choices.get("keep") else None
+    kept = None
+    if choices.get("keep"):
+        apart = choices.get("gate") == "resident"
+        kept = keep_weights(checkpoint, names, claimed, matrices, architecture, one_layout=apart)
     if kept is not None:
         resident = most_common(kept.resident.values())
         own = {name: kept.resident.get(name, target.name) for name in matrices}
         others = {name: encoding for name, encoding in own.items() if encoding != (resident or target.name)}
         downs = kept.downs if len({*kept.downs}) > 1 else ()
-        up, down = kept.rows or target.name, widest_down(downs) if downs else next(iter(kept.downs), target.name)
+        ups = tuple(each or target.name for each in kept.ups)
+        up, down = longest_up(ups, architecture.d_model), next(iter(kept.downs), target.name)
+        ups, down = ups if len({*ups}) > 1 else (), widest_down(downs) if downs else down
     others |= {name: target.name for name in matrices if others.get(name, resident) == "bf12" and not fits(name)}
     layout = RowLayout(
         encoding=up,
@@ -109,13 +115,16 @@ def storage_of(sources: Sources, architecture: Architecture, target: WeightDtype
         matrices=("up", "down") if choices.get("gate") == "resident" else architecture.matrices,
         down_encoding=None if down == up else down,
         downs=downs,
+        ups=ups,
     )
     layout = packed(layout, architecture)
 
     def lies(name: str) -> Lying | None:
         if kept is not None and kept.vectors(name) is not None:
             return kept.lies(name)
-        plain = choices.get("coded") is None and layout.encoding_of(name.split(".")[-2]).name == target.name
+        _, layer, *_, matrix, _ = name.split(".")
+        own = layout.of_layer(int(layer), layout.d_ff).encoding_of(matrix)
+        plain = choices.get("coded") is None and own.name == target.name
         return lies_plain(checkpoint, names[claimed[name].source], claimed[name], target) if plain else None
 
     lying = choose_in_place(lies, kept, architecture, layout) if choices.get("in_place") else None

@@ -1,9 +1,9 @@
 """`flashllm.json`: what a model directory holds, in one checked value. The format:
 
  1. a JSON object with exactly the keys of `Manifest` (and of the values in it), but that `resident_encoding`,
-    `other_encodings`, `activations`, `checksum_rows`, `sparsity`, `quality`, `in_place`, a row's `down_encoding` and
-    `downs` and what the architecture says of experts and of layers that differ are there only where the model has them
-    (`down_scales` with down columns whose scales are resident); unknown keys are errors;
+    `other_encodings`, `activations`, `checksum_rows`, `sparsity`, `quality`, `in_place`, a row's `down_encoding`,
+    `downs` and `ups` and what the architecture says of experts and of layers that differ are there only where the model
+    has them (`down_scales` with down columns whose scales are resident); unknown keys are errors;
  2. `files` lists every file but the manifest, each directly in the directory, no symbolic link, with size and SHA-256;
  3. it is written last and replaced atomically: a directory without it is not a model;
  4. rows of a mixture of experts are those of its experts, in their order, then those of the shared neurons; as many
@@ -123,7 +123,7 @@ class Manifest:
             raise ValueError(f"format_version must be {FORMAT_VERSION}, not {str(self.format_version)[:80]!r}")
         check_str("flashllm_version", self.flashllm_version, 100)
         check_dtype("dtype", self.dtype)
-        for encoding in (self.rows.encoding, self.rows.down):
+        for encoding in (self.rows.encoding, *self.rows.ups, self.rows.down):
             if encoding != self.dtype and encoding not in (*_MATRIX_ENCODINGS, *PLANE_ENCODINGS):
                 raise ValueError(f"rows.encoding must be {self.dtype} or coded, not {encoding}")
         if self.resident_encoding is not None and self.resident_encoding not in _MATRIX_ENCODINGS:
@@ -175,8 +175,11 @@ class Manifest:
         layers = self.architecture.num_layers if self.rows.has_plane else 0
         if len(self.down_scales) != layers:
             raise ValueError(f"down_scales must name {layers} forms with these rows, not {len(self.down_scales)}")
-        if len(self.rows.downs) not in (0, layers):
-            raise ValueError(f"rows.downs must name {layers} encodings, not {len(self.rows.downs)}")
+        for name in ("downs", "ups"):
+            if (count := len(getattr(self.rows, name))) not in (0, layers):
+                raise ValueError(f"rows.{name} must name {layers} encodings, not {count}")
+        if self.rows.ups and self.resident_gate:
+            raise ValueError("rows.ups are of rows that hold the gates, too")
         for form, down in zip(self.down_scales, self.rows.downs or [self.rows.down] * layers, strict=True):
             if type(form) is not str or form not in SCALE_FORMS:
                 raise ValueError(f"down_scales: {str(form)[:80]!r} is not one of {', '.join(SCALE_FORMS)}")

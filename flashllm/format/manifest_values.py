@@ -14,8 +14,12 @@ from flashllm.format.rows import RowLayout, packed
 
 EXPERT_KEYS = ("experts", "chosen_experts", "shared_neurons")  # of the architecture of a mixture of experts
 LAYER_KEYS = ("widths", "dense_layers")  # of the architecture of a model whose layers differ
-ROW_KEYS = ("encoding", "down_encoding", "downs", "matrices", "row_nbytes", "stride", "num_rows")
-UNWRITTEN_ROW_KEYS: dict[str, Any] = {"down_encoding": None, "downs": []}  # there only where the value is another
+ROW_KEYS = ("encoding", "down_encoding", "downs", "ups", "matrices", "row_nbytes", "stride", "num_rows")
+UNWRITTEN_ROW_KEYS: dict[str, Any] = {
+    "down_encoding": None,
+    "downs": [],
+    "ups": [],
+}  # there only where the value is another
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +128,8 @@ def read_rows(value: Any, architecture: Architecture) -> RowLayout:
         d_ff=architecture.d_ff,
         matrices=tuple(check_list(rows["matrices"], "rows.matrices")),
         down_encoding=None if down is None else check_str("rows.down_encoding", down, 64),
-        downs=tuple(check_str("rows.downs", each, 64) for each in check_list(rows["downs"], "rows.downs")),
+        downs=_of_layers(rows, "downs"),
+        ups=_of_layers(rows, "ups"),
     )
     if rows["stride"] != layout.stride:
         layout = packed(layout, architecture)
@@ -132,3 +137,7 @@ def read_rows(value: Any, architecture: Architecture) -> RowLayout:
         if type(rows[name]) is not int or rows[name] != getattr(layout, name):
             raise ValueError(f"rows.{name} must be {getattr(layout, name)}, not {str(rows[name])[:80]}")
     return layout
+
+
+def _of_layers(rows: dict[str, Any], name: str) -> tuple[str, ...]:
+    return tuple(check_str(f"rows.{name}", each, 64) for each in check_list(rows[name], f"rows.{name}"))

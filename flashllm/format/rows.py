@@ -131,8 +131,8 @@ class TableLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLayout:
-    """The byte layout of every FFN layer, or the longest rows' where down columns differ: `num_rows` rows of `stride`
-    bytes, of which `row_nbytes` carry weights."""
+    """The byte layout of every FFN layer, or where layers differ, of rows that are as long as any layer's: `num_rows`
+    rows of `stride` bytes, of which `row_nbytes` carry weights."""
 
     encoding: str
     d_model: int
@@ -140,6 +140,8 @@ class RowLayout:
     matrices: tuple[str, ...] = ("up", "down")
     down_encoding: str | None = None  # where it differs from `encoding`
     downs: tuple[str, ...] = ()  # of each layer, where they differ: of PLANE_ENCODINGS, the widest `down_encoding`
+    # Of each layer's up and gate, where they differ, over codes that have their scales apart; the longest `encoding`.
+    ups: tuple[str, ...] = ()
     packed: bool = False  # rows are whole cache lines, and units whole pages (`packed`)
 
     def __post_init__(self) -> None:
@@ -158,13 +160,20 @@ class RowLayout:
                 raise ValueError(f"downs are written only where they differ, each of {', '.join(PLANE_ENCODINGS)}")
             if self.down_encoding != widest_down(self.downs):
                 raise ValueError(f"down_encoding must be {widest_down(self.downs)}, the widest of downs")
+        if self.ups:
+            if len({*self.ups}) == 1 or not self.has_plane or any(up not in ROW_ENCODINGS for up in self.ups):
+                raise ValueError(f"ups are written only where they differ, each of {', '.join(ROW_ENCODINGS)}")
+            if self.encoding != longest_up(self.ups, self.d_model):
+                raise ValueError(f"encoding must be {longest_up(self.ups, self.d_model)}, the longest of ups")
         if self.matrices not in MATRICES:
             raise ValueError(f"matrices must be up, down or up, gate, down, not {self.matrices!r}")
 
     def of_layer(self, layer: int, neurons: int) -> "RowLayout":
         """The layout of this layer, of so many neurons."""
-        if self.downs:
-            return replace(self, d_ff=neurons, down_encoding=self.downs[layer], downs=())
+        if self.downs or self.ups:
+            up = self.ups[layer] if self.ups else self.encoding
+            down = self.downs[layer] if self.downs else self.down_encoding
+            return replace(self, d_ff=neurons, encoding=up, down_encoding=down, ups=(), downs=())
         return self if neurons == self.d_ff else replace(self, d_ff=neurons)
 
     @property
@@ -175,8 +184,8 @@ class RowLayout:
     @property
     def described(self) -> str:
         """The encodings, for people."""
-        downs = " or ".join(sorted({*self.downs})) or self.down
-        return self.encoding if self.down_encoding is None else f"{self.encoding}, down {downs}"
+        ups, downs = (" or ".join(sorted({*each})) for each in (self.ups or [self.encoding], self.downs or [self.down]))
+        return ups if self.down_encoding is None else f"{ups}, down {downs}"
 
     @property
     def has_plane(self) -> bool:
@@ -271,6 +280,11 @@ class RowLayout:
 def widest_down(downs: Sequence[str]) -> str:
     """The one of PLANE_ENCODINGS with the longest codes."""
     return max(downs, key=lambda down: (PLANE_CODES[down].bits, down))
+
+
+def longest_up(ups: Sequence[str], d_model: int) -> str:
+    """The one of ROW_ENCODINGS whose vectors of `d_model` weights are longest."""
+    return max(ups, key=lambda up: (ROW_ENCODINGS[up].vector_items(d_model) * ROW_ENCODINGS[up].storage.itemsize, up))
 
 
 def packed(layout: RowLayout, architecture: Architecture) -> RowLayout:

@@ -14,7 +14,7 @@ from arch_models import Variant, make_checkpoint
 from gguf_files import HALVES
 from safetensors.torch import load_file, save_file
 from test_gpt_oss import EXPERTS, mxfp4
-from test_kept import MIXTURES, SHARING, WIDE, experts_alone, make, mixed, of_wide_shared
+from test_kept import MIXTURES, SHARING, WIDE, experts_alone, make, mixed, of_layers, of_wide_shared
 
 from flashllm import _core
 from flashllm.base.codes.carried import PACKED_AS, PLANE_CODES, pack_codes
@@ -104,7 +104,7 @@ def test_experts_lie_in_the_file_where_shared_ones_are_of_other_kinds(tmp_path, 
     assert verify(lying).ok
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q5_1", mixed], ids=["Q8_0", "Q5_1", "mixed"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q5_1", mixed, of_layers], ids=["Q8_0", "Q5_1", "mixed", "layers"])
 def test_bits_are_those_of_the_converted_directory(tmp_path, kind):
     path, copied, lying = both(tmp_path, kind, "olmoe")
     assert Manifest.load(lying).in_place.files[0].path == str(path)

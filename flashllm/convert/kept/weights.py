@@ -2,8 +2,8 @@
 
 Rows that a token is multiplied by (up, gate, attention, embedding, head) keep codes and scales in one vector. A down
 column's codes go into the neuron's row, and its scales, which the checkpoint has for groups of neurons, into the
-layer's plane of scales. Up and gate have one encoding in all layers, columns codes of one width in a layer: of its
-experts, the widest. A plane's scales have one form. Shared experts of other kinds than the routed ones are resident, so
+layer's plane of scales. Up and gate have one encoding in a layer, columns codes of one width: of its experts, the
+widest. A plane's scales have one form. Shared experts of other kinds than the routed ones are resident, so
 that each of their matrices has its own. Matrices that cannot be kept are dequantised.
 
 Knows kinds of codes by `blocks.KINDS`, and encodings by their names, no file format.
@@ -43,7 +43,7 @@ _ROWS_TOGETHER = 256  # taken apart at a time
 class KeptWeights:
     """The codes that are kept, a `CodedWeights`."""
 
-    rows: str | None  # encoding of up and gate; None: they are not kept
+    ups: tuple[str | None, ...]  # encoding of each layer's up and gate; None: they are not kept
     # Of each layer's down columns: of `PLANE_ENCODINGS`, or with scales of their own; (): they are not kept.
     downs: tuple[str, ...]
     down_scales: tuple[str, ...]  # of each layer, where those lie apart
@@ -57,12 +57,12 @@ class KeptWeights:
 
     def fingerprint(self) -> Any:
         """As of `CodedWeights`; the source's own fingerprint says the rest."""
-        return ["kept", self.rows, list(self.downs), list(self.down_scales), dict(self.resident)]
+        return ["kept", list(self.ups), list(self.downs), list(self.down_scales), dict(self.resident)]
 
     @property
     def has_scales_apart(self) -> bool:
         """True where matrices of neurons have a scale for all their weights."""
-        of_rows = [] if self.rows is None else [PACKED_AS[self.rows].form]
+        of_rows = [PACKED_AS[up].form for up in self.ups if up is not None]
         return any(form.is_e4m3 for form in (*of_rows, *(SCALE_FORMS[name] for name in self.down_scales)))
 
     def vectors(self, name: str) -> Vectors | None:
@@ -73,7 +73,7 @@ class KeptWeights:
                 code = own
                 return lambda first, count: self._packed(name, code, first, count)
             return lambda first, count: self._columns_of(name)[first : first + count]
-        encoding = self.resident.get(name) or (self.rows if name in self._tensors else None)
+        encoding = self.resident.get(name) or (self._up(name) if name in self._tensors else None)
         if encoding is None:
             return None
         code, claim = PACKED_AS[encoding], self._claims[name]
@@ -133,6 +133,9 @@ class KeptWeights:
             self._columns[name] = packed
         return self._columns[name]
 
+    def _up(self, name: str) -> str | None:
+        return self.ups[int(name.split(".")[1])]
+
     def _down(self, name: str) -> str:
         """The encoding of its columns."""
         return self.downs[int(name.split(".")[1])]
@@ -164,10 +167,13 @@ def keep_weights(
     claimed: Mapping[str, Claim],
     residents: Iterable[str],
     architecture: Architecture,
+    *,
+    one_layout: bool = False,
 ) -> KeptWeights | None:
     """The codes of a checkpoint that are kept; None where it has none that can be.
 
-    `names`: state_dict name -> name in the checkpoint; `claimed`: by canonical name.
+    `names`: state_dict name -> name in the checkpoint; `claimed`: by canonical name. `one_layout`: up and gate must be
+    in the same codes in all layers.
     """
     found = {
         name: checkpoint.quantised[names[claim.source]]
@@ -182,17 +188,20 @@ def keep_weights(
     encodings = {name: _encoding(tensor) for name, tensor in usable.items()}
     resident = {name: code for name in residents if is_coded_matrix(name) and (code := encodings.get(name)) is not None}
     bundles = [bundle_names(architecture, layer) for layer in range(architecture.num_layers)]
-    every = [bundle for layer in bundles for bundle in layer]
-    above = [f"{bundle}{matrix}.weight" for bundle in every for matrix in architecture.matrices[:-1]]
-    below = [f"{bundle}down.weight" for bundle in every]
-    of_rows = {encodings.get(name) for name in above}
-    rows = next(iter(of_rows)) if len(of_rows) == 1 else None
+    below = [f"{bundle}down.weight" for layer in bundles for bundle in layer]
     down = _kept_down(usable, claimed, bundles, architecture.d_model)
-    kept = {*resident, *(above if rows is not None else ()), *(below if down.encodings else ())}
+    above = [
+        [f"{bundle}{matrix}.weight" for bundle in layer for matrix in architecture.matrices[:-1]] for layer in bundles
+    ]
+    ups = _kept_ups([[encodings.get(name) for name in layer] for layer in above])
+    if len({*ups}) > 1 and (one_layout or not down.scales):
+        ups = (None,) * len(ups)
+    of_rows = [name for layer, up in zip(above, ups, strict=True) if up is not None for name in layer]
+    kept = {*resident, *of_rows, *(below if down.encodings else ())}
     if not kept:
         return None
     return KeptWeights(
-        rows=rows,
+        ups=ups,
         downs=down.encodings,
         down_scales=down.scales,
         resident=resident,
@@ -202,6 +211,14 @@ def keep_weights(
         _where={name: checkpoint.where(names[claimed[name].source]) for name in kept},
         _bundles=bundles,
     )
+
+
+def _kept_ups(layers: Sequence[Sequence[str | None]]) -> tuple[str | None, ...]:
+    """The encoding of each layer's up and gate, from those of its matrices; None where these differ, or one cannot be
+    kept. Layers without neurons have the others' usual one."""
+    found = [layer[0] if len({*layer}) == 1 else None for layer in layers]
+    usual = most_common(up for up in found if up is not None)
+    return tuple(up if layer else usual for up, layer in zip(found, layers, strict=True))
 
 
 def shared_differ(

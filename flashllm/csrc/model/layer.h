@@ -79,7 +79,7 @@ class Layer {
   std::vector<float> normed_, projected_, attended_, second_;  // scratch of a part, [tokens, d_model]
   // The same; [streams, tokens, d_model]; [tokens, streams], or of a shared expert's gate [tokens].
   std::vector<float> laurel_, streams_, routed_;
-  std::vector<float> gate_, up_;                  // the same, [tokens, per_layer], [tokens, beside]
+  std::vector<float> gate_, up_;  // the same, [tokens, per_layer], [tokens, beside]
 };
 
 }  // namespace flashllm
