@@ -53,6 +53,7 @@ class ModelShape:
     most_ffn: int = 0  # of the layer that has most; 0: of every layer
     most_active: int = 0  # of the layer of which a token uses most
     experts: int = 0  # of a layer
+    beside: int = 0  # neurons of a layer beside its experts, which have no tier
     latent: tuple[tuple[str, int, int], ...] = ()  # name, outputs, inputs of latent attention's matrices
     gated: bool = False
     assembled: bool = False  # matrices of the FFN are nowhere in the model's files as they are
@@ -195,6 +196,7 @@ def shape_of(
         most_ffn=max(widths) if differ else 0,
         most_active=max(used) if differ and architecture.experts else 0,
         experts=architecture.experts,
+        beside=-(-sum(block.layers[layer].beside for layer in layers) // len(layers)),
         heads=mixer.heads,
         kv_heads=mixer.kv_heads,
         head_dim=mixer.head_dim,

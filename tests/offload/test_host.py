@@ -66,6 +66,16 @@ def mixed(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def beside(tmp_path_factory):
+    """The same with a shared expert that is resident."""
+    made = VARIANTS["qwen2_moe shared beside"]
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 2048}
+    variant = dataclasses.replace(made, config=made.config | sizes)
+    folder = make_checkpoint(tmp_path_factory.mktemp("beside") / "hf", variant, dtype="bfloat16")
+    return folder, load_shape(str(folder))
+
+
+@pytest.fixture(scope="module")
 def coded(mixture, tmp_path_factory):
     """The mixture as a model directory in 4 bits."""
     folder = tmp_path_factory.mktemp("coded") / "model"
@@ -89,7 +99,7 @@ def host(shape, policy, work=WORK, hardware=HOST):
 
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("compress", [False, True])
-@pytest.mark.parametrize("kind", ["model", "mixture", "mixed", "coded", "partly"])
+@pytest.mark.parametrize("kind", ["model", "mixture", "mixed", "beside", "coded", "partly"])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_weights_take_what_the_store_plans(request, kind, where, compress, overlap):
     folder, shape = request.getfixturevalue(kind)

@@ -46,6 +46,7 @@ def weights(model: HostCostModel) -> tuple[Linear, float]:
         kept += _GATHERED_ROWS * (-(-shape.hidden * shape.dtype_bytes // _PAGE) * _PAGE + _PAGE)
     vectors = 6 * shape.hidden + shape.query_dim + 2 * shape.kv_dim + 2 * shape.ffn  # norms and biases, in fp32
     kept += shape.layers * shape.experts * shape.hidden * (4 + shape.dtype_bytes)  # routers, and what experts add
+    kept += shape.layers * shape.beside * shape.hidden * (3 if shape.gated else 2) * shape.dtype_bytes
     kept += shape.layers * vectors * 4 + shape.positions * shape.hidden * shape.dtype_bytes
     kept += shape.layers * shape.scale_bytes
     bits = model.weight_bits if model.method.compress_weights else None
