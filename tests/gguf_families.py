@@ -36,11 +36,13 @@ TABLES = {
     "bamboo": "llama",
     "laguna": "dots1",
     "cohere2moe": "dots1",
+    "hy_v3": "dots1",
+    "mellum": "qwen3moe",
 }  # architectures that the gguf package lacks -> one with such names
 WITH_LATENT = ("deepseek2", "kimi-linear", "mistral4", "minicpm3")
 _DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _SIGMOID = ("deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1", "minimax_m2", "exaone_moe", "afmoe", "laguna")
-_SIGMOID = (*_SIGMOID, "bailing_moe", "kimi_linear", "lfm2_moe", "cohere2_moe")
+_SIGMOID = (*_SIGMOID, "bailing_moe", "kimi_linear", "lfm2_moe", "cohere2_moe", "hy_v3")
 WITH_MAMBA = ("granitemoehybrid", "falcon_h1", "nemotron_h", "bamba")
 _COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 
@@ -82,7 +84,7 @@ def family_tensors(state: dict[str, torch.Tensor], config: dict[str, Any], whole
         elif ".feed_forward.experts." in name:
             result[name.removeprefix("model.")] = tensor
         elif name.endswith("expert_bias"):
-            result[f"{name}.bias"] = tensor
+            result[name if config["model_type"] == "hy_v3" else f"{name}.bias"] = tensor
         elif name.endswith("_linear.weight") and (part := name.rpartition(".input_linear")[0]):  # Granite's
             gate, up = tensor.chunk(2, dim=-2)
             shared = "mlp.shared_experts" if config.get("num_local_experts") else "mlp"
@@ -233,9 +235,15 @@ def write_convolutions(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def write_windows(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    """Which layers have one: EXAONE's, and Laguna's, which turn by another rule."""
-    if writer.arch in ("exaone4", "exaone-moe", "laguna", "cohere2moe") and config.get("sliding_window"):
+    """Which layers have one: EXAONE's, and Laguna's and Mellum's, which turn by another rule."""
+    if writer.arch in ("exaone4", "exaone-moe", "laguna", "cohere2moe", "mellum") and config.get("sliding_window"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    if writer.arch == "mellum":
+        writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+    if writer.arch.startswith("qwen3vl"):
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        pairs = head_dim // 2  # in turn: llama.cpp stills those of no section
+        writer.add_rope_dimension_sections([-(-pairs // 3), -(-(pairs - 1) // 3), pairs // 3, 0])
     if writer.arch == "laguna":
         rope = config["rope_parameters"]["sliding_attention"]
         writer.add_rope_freq_base_swa(rope["rope_theta"])
@@ -389,6 +397,7 @@ def write_router(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         ("topk_group", writer.add_expert_group_used_count),
         ("routed_scaling_factor", writer.add_expert_weights_scale),
         ("moe_routed_scaling_factor", writer.add_expert_weights_scale),
+        ("router_scaling_factor", writer.add_expert_weights_scale),
     ):
         if config.get(key) is not None:
             add(config[key])
@@ -399,10 +408,12 @@ def write_router(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_leading_dense_block_count(config["mlp_layer_types"].count("dense"))
     if config["model_type"] in _SIGMOID:
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if config["model_type"] == "hy_v3":
+        writer.add_expert_shared_feed_forward_length(config["num_shared_experts"] * config["moe_intermediate_size"])
     if config["model_type"] == "hunyuan_v1_moe":
         writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
     if config["model_type"] in ("minimax_m2", "hunyuan_v1_moe", "cohere2_moe"):
         writer.add_expert_feed_forward_length(config["intermediate_size"])
-    norms = config.get("norm_topk_prob") or config["model_type"] in ("afmoe", "laguna", "bailing_moe")
+    norms = config.get("norm_topk_prob") or config["model_type"] in ("afmoe", "laguna", "bailing_moe", "hy_v3")
     if config["model_type"] in (*_SIGMOID, "deepseek_v2", "mistral4", "nemotron_h") and norms:
         writer.add_expert_weights_norm(True)

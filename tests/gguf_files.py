@@ -128,18 +128,19 @@ def write_gguf(
     whole_latent: bool = False,
     fused_experts: bool = False,
     drafting: bool = False,
+    architecture: str | None = None,
 ) -> Path:
     """The model in the Hugging Face folder `folder` as the GGUF file `path`, which is returned.
 
     Matrices are of `kind`, or of what it says of their name in the file; everything else is of `vectors`. `metadata`
     adds to what the config says, and `alignment` is the data's; `predictors` (fc1, fc2) make it a file of PowerInfer's;
     `whole_latent`: latent attention in its old form; `fused_experts`: gate and up in one; `drafting`: one layer
-    more, which drafts tokens;
+    more, which drafts tokens; `architecture`: another name of the model's, as a wrapper of it has;
     `drop` leaves out a tensor; `split` makes so many files, of which `path` is given the first's name.
     """
     config = json.loads((folder / "config.json").read_text())
     config.setdefault("num_hidden_layers", len(config.get("layers_block_type") or ()))
-    architecture = name_of(config)
+    architecture = architecture or name_of(config)
     state = load_file(folder / "model.safetensors")
     tensors = {name: tensor.numpy() for name, tensor in file_tensors(state, config, whole_latent).items()}
     tensors |= _rope_tensors(config)

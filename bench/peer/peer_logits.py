@@ -59,11 +59,22 @@ _GEMMA3N = {  # llama.cpp knows the published models' numbers alone, whose layer
     "hidden_size_per_layer_input": 256,
     "vocab_size_per_layer_input": 300,
 }
+_MELLUM = [_SLIDES, _SLIDES, _FULL]
+_ROPE = {"rope_type": "default", "rope_theta": 500.0}  # of both: llama.cpp knows one base
+_MELLUM_ROPE = {
+    "full_attention": _ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    "sliding_attention": _ROPE,
+}
 _WINDOWS = {"num_hidden_layers": 5, "layer_types": None, "sliding_window": 50}
 _COMMAND = {**_WINDOWS, "num_hidden_layers": 6, "expert_selection_fn": "sigmoid", "mlp_layer_types": None}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name -> variant, its config, how written
     "llama": ("llama", {}, {}),
     "qwen3moe": ("qwen3_moe", {"norm_topk_prob": True}, {}),
+    "qwen3vl": ("qwen3", {}, {"architecture": "qwen3vl"}),
+    "qwen3vlmoe": ("qwen3_moe", {"norm_topk_prob": True}, {"architecture": "qwen3vlmoe"}),
+    "mellum": ("mellum", {"layer_types": _MELLUM, "rope_parameters": _MELLUM_ROPE, "mlp_layer_types": None}, {}),
+    "hy_v3": ("hy_v3", {}, {}),
+    "hy_v3, scaled, two shared": ("hy_v3", {"router_scaling_factor": 2.5, "num_shared_experts": 2}, {}),
     "deepseek2 v2": ("deepseek_v2", {}, {}),
     "deepseek2 v2, whole kv_b": ("deepseek_v2", {}, {"whole_latent": True}),
     "deepseek2 v2, yarn": ("deepseek_v2 yarn rope", {}, {}),

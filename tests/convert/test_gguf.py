@@ -95,6 +95,7 @@ def test_a_model_converts_to_the_same_weights_as_its_folder(tmp_path, variant):
         assert ours[key] == pytest.approx(theirs[key]), key
 
 
+WRAPPERS = {name: name for name in ("qwen3vl", "qwen3vlmoe")}  # names of a plain model's text
 WITH_STATES = (  # whose tensors have another form, or whose value heads another order: see below
     *("qwen35", "qwen35moe", "qwen3next", "nemotron_h", "nemotron_h_moe", "granitehybrid", "falcon-h1", "kimi-linear"),
 )
@@ -106,7 +107,7 @@ def test_every_architecture_converts_to_the_same_weights_and_block(tmp_path, arc
     of_head = {"gemma2": "query_pre_attn_scalar", "gemma3": "query_pre_attn_scalar", "minicpm3": "v_head_dim"}
     said = {of_head[architecture]: 16} if architecture in of_head else {}  # not stored
     source = make_checkpoint(tmp_path / "hf", Variant(MODELS[architecture].model_type, said), dtype="bfloat16")
-    path = write_gguf(source, tmp_path / "model.gguf", "BF16")
+    path = write_gguf(source, tmp_path / "model.gguf", "BF16", architecture=WRAPPERS.get(architecture))
     _same_model(tmp_path, source, path)
 
 
@@ -115,7 +116,7 @@ def test_every_architecture_converts_to_the_same_weights_and_block(tmp_path, arc
 def test_mixtures_convert_to_the_same_weights_and_block(tmp_path, architecture, kind):
     """Q8_0: the values that the codes mean. Experts' widths are whole blocks."""
     said = {
-        "qwen3moe": {"norm_topk_prob": True},
+        **{name: {"norm_topk_prob": True} for name in ("qwen3moe", "qwen3vlmoe", "mellum")},
         "afmoe": {"mup_enabled": True},
         "cohere2moe": {"expert_selection_fn": "sigmoid"},
     }.get(architecture, {})
@@ -123,7 +124,7 @@ def test_mixtures_convert_to_the_same_weights_and_block(tmp_path, architecture, 
     if architecture in ("deepseek2", "mistral4"):
         sizes |= dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"), 32)
     source = make_checkpoint(tmp_path / "hf", Variant(MIXTURES[architecture].model_type, {**sizes, **said}))
-    path = write_gguf(source, tmp_path / "model.gguf", kind)
+    path = write_gguf(source, tmp_path / "model.gguf", kind, architecture=WRAPPERS.get(architecture))
     if kind != "F32":
         state = load_file(source / "model.safetensors")
         for name, tensor in state.items():
@@ -179,7 +180,7 @@ def test_latent_attention_in_both_forms(tmp_path, variant, whole):
 ROUTED = [
     *("glm4_moe", "glm4_moe groups", "glm4_moe norms of heads, biases", "dots1", "minimax_m2 half turned"),
     *("minimax_m2", "ernie4_5_moe", "ernie4_5_moe every other layer", "granitemoe", "granitemoeshared"),
-    *("hunyuan_v1_moe", "exaone_moe", "bailing_moe", "phimoe", "laguna"),
+    *("hunyuan_v1_moe", "exaone_moe", "bailing_moe", "phimoe", "laguna", "hy_v3"),
 ]
 # Windows in all layers but every fourth, and scaled embeddings, are not stored.
 WINDOWED = {
@@ -201,6 +202,15 @@ WINDOWED["laguna, two rotations"] = Variant(
             "full_attention": _YARN | {"attention_factor": 1.5, "partial_rotary_factor": 0.5},
             "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
         },
+    },
+)
+WINDOWED["mellum, two rotations"] = Variant(
+    "mellum",
+    WINDOWED["laguna, two rotations"].config
+    | {
+        "num_attention_heads_per_layer": None,
+        "layer_types": [*["sliding_attention"] * 3, "full_attention", "sliding_attention"],
+        "rope_parameters": {"full_attention": _YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}},
     },
 )
 WINDOWED["phimoe, long"] = Variant(
@@ -351,7 +361,7 @@ def _converted_both_ways(root, variant, **layout):
     return _blocks(root)
 
 
-@pytest.mark.parametrize("variant", ["glm4_moe", "qwen3_5_moe"])
+@pytest.mark.parametrize("variant", ["glm4_moe", "qwen3_5_moe", "hy_v3"])
 def test_layers_that_draft_are_left_out_and_said(tmp_path, variant):
     """A file counts them among its blocks."""
     source = make_checkpoint(tmp_path / "hf", VARIANTS_OF_FOLDERS[variant])
@@ -426,7 +436,14 @@ def test_routers_that_score_by_other_rules_are_refused(tmp_path, monkeypatch):
         _open(path)
 
 
-@pytest.mark.parametrize("variant", ["afmoe", "bailing_moe", "laguna"])
+def test_shared_experts_of_another_width_are_refused(tmp_path, monkeypatch):
+    path = write_gguf(make_checkpoint(tmp_path / "hf", VARIANTS_OF_FOLDERS["hy_v3"]), tmp_path / "model.gguf")
+    _patch_metadata(monkeypatch, {"hy_v3.expert_shared_feed_forward_length": 49})
+    with pytest.raises(FormatError, match="shared experts of 48 neurons do not share out 49"):
+        _open(path)
+
+
+@pytest.mark.parametrize("variant", ["afmoe", "bailing_moe", "laguna", "hy_v3"])
 def test_routers_whose_weights_are_not_normalised_are_refused(tmp_path, monkeypatch, variant):
     path = write_gguf(make_checkpoint(tmp_path / "hf", VARIANTS_OF_FOLDERS[variant]), tmp_path / "model.gguf")
     name = {"bailing_moe": "bailingmoe2"}.get(variant, variant)

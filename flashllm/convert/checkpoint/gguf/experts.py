@@ -23,6 +23,7 @@ from flashllm.convert.checkpoint.gguf.row import (
     GgufModel,
     growing,
     has_tensor,
+    having,
     latent_sizes,
     own_key,
     windows,
@@ -122,6 +123,29 @@ def _cohere2(config: dict[str, Any], content: GgufContent) -> None:
         config["prefix_dense_intermediate_size"] = dense.shape[0]
 
 
+def _mellum(config: dict[str, Any], content: GgufContent) -> None:
+    """Layers with a window turn by the plain rule, and by another base where the file says one."""
+    windows(config, content, drafting=False)
+    full = config["rope_parameters"]
+    base = content.metadata.number(own_key(content, "rope.freq_base_swa"), full["rope_theta"], positive=True)
+    config["rope_parameters"] = {
+        "full_attention": full,
+        "sliding_attention": {"rope_type": "default", "rope_theta": base},
+    }
+
+
+def _hunyuan3(config: dict[str, Any], content: GgufContent) -> None:
+    """Which layers are dense their tensors say, how many shared experts there are their width."""
+    _must_normalize(config, content)
+    width = config["moe_intermediate_size"]
+    shared = content.metadata.integer(own_key(content, "expert_shared_feed_forward_length"), width)
+    if shared % width:
+        raise ValueError(f"shared experts of {width} neurons do not share out {shared}")
+    config["num_shared_experts"] = shared // width
+    routed = having(config, content, "ffn_gate_inp.weight")
+    config["mlp_layer_types"] = ["sparse" if each else "dense" for each in routed]
+
+
 def _dense_first(config: dict[str, Any]) -> None:
     dense = config.pop("first_k_dense_replace")
     config["mlp_layer_types"] = ["dense" if layer < dense else "sparse" for layer in range(config["num_hidden_layers"])]
@@ -204,6 +228,30 @@ MIXTURES: dict[str, GgufModel] = {
         optional=("norm_topk_prob",),
         constants={**SILU, "use_sliding_window": False, "norm_topk_prob": True},
         finish=_mixture,
+    ),
+    "qwen3vlmoe": GgufModel(
+        model_type="qwen3_moe",
+        keys=_EXPERTS,
+        constants={**SILU, "use_sliding_window": False, "norm_topk_prob": True},
+        table="qwen3moe",
+        finish=_mixture,
+    ),
+    "mellum": GgufModel(
+        model_type="mellum",
+        keys=_SIZED,
+        optional=("sliding_window",),
+        constants={**SILU, "norm_topk_prob": True},
+        table="qwen3moe",
+        finish=_mellum,
+    ),
+    "hy_v3": GgufModel(
+        model_type="hy_v3",
+        keys=_SIZED,
+        optional=("router_scaling_factor",),
+        table="dots1",
+        names={"mlp.expert_bias": "exp_probs_b"},
+        finish=_hunyuan3,
+        score=SIGMOID,
     ),
     "gemma4": replace(
         MODELS["gemma4"], keys=(*MODELS["gemma4"].keys, "num_experts", "top_k_experts", "moe_intermediate_size")

@@ -221,6 +221,7 @@ MODELS: dict[str, GgufModel] = {
     "llama": GgufModel(model_type="llama", orders=INTERLEAVED, has=_BIASES, relu=True),
     "qwen2": GgufModel(model_type="qwen2", constants={**SILU, "use_sliding_window": False}),
     "qwen3": GgufModel(model_type="qwen3", constants={**SILU, "use_sliding_window": False}),
+    "qwen3vl": GgufModel(model_type="qwen3", constants={**SILU, "use_sliding_window": False}, table="qwen3"),
     "gemma": GgufModel(model_type="gemma", constants=_GELU, shifted=True, dtype="bfloat16"),
     "gemma2": GgufModel(
         model_type="gemma2",

@@ -140,7 +140,7 @@ def _own_name(name: str, canonical: str, model: GgufModel) -> str | None:
     """The file's name of a layer's tensor, by the model's row, or by what it is."""
     match = re.fullmatch(r"(?:model|backbone)\.layers\.(\d+)\.(.+)", name)
     if match is not None and canonical.endswith(".choice.bias"):
-        return f"blk.{match[1]}.exp_probs_b.bias"
+        return f"blk.{match[1]}.{model.names.get(match[2], 'exp_probs_b.bias')}"
     if match is not None and (shared := re.search(r"\.shared\.(up|gate|down)\.weight$", canonical)):
         return f"blk.{match[1]}.ffn_{shared[1]}_shexp.weight"
     if match is None or match[2] not in model.names:
