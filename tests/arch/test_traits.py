@@ -69,6 +69,17 @@ def router(**values):
     return each_layer(change)
 
 
+def latent_epsilon(value):
+    """Of the norms inside latent attention."""
+    return attention(latent=lambda mixer: replace(mixer.latent, norm_epsilon=value))
+
+
+def whole_head_turned(mixer):
+    """The rotary of a head all of which turns: as many pairs as it has, at the first one's base."""
+    pairs = mixer.head_dim // 2
+    return replace(mixer.rotary, inverse_frequency=tuple(10_000 ** (-pair / pairs) for pair in range(pairs)))
+
+
 def turning_as(layer):
     """Every layer is turned as this one."""
     return lambda decoder: attention(rotary=decoder.block.layers[layer].mixer.rotary)(decoder)
@@ -103,6 +114,14 @@ def exchanged(decoder):
     """Two of the three parts of a short convolution's projection."""
     names = [f"layers.0.state.{part}.weight" for part in ("query", "key")]
     decoder.tensors |= dict(zip(names, [decoder.tensors[name] for name in reversed(names)], strict=True))
+
+
+def norms_of_heads(decoder):
+    """Of each head with its own weights, where all heads together have one norm."""
+    width = decoder.block.layers[0].mixer.head_dim
+    attention(query_key_norm="heads")(decoder)
+    for end in (".query_norm.weight", ".key_norm.weight"):
+        tensors(end, lambda weight: weight.view(-1, width))(decoder)
 
 
 def one_group(decoder):
@@ -214,6 +233,89 @@ OTHERWISE = {
     "mistral4 groups": {
         "groups by their best expert": router(groups_by="one"),
         "no factor of experts": router(factor=1.0),
+    },
+    "deepseek_v2": {
+        "weights of experts are normalized": router(normalized=True),
+        "no factor of experts": router(factor=1.0),
+        "scores of each expert": router(score="sigmoid"),
+        "scores scaled by what the cache keeps": attention(query_scale=40**-0.5),
+        "pairs of halves": style("half"),
+        "another epsilon of latent norms": latent_epsilon(0.03),
+    },
+    "deepseek_v2 groups": {
+        "groups by the sum of two": router(groups_by="two"),
+        "no groups": router(groups=1, chosen_groups=1),
+    },
+    "deepseek_v2 yarn rope": {"scores without the factor of YaRN": attention(query_scale=20**-0.5)},
+    "deepseek_v3": {
+        "groups by their best expert": router(groups_by="one"),
+        "no groups": router(groups=1, chosen_groups=1),
+        "no factor of experts": router(factor=1.0),
+        "scores are shares": router(score="softmax"),
+        "weights of experts as they are": router(normalized=False),
+        "no bias of the choice": tensors(".choice.bias", zeros),
+        "scores scaled by what the cache keeps": attention(query_scale=40**-0.5),
+        "pairs of halves": style("half"),
+    },
+    "glm4_moe_lite": {
+        "the epsilon of transformers' latent norms": latent_epsilon(1e-6),
+        "no factor of experts": router(factor=1.0),
+        "scores are shares": router(score="softmax"),
+        "no bias of the choice": tensors(".choice.bias", zeros),
+        "pairs of halves": style("half"),
+    },
+    "glm4_moe": {
+        "the whole head is turned": attention(rotary=whole_head_turned),
+        "interleaved pairs": style("interleaved"),
+        "scores are shares": router(score="softmax"),
+        "weights of experts as they are": router(normalized=False),
+        "no bias of the choice": tensors(".choice.bias", zeros),
+    },
+    "glm4_moe norms of heads, biases": {
+        "no norm of queries and keys": attention(query_key_norm="none"),
+        "no bias of queries": tensors(".query.bias", zeros),
+        "weights of experts are normalized": router(normalized=True),
+    },
+    "glm4_moe groups": {"no groups": router(groups=1, chosen_groups=1), "by their best": router(groups_by="one")},
+    "dots1": {
+        "no norm of queries and keys": attention(query_key_norm="none"),
+        "no factor of experts": router(factor=1.0),
+        "scores are shares": router(score="softmax"),
+        "weights of experts as they are": router(normalized=False),
+        "no bias of the choice": tensors(".choice.bias", zeros),
+        "interleaved pairs": style("interleaved"),
+    },
+    "dots1 window": {"a window one wider": attention(window=lambda mixer: mixer.window and mixer.window + 1)},
+    "ernie4_5_moe": {
+        "scores of each expert": router(score="sigmoid"),
+        "weights of experts as they are": router(normalized=False),
+        "no bias of the choice": tensors(".choice.bias", zeros),
+        "pairs of halves": style("half"),
+    },
+    "ernie4_5_moe with a floor": {"no floor": router(least_sum=0.0)},
+    "minimax_m2": {
+        "norms of each head": norms_of_heads,
+        "scores are shares": router(score="softmax"),
+        "weights of experts as they are": router(normalized=False),
+        "no bias of the choice": tensors(".choice.bias", zeros),
+    },
+    "minimax_m2 half turned": {
+        "the whole head is turned": attention(rotary=whole_head_turned),
+        "interleaved pairs": style("interleaved"),
+    },
+    "youtu": {
+        "pairs of halves": style("half"),
+        "scores scaled by what the cache keeps": attention(query_scale=40**-0.5),
+        "another epsilon of latent norms": latent_epsilon(0.03),
+    },
+    "youtu yarn rope": {"scores without the factor of YaRN": attention(query_scale=20**-0.5)},
+    "minicpm3": {
+        "interleaved pairs": style("interleaved"),
+        "no multiplier of residuals": block(residual_scale=1.0),
+        "no multiplier of the embedding": block(embedding_scale=1.0),
+        "logits as they are": block(logit_scale=1.0),
+        "scores scaled by what the cache keeps": attention(query_scale=40**-0.5),
+        "another epsilon of latent norms": latent_epsilon(0.03),
     },
     "kimi_linear": {
         "scores are shares": router(score="softmax"),
