@@ -95,7 +95,7 @@ def test_a_padded_batch_gives_the_tokens_of_hugging_face(tiny, load, mode, predi
     assert torch.equal(flash.generate(ids, **kwargs), model.reference.generate(ids, **kwargs))
 
 
-@pytest.mark.parametrize("name", ["llama relu", "opt-350m", "olmoe"])
+@pytest.mark.parametrize("name", ["llama relu", "opt-350m", "olmoe", "qwen3_next"])
 def test_other_architectures_in_a_padded_batch(variant_of, load, name):
     source, directory = variant_of(name)
     reference, flash = AutoModelForCausalLM.from_pretrained(source).eval(), load(directory, mode="dense")
