@@ -829,7 +829,8 @@ def test_commands_take_a_file(source, tmp_path, monkeypatch, capsys):
         output = capsys.readouterr()
         assert json.loads(output.out.splitlines()[-1])["token_ids"] == expected["token_ids"]
         said.append(output.err.splitlines())
-    assert [line.split(":")[0] for line in said[0]] == ["convert"]
+    assert [line.split(":")[0] for line in said[0]] == ["convert", "flashllm"]
+    assert "as garbage does" in said[0][1]  # its weights are random
     assert len(said[1]) == 1
     assert "is ever exactly zero" in said[1][0]
     folder = find_folder(str(path))
