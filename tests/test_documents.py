@@ -70,6 +70,15 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert list(dead_links(path, path.read_text(encoding="utf-8"))) == []
 
 
+def test_every_kind_of_model_is_marked_by_how_it_was_tested() -> None:
+    text = (REPOSITORY / "flashllm/convert/README.md").read_text(encoding="utf-8")
+    rows = text.split("## Which models")[1].split("\n## ")[0].strip().split("\n\n")[0].splitlines()[2:]
+    assert len(rows) == 5
+    for row in rows:
+        assert "parity-tested" in row
+        assert re.search(r"never run trained|run trained: ", row), row
+
+
 @pytest.mark.parametrize("path", READMES, ids=id_of)
 def test_named_files_exist(path: Path) -> None:
     assert list(missing_names(path.read_text(encoding="utf-8"))) == []
