@@ -22,7 +22,7 @@ from flashllm.convert.checkpoint.source import Checkpoint
 from flashllm.convert.plan import plan_conversion
 from flashllm.convert.untrained.predictor import untrained_header, untrained_nbytes
 from flashllm.format.manifest_values import FileEntry
-from flashllm.format.model_files import CONFIG, FFN, PREDICTORS, RESIDENT
+from flashllm.format.model_files import CONFIG, FFN, PREDICTORS, RESIDENT, TABLE
 from flashllm.format.safetensors import TensorInfo
 
 _CONTEXT = 8192
@@ -89,6 +89,8 @@ def write_outline(config: Mapping[str, Any], directory: Path, *, bits: int, sour
     (directory / CONFIG).write_bytes(content)
     files = {CONFIG: FileEntry(sha256=hashlib.sha256(content).hexdigest(), nbytes=len(content))}
     parts = [(FFN, plan.ffn_header, plan.ffn_nbytes), (RESIDENT, plan.resident_header, plan.resident_nbytes)]
+    if plan.table is not None:
+        parts.append((TABLE, plan.table_header, plan.table_nbytes))
     if plan.predictor_rank:
         header = untrained_header(plan.architecture, plan.predictor_rank, _UNKNOWN)
         parts.append((PREDICTORS, header, untrained_nbytes(plan.architecture, plan.predictor_rank)))

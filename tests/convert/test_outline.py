@@ -5,7 +5,7 @@ import re
 
 import pytest
 from profiles import BATCHES, profile_of
-from tiny_models import make_tiny_opt
+from tiny_models import config_of, make_tiny_opt
 
 from flashllm.base.user_dirs import user_cache_dir
 from flashllm.cli import main
@@ -15,7 +15,8 @@ from flashllm.format.model_dir import ModelDir
 from flashllm.format.safetensors import read_header
 from flashllm.profile.store import device_of, save_profile
 
-# Billions, as their makers publish them (layers that draft are not counted).
+# Billions, as their makers publish them, or as their GGUF files say, where makers count encoders of pictures and sound
+# or give a rounder number (layers that draft are not counted).
 PUBLISHED = {
     "smollm2-135m": 0.1345, "olmoe-1b-7b": 6.92, "lfm2-8b-a1b": 8.3, "deepseek-v2-lite": 15.7, "gpt-oss-20b": 20.9,
     "gpt-oss-120b": 116.8, "ernie-4.5-21b-a3b": 21.8, "qwen3-30b-a3b": 30.5, "glm-4.7-flash": 29.9,
@@ -25,6 +26,10 @@ PUBLISHED = {
     "mistral-7b": 7.25, "mistral-nemo-12b": 12.2, "gemma-2-2b": 2.61, "gemma-2-9b": 9.24, "gemma-2-27b": 27.2,
     "gemma-3-1b": 1.0, "gemma-3-4b": 3.88, "gemma-3-12b": 11.8, "gemma-3-27b": 27.0, "opt-1.3b": 1.32, "opt-6.7b": 6.66,
     "opt-13b": 12.85, "opt-30b": 29.97, "opt-66b": 65.7, "prosparse-7b": 6.74, "prosparse-13b": 13.0,
+    "qwen3-coder-next": 79.7, "kimi-k2": 1026, "kimi-linear-48b-a3b": 49.1, "qwen3.5-0.8b": 0.758, "qwen3.5-2b": 1.89,
+    "qwen3.5-4b": 4.21, "qwen3.5-9b": 8.96, "qwen3.6-27b": 26.9, "gemma-4-e2b": 4.65, "gemma-4-e4b": 7.5,
+    "gemma-4-26b-a4b": 25.2, "gemma-4-31b": 30.7, "nemotron-3-nano": 31.6, "granite-4.0-h-tiny": 6.94,
+    "granite-4.0-h-small": 32.2, "ling-mini-2.0": 16.26, "ling-flash-2.0": 103.0, "mistral-small-4-119b": 119.0,
 }  # fmt: skip
 
 
@@ -58,7 +63,22 @@ def test_an_outline_has_the_sizes_and_headers_of_the_conversion(tmp_path, bits):
     outline = ModelDir.open(tmp_path / "outline").manifest
     assert (outline.rows, outline.resident_encoding, outline.dtype) == (made.rows, made.resident_encoding, made.dtype)
     assert (outline.activations, outline.checksum_rows) == (made.activations, made.checksum_rows)
-    for name in ("ffn.safetensors", "resident.safetensors", "predictors.safetensors"):
+    compare_files(tmp_path, ("ffn.safetensors", "resident.safetensors", "predictors.safetensors"))
+
+
+def test_an_outline_has_a_table_of_rows_by_id(tmp_path, variant_of):
+    source, _ = variant_of("gemma4 shared keys, rows of ids")
+    convert(source, tmp_path / "made", dtype="bfloat16", predictors=True)
+    (tmp_path / "outline").mkdir()
+    write_outline(config_of(source), tmp_path / "outline", bits=16, source_name="source")
+    compare_files(tmp_path, ("token_rows.safetensors", "resident.safetensors"))
+    assert ModelDir.open(tmp_path / "outline").table == ModelDir.open(tmp_path / "made").table
+
+
+def compare_files(tmp_path, names):
+    """Each in its size and with its headers, and without its bytes."""
+    outline, made = (ModelDir.open(tmp_path / place).manifest for place in ("outline", "made"))
+    for name in names:
         assert outline.files[name].nbytes == made.files[name].nbytes, name
         headers = [read_header(tmp_path / place / name).tensors for place in ("outline", "made")]
         assert headers[0] == headers[1], name
