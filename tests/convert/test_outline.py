@@ -28,8 +28,8 @@ PUBLISHED = {
     "opt-13b": 12.85, "opt-30b": 29.97, "opt-66b": 65.7, "prosparse-7b": 6.74, "prosparse-13b": 13.0,
     "qwen3-coder-next": 79.7, "kimi-k2": 1026, "kimi-linear-48b-a3b": 49.1, "qwen3.5-0.8b": 0.758, "qwen3.5-2b": 1.89,
     "qwen3.5-4b": 4.21, "qwen3.5-9b": 8.96, "qwen3.6-27b": 26.9, "gemma-4-e2b": 4.65, "gemma-4-e4b": 7.5,
-    "gemma-4-26b-a4b": 25.2, "gemma-4-31b": 30.7, "nemotron-3-nano": 31.6, "granite-4.0-h-tiny": 6.94,
-    "granite-4.0-h-small": 32.2, "ling-mini-2.0": 16.26, "ling-flash-2.0": 103.0, "mistral-small-4-119b": 119.0,
+    "gemma-4-26b-a4b": 25.2, "gemma-4-31b": 30.7, "nemotron-3-nano": 31.6,
+    "mistral-small-4-119b": 119.0,
 }  # fmt: skip
 
 
