@@ -171,10 +171,11 @@ class ArchitectureSpec:
         """
         bare = self.embedding.removeprefix(self.base_prefix)
         prefix = self.base_prefix if bare in names and self.embedding not in names else ""
+        begins = (*self._outer, self.base_prefix)
         result: dict[str, str] = {}
         for name in names:
             full = self.aliases.get(name, name)
-            full = full if full.startswith((*self._outer, self.base_prefix)) else prefix + full
+            full = full if full.startswith(begins) else prefix + full
             if full in result:
                 raise FormatError(f"the checkpoint has both {name} and {result[full]}")
             if not any(fnmatch.fnmatchcase(full, pattern) for pattern in self.ignored):
