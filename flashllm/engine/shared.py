@@ -135,12 +135,9 @@ class SharedModel:
         with self._changed:
             self._turns.ask(member, prompt=prompt)
             self._changed.notify_all()
-            # Until the turn that computes its tokens is over it belongs to that one, also when it has its answer.
+            # A turn has its members until it is over, also those that have their answer.
             while (is_computed := self._turn is not None and member in self._turn.members) or not member.has_answer:
-                if is_computed:
-                    self._changed.wait()
-                    continue
-                if member.cancelled.is_set():
+                if member.cancelled.is_set() and not is_computed:
                     member.error = Cancelled("the computation was ended by another thread")
                     break
                 left = patience_ends - time.perf_counter()
