@@ -226,9 +226,14 @@ def _bundles(
 
 
 def source_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
-    """State_dict name -> shape of every tensor that a checkpoint of the model has: its claims' rows together."""
+    """State_dict name -> shape of every tensor that a checkpoint of the model has. Errors as `block_spec`."""
+    return shapes_of(claims(config))
+
+
+def shapes_of(claimed: Mapping[str, Claim]) -> dict[str, Shape]:
+    """The same of `claims`: their rows together."""
     shapes: dict[str, Shape] = {}
-    for claim in claims(config).values():
+    for claim in claimed.values():
         rows, rest = claim.rows, claim.shape[1:]
         if claim.part.turned:
             rows, rest = claim.part.repeats * claim.shape[1], (rows // claim.part.repeats,)

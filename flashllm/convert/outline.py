@@ -5,6 +5,7 @@ the place of weights, so that they take no room on the drive.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import math
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from flashllm.arch.registry import block_spec, source_shapes
+from flashllm.arch.tensors import Shape
 from flashllm.base.group_codes import DEFAULT_GROUP, code_of
 from flashllm.base.user_dirs import user_cache_dir
 from flashllm.convert.checkpoint.source import Checkpoint
@@ -29,7 +31,7 @@ _CONTEXT = 8192
 _UNKNOWN = "0" * 64  # the hash of what is not there
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class WellKnown:
     """A model that many know: its address, and what its config.json says of sizes."""
 
@@ -42,10 +44,15 @@ class WellKnown:
         """Tokens that are planned for where the user gives none: a long context's cache would take the memory."""
         return min(_CONTEXT, block_spec(self.config).context)
 
+    @functools.cached_property
+    def shapes(self) -> dict[str, Shape]:
+        """State_dict name -> shape of each of its tensors."""
+        return source_shapes(self.config)
+
     @property
     def parameters(self) -> int:
         """Numbers in its tensors."""
-        return sum(math.prod(shape) for shape in source_shapes(self.config).values())
+        return sum(math.prod(shape) for shape in self.shapes.values())
 
 
 def well_known() -> list[WellKnown]:
@@ -71,14 +78,16 @@ def outlined(known: WellKnown, bits: int) -> Iterator[Path]:
     except OSError:
         temporary = tempfile.TemporaryDirectory(prefix=".outline-")
     with temporary as directory:
-        write_outline(known.config, Path(directory), bits=bits, source_name=known.hub)
+        write_outline(known.config, known.shapes, Path(directory), bits=bits, source_name=known.hub)
         yield Path(directory)
 
 
-def write_outline(config: Mapping[str, Any], directory: Path, *, bits: int, source_name: str) -> None:
-    """Write the outline of the model that `config` describes into an empty directory; errors as `plan_conversion`."""
+def write_outline(
+    config: Mapping[str, Any], shapes: Mapping[str, Shape], directory: Path, *, bits: int, source_name: str
+) -> None:
+    """Write the outline of the model that `config` describes, whose tensors have these `source_shapes`, into an empty
+    directory; errors as `plan_conversion`."""
     encoding = None if bits == 16 else code_of(bits, DEFAULT_GROUP, has_minimum=False).name
-    shapes = source_shapes(config)
     tensors = {
         name: TensorInfo(name=name, dtype="BF16", shape=shape, offset=0, nbytes=2 * math.prod(shape))
         for name, shape in shapes.items()

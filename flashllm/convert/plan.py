@@ -12,7 +12,7 @@ from typing import Any, Unpack
 import numpy as np
 
 import flashllm
-from flashllm.arch.registry import Claim, block_spec, bundle_names, claims, resolve, source_shapes, spec_of
+from flashllm.arch.registry import Claim, block_spec, bundle_names, claims, resolve, shapes_of, spec_of
 from flashllm.arch.spec import SHARED_BESIDE, Architecture, BlockSpec
 from flashllm.arch.tensors import TOKEN_TABLE, ArchitectureSpec, Shape, is_wide
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, WeightDtype
@@ -180,8 +180,8 @@ def plan_conversion(checkpoint: Checkpoint, **choices: Unpack[Choices]) -> Conve
     """
     dtype = choices.get("dtype") or checkpoint.preferred_dtype
     gate = choices.get("gate", "rows")
-    names, _ = checked_tensors(checkpoint)
     claimed = claims(checkpoint.config)
+    names = checked_tensors(checkpoint, claimed)
     if choices.get("keep") and shared_differ(checkpoint, names, claimed, resolve(checkpoint.config)):
         checkpoint = checkpoint.configured({**checkpoint.config, SHARED_BESIDE: True})
         claimed = claims(checkpoint.config)
@@ -258,19 +258,18 @@ def _check_gate(checkpoint: Checkpoint, architecture: Architecture, gate: GatePl
         )
 
 
-def checked_tensors(checkpoint: Checkpoint) -> tuple[dict[str, str], dict[str, Shape]]:
-    """State_dict name -> name in the checkpoint, and state_dict name -> shape of what its model needs.
+def checked_tensors(checkpoint: Checkpoint, claimed: Mapping[str, Claim]) -> dict[str, str]:
+    """State_dict name -> name in the checkpoint, whose model needs what is `claimed`.
 
     FormatError where one of those is missing or has another shape, UnsupportedModelError where the checkpoint has a
     tensor that its config says nothing of.
     """
-    block, expected = block_spec(checkpoint.config), source_shapes(checkpoint.config)
-    spec = spec_of(checkpoint.config)
+    block, spec = block_spec(checkpoint.config), spec_of(checkpoint.config)
     names = spec.with_prefix(checkpoint.tensors)
     if block.tied_head and spec.head in names:
         names.setdefault(spec.embedding, names[spec.head])  # one tensor, stored under either name
-    _check_tensors(checkpoint, spec, names, expected, tied=block.tied_head)
-    return names, expected
+    _check_tensors(checkpoint, spec, names, shapes_of(claimed), tied=block.tied_head)
+    return names
 
 
 def _check_tensors(

@@ -7,6 +7,7 @@ import pytest
 from profiles import BATCHES, profile_of
 from tiny_models import config_of, make_tiny_opt
 
+from flashllm.arch.registry import source_shapes
 from flashllm.base.user_dirs import user_cache_dir
 from flashllm.cli import main
 from flashllm.convert.outline import find_well_known, outlined, well_known, write_outline
@@ -59,7 +60,7 @@ def test_an_outline_has_the_sizes_and_headers_of_the_conversion(tmp_path, bits):
     made = convert(source, tmp_path / "made", **choices)
     config = json.loads((source / "config.json").read_text())
     (tmp_path / "outline").mkdir()
-    write_outline(config, tmp_path / "outline", bits=bits, source_name="source")
+    write_outline(config, source_shapes(config), tmp_path / "outline", bits=bits, source_name="source")
     outline = ModelDir.open(tmp_path / "outline").manifest
     assert (outline.rows, outline.resident_encoding, outline.dtype) == (made.rows, made.resident_encoding, made.dtype)
     assert (outline.activations, outline.checksum_rows) == (made.activations, made.checksum_rows)
@@ -70,7 +71,9 @@ def test_an_outline_has_a_table_of_rows_by_id(tmp_path, variant_of):
     source, _ = variant_of("gemma4 shared keys, rows of ids")
     convert(source, tmp_path / "made", dtype="bfloat16", predictors=True)
     (tmp_path / "outline").mkdir()
-    write_outline(config_of(source), tmp_path / "outline", bits=16, source_name="source")
+    write_outline(
+        config_of(source), source_shapes(config_of(source)), tmp_path / "outline", bits=16, source_name="source"
+    )
     compare_files(tmp_path, ("token_rows.safetensors", "resident.safetensors"))
     assert ModelDir.open(tmp_path / "outline").table == ModelDir.open(tmp_path / "made").table
 

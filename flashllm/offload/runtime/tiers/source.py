@@ -170,8 +170,8 @@ class _CheckpointWeights(WeightSource):
     def __init__(self, path: Path, stage: Stage | None) -> None:
         with ExitStack() as stack:
             checkpoint: Checkpoint = stack.enter_context(open_checkpoint(path))
-            names, _ = checked_tensors(checkpoint)
             self._checkpoint, self._claims = checkpoint, claims(checkpoint.config)
+            names = checked_tensors(checkpoint, self._claims)
             self._names = {name: names[claim.source] for name, claim in self._claims.items()}
             for name in self._names.values():
                 if checkpoint.tensors[name].dtype not in WEIGHT_DTYPE_BY_CODE:
