@@ -131,15 +131,7 @@ def _speculate(given: str | None) -> Speculate | Path:
     for known in SPECULATIONS:
         if given in (None, known):
             return known
-    from flashllm.base.progress import ProgressBar
-    from flashllm.convert.locate import resolve_model
-
-    converted: list[Path] = []
-    with ProgressBar("convert") as bar:
-        path = resolve_model(given, progress=bar, say=say, converted=converted.append)
-    if converted:
-        warn_of_garbage(path)
-    return path
+    return _converted(given)
 
 
 def explained(args: argparse.Namespace) -> Callable[[str], None]:
@@ -153,19 +145,23 @@ def find_model(args: argparse.Namespace, *, notice: Callable[[str], None] = say)
 
     path = find_directory(args.model)
     if path is None:
-        from flashllm.base.progress import ProgressBar
-        from flashllm.convert.locate import resolve_model
-
         memory = None if args.memory == AUTO else args.memory
-        converted: list[Path] = []
-        with ProgressBar("convert") as bar:
-            path = resolve_model(
-                args.model, memory=memory, progress=bar, say=say, explain=explained(args), converted=converted.append
-            )
-        if converted:
-            warn_of_garbage(path, memory=memory)
+        path = _converted(args.model, memory=memory, explain=explained(args))
     if is_demo(path):
         notice(DEMO_NOTICE)
+    return path
+
+
+def _converted(model: str | None, **options: Any) -> Path:
+    """`resolve_model`, which may take a while; what it converts is checked."""
+    from flashllm.base.progress import ProgressBar
+    from flashllm.convert.locate import resolve_model
+
+    new: list[Path] = []
+    with ProgressBar("convert") as bar:
+        path = resolve_model(model, progress=bar, say=say, converted=new.append, **options)
+    for directory in new:
+        warn_of_garbage(directory, memory=options.get("memory"))
     return path
 
 

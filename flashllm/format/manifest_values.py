@@ -15,11 +15,7 @@ from flashllm.format.rows import RowLayout, packed
 EXPERT_KEYS = ("experts", "chosen_experts", "shared_neurons")  # of the architecture of a mixture of experts
 LAYER_KEYS = ("widths", "dense_layers")  # of the architecture of a model whose layers differ
 ROW_KEYS = ("encoding", "down_encoding", "downs", "ups", "matrices", "row_nbytes", "stride", "num_rows")
-UNWRITTEN_ROW_KEYS: dict[str, Any] = {
-    "down_encoding": None,
-    "downs": [],
-    "ups": [],
-}  # there only where the value is another
+UNWRITTEN_ROW_KEYS: dict[str, Any] = {"down_encoding": None, "downs": [], "ups": []}  # written where other than these
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,7 +68,7 @@ _LOGITS_ROWS = 4  # [vocab] rows held at a time: the head's result, the caller's
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """What a run meets on its machine, and what `resolve` decides of it: the memory plan depends on both."""
+    """The machine's memory, and the choices of `resolve` that a memory plan depends on."""
 
     available: int  # bytes the process could still take
     process: int  # bytes it holds with its libraries loaded and no model
@@ -257,7 +257,7 @@ def _token_table(manifest: Manifest, block: BlockSpec) -> tuple[TableLayout | No
 
 
 def _table_parts(table: TableLayout | None, table_of: str) -> dict[str, Any]:
-    """What a plan says of the table, by the names of `MemoryPlan`."""
+    """The fields of `MemoryPlan` that describe the table."""
     return {
         "table_of": table_of,
         **dict.fromkeys(("table_rows", "min_table_rows"), 0 if table is None else min(_TABLE_ROWS, table.rows)),
@@ -269,7 +269,7 @@ def _table_parts(table: TableLayout | None, table_of: str) -> dict[str, Any]:
 def _run_parts(
     manifest: Manifest, block: BlockSpec, config: RunConfig, conditions: Conditions, table: TableLayout | None
 ) -> dict[str, Any]:
-    """What a plan says of the run and its sequences, by the names of `MemoryPlan`."""
+    """The fields of `MemoryPlan` that describe the run and its sequences."""
     context = block.context if config.context is None else config.context
     state, io_threads = state_shape(manifest, block, context, config.cache_bits), conditions.io_threads
     marked = _MARKS * block.state_nbytes if config.serves else 0

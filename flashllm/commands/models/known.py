@@ -56,7 +56,7 @@ def row_of(known: "WellKnown", config: "RunConfig", available: int) -> dict[str,
     import dataclasses
 
     from flashllm.base.group_codes import DEFAULT_GROUP, code_of
-    from flashllm.base.machine import process_nbytes
+    from flashllm.base.machine import default_limit, process_nbytes
     from flashllm.commands.plan import OUTLINE_BITS, PROMPT, estimate, to_type
     from flashllm.convert.outline import outlined
     from flashllm.format.model_dir import ModelDir
@@ -69,7 +69,7 @@ def row_of(known: "WellKnown", config: "RunConfig", available: int) -> dict[str,
         model = ModelDir.open(path)
         process = process_nbytes()
         plan = resolve(dataclasses.replace(config, memory=_ANY), model, available=_ANY, process=process)
-        minimum, limit = plan.memory.minimum_nbytes, config.memory or int(0.8 * (available + process))
+        minimum, limit = plan.memory.minimum_nbytes, config.memory or default_limit(available + process)
         fits, token, prompt = minimum <= limit, None, None
         if fits:
             plan = resolve(dataclasses.replace(config, memory=limit), model, available=limit, process=process)

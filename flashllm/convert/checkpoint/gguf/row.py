@@ -22,6 +22,7 @@ NEXT = "nextn_predict_layers"  # how many of the layers draft tokens: they are t
 FACTOR_TENSORS = (ROPE_FACTORS, *LONGROPE.values())  # which the config says
 
 LAYER_NORM, FACTOR = "attention.layer_norm_epsilon", "expert_weights_scale"
+_FACTORS = ("routed_scaling_factor", "route_scale", "moe_routed_scaling_factor", "router_scaling_factor")  # its keys
 NAMES = {  # config.json's key -> the metadata's, after the architecture's name
     key: name
     for name, keys in {
@@ -65,7 +66,7 @@ NAMES = {  # config.json's key -> the metadata's, after the architecture's name
         "interleave_moe_layer_step": ("moe_layer_interval",),
         "expert_group_count": ("n_group", "num_expert_group"),
         "expert_group_used_count": ("topk_group",),
-        FACTOR: ("routed_scaling_factor", "route_scale", "moe_routed_scaling_factor", "router_scaling_factor"),
+        FACTOR: _FACTORS,
         "expert_weights_norm": ("norm_topk_prob",),
         "moe_latent_size": ("moe_latent_size",),
     }.items()
@@ -75,9 +76,7 @@ ABSENT: dict[str, Any] = {  # what the metadata means that lacks a key which may
     **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 0),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "num_kv_shared_layers"), 0),
     **dict.fromkeys(("n_group", "num_expert_group", "topk_group"), 1),
-    **dict.fromkeys(
-        ("routed_scaling_factor", "route_scale", "moe_routed_scaling_factor", "router_scaling_factor"), 1.0
-    ),
+    **dict.fromkeys(_FACTORS, 1.0),
     "norm_topk_prob": False,
     "q_lora_rank": None,
 }
