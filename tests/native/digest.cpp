@@ -115,7 +115,7 @@ std::uint64_t digest_of(SimdLevel level) {
     digest.add(wide);
     for (const InputForm form : {InputForm::int8, InputForm::int16, InputForm::token_int8}) {
       if (!takes_inputs(codec, form)) continue;
-      const RowInputs inputs(x.data(), 1, kColumns, form);
+      const RowInputs inputs(x.data(), 1, kColumns, form, level);
       const CodedInputKernels& coded = coded_input_kernels(level, codec, form);
       coded.dot_rows(rows, 3, 3, inputs.codes(0), kColumns, dots.data());
       digest.add(dots);

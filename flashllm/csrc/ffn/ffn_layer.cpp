@@ -337,7 +337,7 @@ void FfnLayer::sum_all_parts(float* y) {
 void FfnLayer::up_products(Place place) {
   const RowFormat& format = options_.format;
   if (shares_units()) {
-    const RowInputs x(group_[0].x, group_.size(), format.d_model, format.inputs);
+    const RowInputs x(group_[0].x, group_.size(), format.d_model, format.inputs, options_.simd);
     return group_.each_unit(place, [&](const FfnShare* shares, std::size_t count) {
       products_.up(shares, count, rows(shares[0].unit), x);
     });

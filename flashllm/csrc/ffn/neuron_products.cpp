@@ -53,7 +53,7 @@ void NeuronProducts::each(std::size_t begin, std::size_t end, const Visit& visit
 // A block's gates, then its ups, which lie beside them, while those of the next one are fetched.
 void NeuronProducts::up(const float* x, const float* gate_values) {
   const RowFormat& format = options_.format;
-  const RowInputs inputs(x, 1, format.d_model, format.inputs);
+  const RowInputs inputs(x, 1, format.d_model, format.inputs, options_.simd);
   const bool gated = format.gated() || options_.gate != nullptr;
   const std::size_t nbytes = vector_nbytes(format.codec, format.d_model);
   pool_.parallel_for(num_rows(), kRowGrain, [&](std::size_t begin, std::size_t end) {
@@ -115,7 +115,7 @@ void NeuronProducts::down_in_codes(float* y) {
   pool_.parallel_for(runs_.size(), 1, [&](std::size_t begin, std::size_t end) {
     for (std::size_t i = begin; i < end; ++i) {
       const auto first = static_cast<std::size_t>(runs_[i].first);
-      codes_[i].begin(1, first % kCodeUnit + rows_of(runs_[i]));
+      codes_[i].begin(1, first % kCodeUnit + rows_of(runs_[i]), options_.simd);
       codes_[i].set(0, first, rows_of(runs_[i]), runs_[i].values, 1);
     }
   });

@@ -17,7 +17,7 @@ void TokenFfn::begin(const RowFormat& format, const float* x, std::size_t tokens
   next_ = 0;
   norm_ = {};
   first_ = 0;
-  x_.set(x, tokens, format_.d_model, format_.inputs);
+  x_.set(x, tokens, format_.d_model, format_.inputs, level_);
   y_ = y;
   tokens_ = tokens;
   activation_ = activation;

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <vector>
 
-#include "kernels/row_inputs.h"
+#include "kernels/row_codecs.h"
 #include "kernels/scratch.h"
 
 namespace flashllm {
@@ -36,15 +36,14 @@ PackedTokens::PackedTokens(const std::byte* x, std::size_t tokens, std::size_t c
       tiles_(has_codes() || has_bytes() ? tile_kernels(level) : nullptr),
       halves_(has_codes() && tiles_ != nullptr ? 2 : 1) {
   strip_ = strip_tokens(level, tiles_ != nullptr);
-  const KernelTable& kernels = kernel_table(level, dtype);
   if (form == TokenForm::pairs) {
     pack_pairs(x, pool);
   } else if (has_codes()) {
-    pack_codes(x, kernels, dtype_nbytes(dtype), pool);
+    pack_codes(x, dtype, pool, level);
   } else if (has_bytes()) {
-    pack_bytes(x, kernels, dtype_nbytes(dtype), pool);
+    pack_bytes(x, dtype, pool, level);
   } else {
-    pack_floats(x, kernels, dtype_nbytes(dtype), pool);
+    pack_floats(x, kernel_table(level, dtype), dtype_nbytes(dtype), pool);
   }
 }
 
@@ -89,8 +88,10 @@ void PackedTokens::pack_floats(const std::byte* x, const KernelTable& kernels, s
   });
 }
 
-void PackedTokens::pack_codes(const std::byte* x, const KernelTable& kernels, std::size_t element,
-                              ThreadPool& pool) {
+void PackedTokens::pack_codes(const std::byte* x, Dtype dtype, ThreadPool& pool, SimdLevel level) {
+  const InputKernels& inputs = input_kernels(level);
+  const auto to_f32 = kernel_table(level, dtype).to_f32;
+  const std::size_t element = dtype_nbytes(dtype);
   pairs_.reset(new std::uint32_t[pairs() * padded_]);
   scales_.reset(new float[scales() * padded_]);
   pool.parallel_for(columns_, kCodeTerms, [&](std::size_t begin, std::size_t end) {
@@ -103,8 +104,8 @@ void PackedTokens::pack_codes(const std::byte* x, const KernelTable& kernels, st
         std::memset(codes, 0, sizeof codes);
         float scale = 0.0F;
         if (m < tokens_) {
-          kernels.to_f32(x + (m * columns_ + j) * element, n, wide);
-          scale = to_codes(wide, n, codes);
+          to_f32(x + (m * columns_ + j) * element, n, wide);
+          scale = inputs.to_int16(wide, n, codes);
         }
         scales_[first * scales() + j / kCodeTerms * step + in_strip] = scale;
         std::uint32_t* to = pairs_.get() + first * pairs() + j / 2 * halves_ * step + in_strip;
@@ -125,17 +126,19 @@ void PackedTokens::pack_codes(const std::byte* x, const KernelTable& kernels, st
 }
 
 // As RowInputs has a token's.
-void PackedTokens::pack_bytes(const std::byte* x, const KernelTable& kernels, std::size_t element,
-                              ThreadPool& pool) {
+void PackedTokens::pack_bytes(const std::byte* x, Dtype dtype, ThreadPool& pool, SimdLevel level) {
+  const InputKernels& inputs = input_kernels(level);
+  const auto to_f32 = kernel_table(level, dtype).to_f32;
+  const std::size_t element = dtype_nbytes(dtype);
   pairs_.reset(new std::uint32_t[pairs() * padded_]);
   scales_.reset(new float[scales() * padded_]);
   totals_.reset(new std::int32_t[units() * padded_]);
-  std::vector<Extent> of_tokens(form_ == TokenForm::token_bytes ? tokens_ : 0);
-  pool.parallel_for(of_tokens.size(), 1, [&](std::size_t begin, std::size_t end) {
+  std::vector<float> largest(form_ == TokenForm::token_bytes ? tokens_ : 0);
+  pool.parallel_for(largest.size(), 1, [&](std::size_t begin, std::size_t end) {
     std::vector<float> wide(columns_);
     for (std::size_t m = begin; m < end; ++m) {
-      kernels.to_f32(x + m * columns_ * element, columns_, wide.data());
-      of_tokens[m] = extent_of(wide.data(), columns_);
+      to_f32(x + m * columns_ * element, columns_, wide.data());
+      largest[m] = inputs.largest(wide.data(), columns_);
     }
   });
   pool.parallel_for(columns_, kCodeTerms, [&](std::size_t begin, std::size_t end) {
@@ -144,18 +147,13 @@ void PackedTokens::pack_bytes(const std::byte* x, const KernelTable& kernels, st
       const std::size_t in_strip = m % strip_, first = m - in_strip, step = strip(first);
       for (std::size_t j = begin; j < end; j += kCodeTerms) {
         const std::size_t n = std::min(kCodeTerms, end - j);
-        if (m < tokens_) kernels.to_f32(x + (m * columns_ + j) * element, n, wide);
+        if (m < tokens_) to_f32(x + (m * columns_ + j) * element, n, wide);
+        std::fill(wide + (m < tokens_ ? n : 0), wide + kCodeTerms, 0.0F);
         for (std::size_t i = 0; i < n; i += kUnit) {
-          const std::size_t count = std::min(kUnit, n - i), unit = (j + i) / kUnit;
-          std::int8_t codes[kUnit] = {};
-          float scale = 0.0F;
-          if (m < tokens_)
-            scale = to_codes(wide + i, count, of_tokens.empty() ? extent_of(wide + i, count) : of_tokens[m],
-                             127.0F, codes);
-          std::int32_t total = 0;
-          for (const std::int8_t code : codes) total += code;
-          scales_[first * units() + unit * step + in_strip] = scale;
-          totals_[first * units() + unit * step + in_strip] = total;
+          const std::size_t unit = (j + i) / kUnit, at = first * units() + unit * step + in_strip;
+          std::int8_t codes[kUnit];
+          scales_[at] =
+              inputs.unit_to_int8(wide + i, m < largest.size() ? &largest[m] : nullptr, codes, &totals_[at]);
           std::uint32_t* to = pairs_.get() + first * pairs() + unit * (kUnit / 4) * step + in_strip;
           for (std::size_t word = 0; word < kUnit / 4; ++word)
             std::memcpy(to + word * step, codes + 4 * word, sizeof *to);

@@ -59,8 +59,8 @@ class PackedTokens {
   }
   void pack_pairs(const std::byte* x, ThreadPool& pool);
   void pack_floats(const std::byte* x, const KernelTable& kernels, std::size_t element, ThreadPool& pool);
-  void pack_codes(const std::byte* x, const KernelTable& kernels, std::size_t element, ThreadPool& pool);
-  void pack_bytes(const std::byte* x, const KernelTable& kernels, std::size_t element, ThreadPool& pool);
+  void pack_codes(const std::byte* x, Dtype dtype, ThreadPool& pool, SimdLevel level);
+  void pack_bytes(const std::byte* x, Dtype dtype, ThreadPool& pool, SimdLevel level);
 
   std::size_t tokens_, columns_, padded_, strip_;
   TokenForm form_;

@@ -112,6 +112,8 @@ UnpackCodes unpack_kernel(SimdLevel level, RowCodec codec) {
   return kernels == nullptr ? nullptr : kernels[static_cast<std::size_t>(codec) - kFirstCoded];
 }
 
+const InputKernels& input_kernels(SimdLevel level) { return *level_kernels(level).inputs; }
+
 const CodedInputKernels& coded_input_kernels(SimdLevel level, RowCodec codec, InputForm inputs) {
   require(takes_inputs(codec, inputs), "weights of this codec are not multiplied by inputs in such codes");
   const LevelKernels& kernels = level_kernels(level);
@@ -163,10 +165,17 @@ std::size_t vector_nbytes(RowCodec codec, std::size_t length) {
   return groups * ((shape.has_minimum ? 2 : 1) * sizeof(std::uint16_t) + shape.group * shape.bits / 8);
 }
 
+InputForm form_of_few(const RowMatrix& matrix) {
+  return is_coded(matrix.codec) ? matrix.inputs : InputForm::f32;
+}
+
 void linear(const RowMatrix& matrix, const float* x, std::size_t tokens, float* out, ThreadPool& pool,
             SimdLevel level) {
-  const InputForm form = is_coded(matrix.codec) ? matrix.inputs : InputForm::f32;
-  const RowInputs inputs(x, tokens, matrix.columns, form);
+  linear(matrix, RowInputs(x, tokens, matrix.columns, form_of_few(matrix), level), tokens, out, pool, level);
+}
+
+void linear(const RowMatrix& matrix, const RowInputs& inputs, std::size_t tokens, float* out,
+            ThreadPool& pool, SimdLevel level) {
   pool.parallel_for(matrix.rows, kRowGrain, [&](std::size_t begin, std::size_t end) {
     // All tokens use a small block of rows while it is in the processor's cache.
     const std::size_t block = tokens == 1 ? end - begin : kRowGrain;
@@ -387,7 +396,7 @@ void dot_block(const ScatteredRows& rows, const RowInputs& x, const std::int32_t
 void dot_scattered(const ScatteredRows& rows, const float* x, const std::int32_t* ids, const float* bias,
                    Activation activation, float* values, ThreadPool& pool, SimdLevel level) {
   level_kernels(level);  // throws here, not in a thread
-  const RowInputs inputs(x, 1, rows.length, rows.inputs);
+  const RowInputs inputs(x, 1, rows.length, rows.inputs, level);
   pool.parallel_for(rows.count, kRowGrain, [&](std::size_t begin, std::size_t end) {
     const ScatteredRows part{rows.vectors + begin, end - begin, rows.length, rows.codec, rows.inputs};
     dot_block(part, inputs, ids + begin, bias, activation, values + begin, level);

@@ -35,6 +35,10 @@ struct RowMatrix {
 // not depend on the number of threads. Throws CoreError where the processor lacks the level.
 void linear(const RowMatrix& matrix, const float* x, std::size_t tokens, float* out, ThreadPool& pool,
             SimdLevel level);
+// The same of inputs in the form that the matrix takes.
+InputForm form_of_few(const RowMatrix& matrix);
+void linear(const RowMatrix& matrix, const RowInputs& inputs, std::size_t tokens, float* out,
+            ThreadPool& pool, SimdLevel level);
 inline void dot_all(const RowMatrix& matrix, const float* x, float* out, ThreadPool& pool, SimdLevel level) {
   linear(matrix, x, 1, out, pool, level);
 }

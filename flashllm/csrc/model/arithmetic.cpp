@@ -43,13 +43,18 @@ void Arithmetic::set_inputs(const float* x, std::size_t width, bool many) {
   inputs_ = x;
   width_ = width;
   many_ = many;
+  has_few_ = false;
   packed_.reset();
 }
 
 void Arithmetic::project(const RowMatrix& weights, std::size_t count, float* out, bool rounded) {
   const std::size_t n = count * weights.rows;
   if (!as_many(weights.codec)) {
-    linear(weights, inputs_, count, out, pool_, level_);
+    const InputForm form = form_of_few(weights);
+    if (!has_few_ || few_.form() != form || few_.tokens() != count)
+      few_.set(inputs_, count, width_, form, level_);
+    has_few_ = true;
+    linear(weights, few_, count, out, pool_, level_);
     if (rounded) round(out, n);
     return;
   }
@@ -78,7 +83,7 @@ void Arithmetic::project_heads(const RowMatrix& weights, std::size_t heads, cons
       const Scratch<float> own(count * columns);
       for (std::size_t head = begin; head < end; ++head) {
         gather(head, own.get());
-        const RowInputs inputs(own.get(), count, columns, weights.inputs);
+        const RowInputs inputs(own.get(), count, columns, weights.inputs, level_);
         dot_block(weights, head * rows, rows, inputs, 0, count, out + head * out_stride, heads * out_stride,
                   level_);
       }

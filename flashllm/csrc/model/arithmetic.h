@@ -13,6 +13,7 @@
 #include "kernels/kernels.h"
 #include "kernels/matmul.h"
 #include "kernels/norm.h"
+#include "kernels/row_inputs.h"
 #include "kernels/rows.h"
 #include "kernels/thread_pool.h"
 
@@ -83,7 +84,9 @@ class Arithmetic {
   const float* inputs_ = nullptr;  // of the next products, [tokens, width]
   std::size_t width_ = 0;
   bool many_ = false;
-  std::unique_ptr<PackedTokens> packed_;  // the same, where they are many, as the last weights wanted them
+  RowInputs few_;  // the same, as the last weights wanted them, where they are few and `has_few_`
+  bool has_few_ = false;
+  std::unique_ptr<PackedTokens> packed_;  // and where they are many
   std::vector<std::byte> narrow_, products_, rounded_;
   std::vector<float> of_head_, made_;  // inputs and products of one
 };

@@ -6,7 +6,6 @@
 
 #include "io/error.h"
 #include "kernels/levels/levels.h"
-#include "kernels/row_inputs.h"
 #include "kernels/rows.h"
 
 namespace flashllm {
@@ -49,7 +48,8 @@ std::size_t in_windows(std::size_t terms) { return (terms + kWindow - 1) / kWind
 
 }  // namespace
 
-void TokenCodes::begin(std::size_t tokens, std::size_t terms) {
+void TokenCodes::begin(std::size_t tokens, std::size_t terms, SimdLevel level) {
+  kernels_ = &input_kernels(level);
   terms_ = in_windows(terms);
   codes_.resize(tokens * terms_);
   scales_.resize(tokens * terms_ / kWindow);
@@ -67,7 +67,7 @@ void TokenCodes::set(std::size_t token, std::size_t id, std::size_t count, const
     }
     std::int16_t* to = codes_.data() + token * terms_ + slot;
     const std::size_t w = (token * terms_ + slot) / kWindow;
-    scales_[w] = to_codes(window, kWindow, to);
+    scales_[w] = kernels_->to_int16(window, kWindow, to);
     sums_[w] = scales_[w] * static_cast<float>(std::accumulate(to, to + kWindow, 0));
   }
 }
@@ -76,7 +76,7 @@ void PlaneRows::add_codes(std::size_t count, TileRows values, std::size_t tokens
                           std::size_t y_stride, ThreadPool& pool) const {
   TokenCodes all;
   if (tokens <= kAlone) {
-    all.begin(tokens, first_ % kWindow + count);
+    all.begin(tokens, first_ % kWindow + count, level_);
     for (std::size_t m = 0; m < tokens; ++m)
       all.set(m, first_, count, values.data + m * values.row, values.step);
     CodeTokens each[kAlone];
@@ -94,7 +94,7 @@ void PlaneRows::add_codes(std::size_t count, TileRows values, std::size_t tokens
     }
   };
   const AddCodes add = add_codes_kernel(level_);
-  all.begin((first_ % kWindow + count + kCodeTerms - 1) / kCodeTerms * tokens, kCodeTerms);
+  all.begin((first_ % kWindow + count + kCodeTerms - 1) / kCodeTerms * tokens, kCodeTerms, level_);
   pool.parallel_for(tokens, kTokenGrain, [&](std::size_t begin, std::size_t end) {
     each_block([&](std::size_t block, std::size_t done, std::size_t some) {
       for (std::size_t m = begin; m < end; ++m)

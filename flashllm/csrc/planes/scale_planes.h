@@ -93,7 +93,7 @@ void sum_scattered(const PlaneColumns& columns, const float* values, float* y, T
 class TokenCodes {
  public:
   // Room for `terms` values of each token, whole windows of them: those before the first neuron count.
-  void begin(std::size_t tokens, std::size_t terms);
+  void begin(std::size_t tokens, std::size_t terms, SimdLevel level);
   // values[i * step] of neuron id + i
   void set(std::size_t token, std::size_t id, std::size_t count, const float* values, std::size_t step);
   CodeTokens of(std::size_t token) const {
@@ -103,6 +103,7 @@ class TokenCodes {
 
  private:
   std::size_t terms_ = 0;
+  const InputKernels* kernels_ = nullptr;
   std::vector<std::int16_t> codes_;
   std::vector<float> scales_, sums_;
 };

@@ -13,16 +13,18 @@ constexpr AddCodes add_codes = nullptr;
 constexpr const UnpackCodes* kUnpack = nullptr;
 #endif
 
+#include "kernels/levels/input_codes_impl.h"
 #include "planes/scale_planes_impl.h"
 
 extern const LevelKernels kLevel;
 #if defined(__AVXVNNI__)  // the others are avx2's
-const LevelKernels kLevel = {nullptr, nullptr, nullptr,        nullptr,        nullptr,   nullptr,
-                             nullptr, nullptr, multiply_codes, multiply_bytes, add_codes, nullptr,
-                             nullptr, kInt8,   kInt16,         nullptr,        kPlanes,   nullptr};
+const LevelKernels kLevel = {nullptr, nullptr,        nullptr,        nullptr,   nullptr, nullptr, nullptr,
+                             nullptr, multiply_codes, multiply_bytes, add_codes, nullptr, nullptr, kInt8,
+                             kInt16,  nullptr,        kPlanes,        nullptr,   nullptr};
 #else
 #include "kernels/group_codec_impl.h"
-const LevelKernels kLevel = {kTables,  nullptr,      nullptr,        &kAttention,    sum_floats, softmax,
-                             sigmoids, multiply_add, multiply_codes, multiply_bytes, add_codes,  kStateSteps,
-                             kCodecs,  kInt8,        kInt16,         kUnpack,        kPlanes,    &kGroups};
+const LevelKernels kLevel = {kTables,   nullptr,     nullptr,      &kAttention,    sum_floats,
+                             softmax,   sigmoids,    multiply_add, multiply_codes, multiply_bytes,
+                             add_codes, kStateSteps, kCodecs,      kInt8,          kInt16,
+                             kUnpack,   kPlanes,     &kGroups,     &kInputs};
 #endif

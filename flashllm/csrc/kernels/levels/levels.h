@@ -35,6 +35,7 @@ struct LevelKernels {
   const UnpackCodes* unpack;                  // [kCodedCodecs]
   const PlaneKernels (*planes)[kPlaneForms];  // [kPlaneCodecs]
   const GroupKernels* groups;
+  const InputKernels* inputs;
 };
 
 // Throws CoreError (usage) where the processor lacks the level.

@@ -279,6 +279,25 @@ void dot_each_tile(const At& at, std::size_t n, std::size_t ahead, std::size_t f
   }
 }
 
+// The same of n consecutive rows and one token. The rows of a tile lie far apart, so that the processor sees
+// as many runs of memory as a tile has rows and fetches each ahead: in one run it does not.
+template <typename D>
+void dot_runs(const std::byte* first, std::size_t stride, std::size_t n, const CodedInputs& x, std::size_t k,
+              float* out) {
+  const std::size_t run = n / kTileOfDot, ahead = kCodedAhead / kTileOfDot / stride + 1;
+  typename D::Row row[kTileOfDot], next[kTileOfDot];
+  float sums[kTileOfDot];
+  for (std::size_t r = 0; r < run; ++r) {
+    for (std::size_t i = 0; i < kTileOfDot; ++i) {
+      row[i] = D::G::at(first + (i * run + r) * stride, k);
+      next[i] = D::G::at(first + (i * run + r + ahead) * stride, k);
+    }
+    D::template dot<1>(row, next, &x, 1, k, kTileOfDot, sums, 0);
+    for (std::size_t i = 0; i < kTileOfDot; ++i) out[i * run + r] = sums[i];
+  }
+}
+
+constexpr std::size_t kRowsOfRuns = 32;  // fewer are no runs
 constexpr std::size_t kRowsAhead = 4;
 static_assert(kRowsAhead % kTileOfDot == 0, "what is fetched are rows that are multiplied together");
 template <typename D>
@@ -292,8 +311,13 @@ template <typename D>
 void dot_tokens_coded_inputs(const void* data, std::size_t stride, std::size_t n, const CodedInputs* x,
                              std::size_t tokens, std::size_t k, float* out, std::size_t out_stride) {
   const auto* first = static_cast<const std::byte*>(data);
-  const auto at = [=](std::size_t r) { return first + r * stride; };
   const std::size_t ahead = (kCodedAhead / stride + kRowsAhead) / kRowsAhead * kRowsAhead;
+  if (tokens == 1 && n >= kRowsOfRuns) {
+    const std::size_t whole = n / kTileOfDot * kTileOfDot;
+    dot_runs<D>(first, stride, whole, *x, k, out);
+    first += whole * stride, n -= whole, out += whole;
+  }
+  const auto at = [=](std::size_t r) { return first + r * stride; };
   const auto dot =
       tokens == 1 ? dot_each_tile<D, 1, decltype(at)> : dot_each_tile<D, kTokensOfDot, decltype(at)>;
   dot(at, n, ahead, n + ahead, x, tokens, k, out, out_stride);
