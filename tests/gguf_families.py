@@ -30,6 +30,7 @@ ARCHITECTURES = {
     "lfm2_moe": "lfm2moe",
     "kimi_linear": "kimi-linear",
     "cohere2_moe": "cohere2moe",
+    "mimo_v2_flash": "mimo2",
     "bamba": "granitehybrid",
 }
 TABLES = {
@@ -42,7 +43,7 @@ TABLES = {
 WITH_LATENT = ("deepseek2", "kimi-linear", "mistral4", "minicpm3")
 _DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _SIGMOID = ("deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1", "minimax_m2", "exaone_moe", "afmoe", "laguna")
-_SIGMOID = (*_SIGMOID, "bailing_moe", "kimi_linear", "lfm2_moe", "cohere2_moe", "hy_v3")
+_SIGMOID = (*_SIGMOID, "bailing_moe", "kimi_linear", "lfm2_moe", "cohere2_moe", "hy_v3", "mimo_v2_flash")
 WITH_MAMBA = ("granitemoehybrid", "falcon_h1", "nemotron_h", "bamba")
 _COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 
@@ -235,11 +236,19 @@ def write_convolutions(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def write_windows(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    """Which layers have one: EXAONE's, and Laguna's and Mellum's, which turn by another rule."""
+    """Which layers have one: EXAONE's, and Laguna's, Mellum's and MiMo's, which turn by another rule."""
     if writer.arch in ("exaone4", "exaone-moe", "laguna", "cohere2moe", "mellum") and config.get("sliding_window"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
-    if writer.arch == "mellum":
+    if writer.arch in ("mellum", "mimo2"):
         writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+    if writer.arch == "mimo2":
+        count, heads = config["num_hidden_layers"], config["num_key_value_heads"]
+        slides = [int(kind == "sliding_attention") for kind in config["layer_types"]]
+        slides += [1] * (count - len(slides))  # of those that draft
+        writer.add_sliding_window_pattern(slides)
+        writer.add_head_count_kv([heads * (1 + each) for each in slides])
+        if (scale := config.get("attention_value_scale")) is not None:
+            writer.add_float32("mimo2.attention.value_scale", scale)
     if writer.arch.startswith("qwen3vl"):
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         pairs = head_dim // 2  # in turn: llama.cpp stills those of no section

@@ -233,7 +233,7 @@ def file_tensors(
             is_stored = name.startswith(("blk.", "rope_"))
             stored = name if is_stored else names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
-        tensors[stored + ".weight" if name.endswith(".sinks") else stored] = values
+        tensors[stored + ".weight" if name.endswith((".sinks", "sink_bias")) else stored] = values
     return tensors
 
 
@@ -290,7 +290,7 @@ def write_config(writer: gguf.GGUFWriter, architecture: str, config: dict[str, A
         write_convolutions(writer, config)
     elif architecture == "kimi-linear":
         write_channels(writer, config)
-    else:
+    elif architecture != "mimo2":  # whose are of each layer
         writer.add_head_count_kv(1 if one or (architecture in ("deepseek2", "mistral4") and not whole) else kv_heads)
     write_router(writer, config)
     write_windows(writer, config)
@@ -309,13 +309,14 @@ def write_config(writer: gguf.GGUFWriter, architecture: str, config: dict[str, A
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     rope = config.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
-    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    usual = 0.334 if architecture == "mimo2" else 1.0
+    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", usual))
     share = (config.get("rotary_dim") or share * head_dim) / head_dim
     if architecture in WITH_LATENT:
         write_latent(writer, config, whole or architecture == "minicpm3")
     else:
         writer.add_key_length(head_dim)
-        writer.add_value_length(head_dim)
+        writer.add_value_length(config.get("v_head_dim") or head_dim)
         writer.add_rope_dimension_count(int(head_dim * share))
     if architecture == "gemma4":
         write_gemma4(writer, config)

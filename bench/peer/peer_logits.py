@@ -92,6 +92,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name
     "glm4moe, groups": ("glm4_moe groups", {}, {}),
     "ernie4_5-moe": ("ernie4_5_moe", {}, {}),
     "minimax-m2": ("minimax_m2 half turned", {}, {}),
+    "mimo2": ("mimo_v2_flash", {}, {}),
+    "mimo2, values not scaled": ("mimo_v2_flash", {"attention_value_scale": None}, {}),
     "dots1": ("dots1", {"num_key_value_heads": 4}, {}),
     "granitemoe": ("granitemoe", {}, {}),
     "granitemoe, shared": ("granitemoeshared", {}, {}),

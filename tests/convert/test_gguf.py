@@ -180,7 +180,7 @@ def test_latent_attention_in_both_forms(tmp_path, variant, whole):
 ROUTED = [
     *("glm4_moe", "glm4_moe groups", "glm4_moe norms of heads, biases", "dots1", "minimax_m2 half turned"),
     *("minimax_m2", "ernie4_5_moe", "ernie4_5_moe every other layer", "granitemoe", "granitemoeshared"),
-    *("hunyuan_v1_moe", "exaone_moe", "bailing_moe", "phimoe", "laguna", "hy_v3"),
+    *("hunyuan_v1_moe", "exaone_moe", "bailing_moe", "phimoe", "laguna", "hy_v3", "mimo_v2_flash"),
 ]
 # Windows in all layers but every fourth, and scaled embeddings, are not stored.
 WINDOWED = {
@@ -211,6 +211,19 @@ WINDOWED["mellum, two rotations"] = Variant(
         "num_attention_heads_per_layer": None,
         "layer_types": [*["sliding_attention"] * 3, "full_attention", "sliding_attention"],
         "rope_parameters": {"full_attention": _YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}},
+    },
+)
+WINDOWED["mimo_v2_flash, unscaled, half turned"] = Variant(
+    "mimo_v2_flash",
+    VARIANTS_OF_FOLDERS["mimo_v2_flash"].config
+    | {
+        "attention_value_scale": None,
+        "attention_bias": True,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "rope_parameters": {
+            each: {"rope_type": "default", "rope_theta": base, "partial_rotary_factor": 0.5}
+            for each, base in (("full_attention", 500.0), ("sliding_attention", 50.0))
+        },
     },
 )
 WINDOWED["phimoe, long"] = Variant(
@@ -262,6 +275,13 @@ def test_gemma_4_whose_layers_differ_in_other_ways_is_refused(tmp_path, key, val
     key = f"gemma4.{key.replace('shared', 'attention.shared')}"
     path = write_gguf(source, tmp_path / "model.gguf", metadata={key: values})
     with pytest.raises((FormatError, UnsupportedModelError), match=r"model\.gguf"):
+        _open(path)
+
+
+def test_mimo_whose_layers_differ_in_other_ways_is_refused(tmp_path):
+    source = make_checkpoint(tmp_path / "hf", VARIANTS_OF_FOLDERS["mimo_v2_flash"])
+    path = write_gguf(source, tmp_path / "model.gguf", metadata={"mimo2.attention.head_count_kv": [4, 2, 2]})
+    with pytest.raises(UnsupportedModelError, match=r"\[4, 2, 2\] key-value heads is not supported"):
         _open(path)
 
 
@@ -361,7 +381,7 @@ def _converted_both_ways(root, variant, **layout):
     return _blocks(root)
 
 
-@pytest.mark.parametrize("variant", ["glm4_moe", "qwen3_5_moe", "hy_v3"])
+@pytest.mark.parametrize("variant", ["glm4_moe", "qwen3_5_moe", "hy_v3", "mimo_v2_flash"])
 def test_layers_that_draft_are_left_out_and_said(tmp_path, variant):
     """A file counts them among its blocks."""
     source = make_checkpoint(tmp_path / "hf", VARIANTS_OF_FOLDERS[variant])

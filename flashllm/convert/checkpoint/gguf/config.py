@@ -34,6 +34,7 @@ _NUMBERS = {
     "attn_logit_softcapping": True,
     "final_logit_softcapping": True,
     "attention.scale": False,
+    "attention.value_scale": False,
     "embedding_scale": False,
     "residual_scale": False,
     "logit_scale": False,
@@ -126,7 +127,7 @@ def _head_size(content: GgufContent, prefix: str, config: dict[str, Any]) -> int
     if keys not in content.metadata and width % heads:
         raise FormatError(f"{content.path}: {heads} heads do not share out the width, {width}, and {keys} is not there")
     size: int = _read(content.metadata, prefix, "attention.key_length", width // heads)
-    if _read(content.metadata, prefix, "attention.value_length", size) != size:
+    if _read(content.metadata, prefix, "attention.value_length", size) != config.get("v_head_dim", size):
         raise UnsupportedModelError(f"{content.path}: values of another size than keys are not supported")
     return size
 

@@ -14,6 +14,7 @@ from flashllm.convert.checkpoint.gguf.row import (
     LATENT,
     MAMBA,
     NAMES,
+    NEXT,
     RMS,
     SIGMOID,
     SILU,
@@ -101,18 +102,10 @@ def _laguna(config: dict[str, Any], content: GgufContent) -> None:
     gate = content.tensors.get("blk.0.attn_gate.weight")
     each = gate is not None and gate.shape[0] != config["num_attention_heads"]
     config["gating"] = "per-element" if each else True
-    metadata, full, dim = content.metadata, config["rope_parameters"], config["head_dim"]
-    dims = metadata.integer(own_key(content, "rope.dimension_count"), dim)
+    metadata, full = content.metadata, config["rope_parameters"]
     if full["rope_type"] == "yarn" and (scale := own_key(content, "rope.scaling.yarn_attn_factor")) in metadata:
         full["attention_factor"] = metadata.number(scale)
-    config["rope_parameters"] = {
-        "full_attention": full,
-        "sliding_attention": {
-            "rope_type": "default",
-            "rope_theta": metadata.number(own_key(content, "rope.freq_base_swa"), full["rope_theta"], positive=True),
-            "partial_rotary_factor": metadata.integer(own_key(content, "rope.dimension_count_swa"), dims) / dim,
-        },
-    }
+    _turned_by_type(config, content)
 
 
 def _cohere2(config: dict[str, Any], content: GgufContent) -> None:
@@ -124,24 +117,58 @@ def _cohere2(config: dict[str, Any], content: GgufContent) -> None:
 
 
 def _mellum(config: dict[str, Any], content: GgufContent) -> None:
-    """Layers with a window turn by the plain rule, and by another base where the file says one."""
     windows(config, content, drafting=False)
-    full = config["rope_parameters"]
-    base = content.metadata.number(own_key(content, "rope.freq_base_swa"), full["rope_theta"], positive=True)
-    config["rope_parameters"] = {
-        "full_attention": full,
-        "sliding_attention": {"rope_type": "default", "rope_theta": base},
-    }
+    _turned_by_type(config, content)
 
 
 def _hunyuan3(config: dict[str, Any], content: GgufContent) -> None:
-    """Which layers are dense their tensors say, how many shared experts there are their width."""
+    """How many shared experts there are their width says."""
     _must_normalize(config, content)
     width = config["moe_intermediate_size"]
     shared = content.metadata.integer(own_key(content, "expert_shared_feed_forward_length"), width)
     if shared % width:
         raise ValueError(f"shared experts of {width} neurons do not share out {shared}")
     config["num_shared_experts"] = shared // width
+    _dense_otherwise(config, content)
+
+
+def _mimo2(config: dict[str, Any], content: GgufContent) -> None:
+    """Values that the file says no scale of have none, and a window is as long as it says: llama.cpp's meaning.
+
+    UnsupportedModelError where layers with a window do not have twice the others' key-value heads.
+    """
+    windows(config, content)
+    _turned_by_type(config, content, base=10_000.0)
+    _dense_otherwise(config, content)
+    metadata, count = content.metadata, config["num_hidden_layers"]
+    drafting = metadata.integer(own_key(content, NEXT), 0, least=0)
+    heads = metadata.integers_of_layers(own_key(content, "attention.head_count_kv"), count + drafting)[:count]
+    twice = [1 + (kind == "sliding_attention") for kind in config["layer_types"]]
+    config["num_key_value_heads"] = heads[0] // twice[0]
+    if heads != [config["num_key_value_heads"] * each for each in twice]:
+        raise UnsupportedModelError(
+            f"{content.path}: mimo2 whose layers have {str(heads)[:80]} key-value heads is not supported; those with a "
+            "window must have twice the others'"
+        )
+
+
+def _turned_by_type(config: dict[str, Any], content: GgufContent, base: float | None = None) -> None:
+    """Layers with a window turn by the plain rule, and otherwise where the file says so; `base`: where it does not."""
+    metadata, full, dim = content.metadata, config["rope_parameters"], config["head_dim"]
+    dims = metadata.integer(own_key(content, "rope.dimension_count"), dim)
+    usual = full["rope_theta"] if base is None else base
+    config["rope_parameters"] = {
+        "full_attention": full,
+        "sliding_attention": {
+            "rope_type": "default",
+            "rope_theta": metadata.number(own_key(content, "rope.freq_base_swa"), usual, positive=True),
+            "partial_rotary_factor": metadata.integer(own_key(content, "rope.dimension_count_swa"), dims) / dim,
+        },
+    }
+
+
+def _dense_otherwise(config: dict[str, Any], content: GgufContent) -> None:
+    """Layers without a router are dense."""
     routed = having(config, content, "ffn_gate_inp.weight")
     config["mlp_layer_types"] = ["sparse" if each else "dense" for each in routed]
 
@@ -291,6 +318,20 @@ MIXTURES: dict[str, GgufModel] = {
     ),
     "dots1": GgufModel(
         model_type="dots1", **_ROUTED, constants={**SILU, "sliding_window": None}, has=_BIASED, score=SIGMOID
+    ),
+    "mimo2": GgufModel(
+        model_type="mimo_v2_flash",
+        keys=(
+            *without(RMS, "num_key_value_heads"),
+            *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "v_head_dim", "sliding_window"),
+        ),
+        optional=("attention_value_scale", *_GROUPS),
+        constants={**SILU, "norm_topk_prob": True},
+        has=_BIASED,
+        of_share=True,
+        names={"self_attn.attention_sink_bias": "attn_sinks.weight"},
+        finish=_mimo2,
+        score=SIGMOID,
     ),
     "minimax-m2": GgufModel(
         model_type="minimax_m2",

@@ -66,7 +66,9 @@ class Metadata:
         return values
 
     def flags(self, key: str, count: int) -> list[bool]:
-        return self._list(key, "true and false", count, lambda each: type(each) is bool)
+        """True or false for each of `count` layers: some files have 1 and 0."""
+        values = self._list(key, "true and false", count, lambda each: type(each) in (bool, int) and each in (0, 1))
+        return list(map(bool, values))
 
     def numbers(self, key: str, count: int) -> list[float]:
         return self._list(key, "finite numbers", count, lambda each: type(each) in (int, float) and math.isfinite(each))

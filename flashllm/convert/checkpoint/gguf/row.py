@@ -35,6 +35,8 @@ NAMES = {  # config.json's key -> the metadata's, after the architecture's name
         "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
         LAYER_NORM: ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
         "attention.sliding_window": ("sliding_window",),
+        "attention.value_length": ("v_head_dim",),
+        "attention.value_scale": ("attention_value_scale",),
         "attention.scale": ("attention_multiplier",),
         "embedding_scale": ("embedding_multiplier",),
         "residual_scale": ("residual_multiplier",),
@@ -78,7 +80,7 @@ ABSENT: dict[str, Any] = {  # what the metadata means that lacks a key which may
     **dict.fromkeys(("n_group", "num_expert_group", "topk_group"), 1),
     **dict.fromkeys(_FACTORS, 1.0),
     "norm_topk_prob": False,
-    "q_lora_rank": None,
+    **dict.fromkeys(("q_lora_rank", "attention_value_scale")),
 }
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 GROUPED = (*SIZES, "num_key_value_heads")
