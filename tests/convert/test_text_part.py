@@ -42,6 +42,7 @@ NAMES = {
     **dict.fromkeys(("mistral", "ministral3", "mistral4"), ("mistral3", _MISTRAL, _MISTRAL_SAID)),
     "gemma3": ("gemma3", _MISTRAL, _MISTRAL_SAID),
     "qwen3": ("qwen3_vl", _QWEN[:2], "left out: the picture encoder (model.visual.\u2026, 2 tensors)"),
+    "qwen3_moe": ("qwen3_vl_moe", _QWEN[:2], "left out: the picture encoder (model.visual.\u2026, 2 tensors)"),
     "lfm2": ("lfm2_vl", (), None),
     "deepseek_v3": (
         "kimi_k25",
@@ -70,8 +71,24 @@ def wrapped(source, path, model_type, others=_QWEN):
         else name.replace("model.", "model.language_model.", 1): tensor
         for name, tensor in load_file(source / "model.safetensors").items()
     }
+    if model_type == "qwen3_vl_moe":
+        tensors = inputs_first(tensors)
     save_file({**tensors, **{name: np.ones((2, 3), np.float32) for name in others}}, path / "model.safetensors")
     return path
+
+
+def inputs_first(tensors):
+    """Experts [experts, inputs, outputs], gates before ups."""
+    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for owner in {name.partition(".experts.")[0] for name in tensors.keys() - found.keys()}:
+        count = sum(name.startswith(f"{owner}.experts.") for name in tensors) // 3
+        gates, ups, downs = (
+            np.stack([tensors[f"{owner}.experts.{expert}.{part}_proj.weight"].T for expert in range(count)])
+            for part in ("gate", "up", "down")
+        )
+        found[f"{owner}.experts.gate_up_proj"] = np.ascontiguousarray(np.concatenate([gates, ups], axis=2))
+        found[f"{owner}.experts.down_proj"] = np.ascontiguousarray(downs)
+    return found
 
 
 @pytest.mark.parametrize("variant", NAMES)
@@ -97,6 +114,9 @@ WHOLE = {  # what the picture encoder's config says
 }
 
 
+WHOLE["qwen3_vl_moe"] = WHOLE["qwen3_vl"]
+
+
 _OLD_ROPE = {  # and how, as published configs have it
     "gemma3": {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 500.0},
     "qwen3_vl": {
@@ -104,6 +124,7 @@ _OLD_ROPE = {  # and how, as published configs have it
         "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [4, 2, 2]},
     },
 }
+_OLD_ROPE["qwen3_vl_moe"] = _OLD_ROPE["qwen3_vl"]
 
 
 @pytest.mark.parametrize("variant", [name for name, (whole, _, _) in NAMES.items() if whole in WHOLE])

@@ -21,9 +21,16 @@ _TEXT_OF = {  # by the model_type of the whole
     "gemma4": "gemma4_text",
     "kimi_k25": "deepseek_v3",
     "qwen3_vl": "qwen3",  # whose positions in three dimensions are plain ones in text
+    "qwen3_vl_moe": "qwen3_moe",
 }
 _SAYS_TEXT = {"mistral3": "mistral", "lfm2_vl": "lfm2"}  # the text's config says it; what it is where that does not
-_DEFAULTS = {"qwen3_vl": {"rope_theta": 500_000.0, "max_position_embeddings": 128_000}}  # other than the plain type's
+_QWEN3_VL = {"rope_theta": 500_000.0, "max_position_embeddings": 128_000}
+_DEFAULTS: dict[str, dict[str, Any]] = {  # other than the plain type's
+    "qwen3_vl": _QWEN3_VL,
+    "qwen3_vl_moe": _QWEN3_VL
+    | {"num_attention_heads": 16, "num_key_value_heads": 16, "num_experts_per_tok": 4, "norm_topk_prob": True}
+    | {"intermediate_size": 5632, "moe_intermediate_size": 1408},
+}
 _SAME = {"kimi_k2": "deepseek_v3", "bailing_moe_v2": "bailing_moe"}  # which is the same, under the vendor's name
 _PREFIXES = {"model.language_model.": "model.", "language_model.": ""}  # -> what the text's own checkpoint has
 _OTHERS = {

@@ -2,14 +2,21 @@
 
 transformers before version 5 wrote a tensor for each expert, later ones write them so or stacked, with gate and up one
 behind the other. A stack is [experts, rows, columns], or [rows, columns] of one; what is read of it are the bytes of
-the rows asked for. Knows no model_type: the architecture says what is stacked (`ArchitectureSpec.stacked`).
+the rows asked for. One of [experts, columns, rows] (Qwen3-VL's) is told by its shape, as transformers does; of it an
+expert is read whole and held until the next. Knows no model_type: the architecture says what is stacked
+(`ArchitectureSpec.stacked`).
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 
-from flashllm.arch.registry import block_spec, spec_of
+import numpy as np
+from numpy.typing import NDArray
+
+from flashllm.arch.registry import block_spec, source_shapes, spec_of
 from flashllm.convert.checkpoint.source import Checkpoint, TensorFile
 from flashllm.errors import FormatError
 from flashllm.format.safetensors import TensorInfo
@@ -34,6 +41,27 @@ class _Slices:
         return None if start is None else start + info.offset
 
 
+@dataclass(frozen=True, slots=True)
+class _Turned:
+    """The same of a stack whose experts have columns first: offsets are into what it would be with rows first."""
+
+    file: TensorFile
+    stack: TensorInfo
+    expert: Callable[[int], NDArray[np.uint8]]  # the bytes of one, rows first
+
+    @property
+    def path(self) -> Path:
+        return self.file.path
+
+    def read_into(self, info: TensorInfo, start: int, buffer: memoryview) -> None:
+        number, within = divmod(info.offset + start, self.stack.nbytes // self.stack.shape[0])
+        buffer[:] = self.expert(number)[within : within + len(buffer)].data
+
+    def extent(self, info: TensorInfo) -> int | None:
+        """As `TensorFile.extent`: they lie nowhere as they are."""
+        return None
+
+
 def unstacked(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with a tensor for each expert in the place of every stack, and with its old names of tensors that
     have new ones (`ArchitectureSpec.renamed`).
@@ -45,6 +73,7 @@ def unstacked(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     tensors, files = dict(checkpoint.tensors), dict(checkpoint._files)
     layers = range(len(block_spec(checkpoint.config).layers))
+    expected: dict[str, tuple[int, ...]] = {}
     prefixes = ("", spec.base_prefix) if spec.base_prefix else ("",)
 
     def taken(pattern: str, layer: int) -> tuple[str, TensorInfo, TensorFile] | None:
@@ -56,6 +85,14 @@ def unstacked(checkpoint: Checkpoint) -> Checkpoint:
                 return name, tensors.pop(name), files.pop(name)
         return None
 
+    @lru_cache(maxsize=2)  # of an expert's two stacks
+    def turned(name: str, expert: int) -> NDArray[np.uint8]:
+        info = checkpoint.tensors[name]
+        experts, columns, rows = info.shape
+        read = np.empty((columns, rows), f"u{info.nbytes // (experts * columns * rows)}")
+        checkpoint.read(name, expert * read.nbytes, read)
+        return np.ascontiguousarray(read.T).reshape(-1).view(np.uint8)
+
     for layer in layers:
         for new, old in spec.renamed.items():
             if (found := taken(new, layer)) is not None:
@@ -64,17 +101,22 @@ def unstacked(checkpoint: Checkpoint) -> Checkpoint:
             if (found := taken(stack, layer)) is None:
                 continue
             name, info, file = found
-            shape = (1, *info.shape) if "{e}" not in parts[0] else info.shape
-            if len(shape) != 3 or shape[1] % len(parts):
+            expected = expected or source_shapes(checkpoint.config)
+            whole = (1, *info.shape) if "{e}" not in parts[0] else info.shape
+            source: TensorFile = _Slices(file, info)
+            rows, columns = expected.get(parts[0].format(i=layer, e=0), (0, 0))
+            if info.shape[1:] == (columns, rows * len(parts)) != (rows * len(parts), columns):
+                whole, source = (info.shape[0], rows * len(parts), columns), _Turned(file, info, partial(turned, name))
+            if len(whole) != 3 or whole[1] % len(parts):
                 raise FormatError(
                     f"{file.path}: tensor {name}: {list(info.shape)} are no experts of {len(parts)} matrices each"
                 )
-            experts, rows, columns = shape
-            nbytes, shape = info.nbytes // (experts * len(parts)), (rows // len(parts), columns)
+            experts = whole[0]
+            nbytes, shape = info.nbytes // (experts * len(parts)), (whole[1] // len(parts), whole[2])
             for expert in range(experts):
                 for part, pattern in enumerate(parts):
                     own = pattern.format(i=layer, e=expert)
                     offset = (expert * len(parts) + part) * nbytes
                     tensors[own] = dataclasses.replace(info, name=own, shape=shape, offset=offset, nbytes=nbytes)
-                    files[own] = _Slices(file, info)
+                    files[own] = source
     return checkpoint.changed(tensors, files)
