@@ -103,10 +103,9 @@ def storage_of(sources: Sources, architecture: Architecture, target: WeightDtype
         resident = most_common(kept.resident.values())
         own = {name: kept.resident.get(name, target.name) for name in matrices}
         others = {name: encoding for name, encoding in own.items() if encoding != (resident or target.name)}
-        downs = kept.downs if len({*kept.downs}) > 1 else ()
-        ups = tuple(each or target.name for each in kept.ups)
-        up, down = longest_up(ups, architecture.d_model), next(iter(kept.downs), target.name)
-        ups, down = ups if len({*ups}) > 1 else (), widest_down(downs) if downs else down
+        ups, downs = (tuple(each or target.name for each in of) for of in (kept.ups, kept.downs))
+        up, down = longest_up(ups, architecture.d_model), widest_down(downs)
+        ups, downs = (of if len({*of}) > 1 else () for of in (ups, downs))
     others |= {name: target.name for name in matrices if others.get(name, resident) == "bf12" and not fits(name)}
     layout = RowLayout(
         encoding=up,

@@ -104,7 +104,8 @@ class Manifest:
     resident_encoding: str | None = None  # of the resident matrices, where they are coded
     # By name, of resident matrices that differ from that.
     other_encodings: Mapping[str, str] = field(default_factory=dict)
-    down_scales: tuple[str, ...] = ()  # of each layer, where down columns have theirs in memory: of `SCALE_FORMS`
+    # Of each layer, where down columns have theirs in memory: of `SCALE_FORMS`, or "" where these do not.
+    down_scales: tuple[str, ...] = ()
     activations: str | None = None  # one of ACTIVATIONS, a token at a time; else fp32
     checksum_rows: int = 1  # rows of mixtures that share a checksum; more than one only where experts are read whole
     rows: RowLayout
@@ -123,7 +124,7 @@ class Manifest:
             raise ValueError(f"format_version must be {FORMAT_VERSION}, not {str(self.format_version)[:80]!r}")
         check_str("flashllm_version", self.flashllm_version, 100)
         check_dtype("dtype", self.dtype)
-        for encoding in (self.rows.encoding, *self.rows.ups, self.rows.down):
+        for encoding in (self.rows.encoding, *self.rows.ups, self.rows.down, *self.rows.downs):
             if encoding != self.dtype and encoding not in (*_MATRIX_ENCODINGS, *PLANE_ENCODINGS):
                 raise ValueError(f"rows.encoding must be {self.dtype} or coded, not {encoding}")
         if self.resident_encoding is not None and self.resident_encoding not in _MATRIX_ENCODINGS:
@@ -172,18 +173,21 @@ class Manifest:
                 raise ValueError(f"bf12 is for models in bfloat16, not {self.dtype}")
 
     def _check_down_scales(self) -> None:
-        layers = self.architecture.num_layers if self.rows.has_plane else 0
-        if len(self.down_scales) != layers:
-            raise ValueError(f"down_scales must name {layers} forms with these rows, not {len(self.down_scales)}")
+        layers = self.architecture.num_layers
         for name in ("downs", "ups"):
             if (count := len(getattr(self.rows, name))) not in (0, layers):
                 raise ValueError(f"rows.{name} must name {layers} encodings, not {count}")
+        downs = (self.rows.downs or (self.rows.down,) * layers) if self.rows.has_plane else ()
+        if len(self.down_scales) != len(downs):
+            raise ValueError(f"down_scales must name {len(downs)} forms with these rows, not {len(self.down_scales)}")
         if self.rows.ups and self.resident_gate:
             raise ValueError("rows.ups are of rows that hold the gates, too")
-        for form, down in zip(self.down_scales, self.rows.downs or [self.rows.down] * layers, strict=True):
+        for form, down in zip(self.down_scales, downs, strict=True):
+            if form == "" and down not in PLANE_CODES:
+                continue
             if type(form) is not str or form not in SCALE_FORMS:
                 raise ValueError(f"down_scales: {str(form)[:80]!r} is not one of {', '.join(SCALE_FORMS)}")
-            if SCALE_FORMS[form].table != PLANE_CODES[down].table:
+            if down not in PLANE_CODES or SCALE_FORMS[form].table != PLANE_CODES[down].table:
                 raise ValueError(f"down_scales: {form} is not for columns of {down}")
 
     def _check_checksum_rows(self) -> None:

@@ -141,9 +141,9 @@ class ModelDir:
 
 def read_plane(directory: Path, manifest: Manifest, layer: int) -> Plane | None:
     """The scales of a layer's down columns; None where the rows hold them. FormatError, FlashIOError."""
-    if not manifest.rows.has_plane:
+    form = manifest.down_scales[layer] if manifest.down_scales else ""
+    if not form:
         return None
-    form = manifest.down_scales[layer]
     arrays = {}
     with open_safetensors(directory / RESIDENT) as file:
         for name in plane_tensors(layer, form, manifest.layout(layer)):

@@ -49,8 +49,8 @@ def gate_tensor(layer: int) -> str:
 
 def plane_tensors(layer: int, form: str, layout: RowLayout) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Name in `resident.safetensors` -> (dtype, shape) of what a layer's scales of down columns are, in this form; none
-    where it has no neurons."""
-    if not layout.d_ff:
+    where it has no neurons, or "" is the form: columns have their own."""
+    if not (layout.d_ff and form):
         return {}
     shapes = plane_shapes(SCALE_FORMS[form], layout.d_ff, layout.d_model)
     return {f"layers.{layer}.down.{part}": described for part, described in shapes.items()}

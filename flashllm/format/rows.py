@@ -139,9 +139,9 @@ class RowLayout:
     d_ff: int
     matrices: tuple[str, ...] = ("up", "down")
     down_encoding: str | None = None  # where it differs from `encoding`
-    downs: tuple[str, ...] = ()  # of each layer, where they differ: of PLANE_ENCODINGS, the widest `down_encoding`
-    # Of each layer's up and gate, where they differ, over codes that have their scales apart; the longest `encoding`.
-    ups: tuple[str, ...] = ()
+    # Of each layer, where they differ: of PLANE_ENCODINGS, or a dtype; the widest is that of all.
+    downs: tuple[str, ...] = ()
+    ups: tuple[str, ...] = ()  # of each layer's up and gate, where they differ; the longest `encoding`
     packed: bool = False  # rows are whole cache lines, and units whole pages (`packed`)
 
     def __post_init__(self) -> None:
@@ -156,12 +156,13 @@ class RowLayout:
         if self.has_plane and self.d_model % SCALED_TOGETHER:
             raise ValueError(f"columns of {self.down} must be multiples of {SCALED_TOGETHER} weights")
         if self.downs:
-            if len({*self.downs}) == 1 or any(down not in PLANE_ENCODINGS for down in self.downs):
-                raise ValueError(f"downs are written only where they differ, each of {', '.join(PLANE_ENCODINGS)}")
-            if self.down_encoding != widest_down(self.downs):
+            each_of = (*PLANE_ENCODINGS, *WEIGHT_DTYPES)
+            if len({*self.downs}) == 1 or any(down not in each_of for down in self.downs):
+                raise ValueError(f"downs are written only where they differ, each of {', '.join(each_of)}")
+            if self.down != widest_down(self.downs):
                 raise ValueError(f"down_encoding must be {widest_down(self.downs)}, the widest of downs")
         if self.ups:
-            if len({*self.ups}) == 1 or not self.has_plane or any(up not in ROW_ENCODINGS for up in self.ups):
+            if len({*self.ups}) == 1 or any(up not in ROW_ENCODINGS for up in self.ups):
                 raise ValueError(f"ups are written only where they differ, each of {', '.join(ROW_ENCODINGS)}")
             if self.encoding != longest_up(self.ups, self.d_model):
                 raise ValueError(f"encoding must be {longest_up(self.ups, self.d_model)}, the longest of ups")
@@ -172,8 +173,9 @@ class RowLayout:
         """The layout of this layer, of so many neurons."""
         if self.downs or self.ups:
             up = self.ups[layer] if self.ups else self.encoding
-            down = self.downs[layer] if self.downs else self.down_encoding
-            return replace(self, d_ff=neurons, encoding=up, down_encoding=down, ups=(), downs=())
+            down = self.downs[layer] if self.downs else self.down
+            other = None if down == up else down
+            return replace(self, d_ff=neurons, encoding=up, down_encoding=other, ups=(), downs=())
         return self if neurons == self.d_ff else replace(self, d_ff=neurons)
 
     @property
@@ -185,18 +187,16 @@ class RowLayout:
     def described(self) -> str:
         """The encodings, for people."""
         ups, downs = (" or ".join(sorted({*each})) for each in (self.ups or [self.encoding], self.downs or [self.down]))
-        return ups if self.down_encoding is None else f"{ups}, down {downs}"
+        return ups if ups == downs else f"{ups}, down {downs}"
 
     @property
     def has_plane(self) -> bool:
-        """True where down columns are codes alone, whose scales are resident."""
-        return self.down in PLANE_ENCODINGS
+        """True where down columns, of some layer, are codes alone, whose scales are resident."""
+        return any(down in PLANE_ENCODINGS for down in self.downs or (self.down,))
 
     def encoding_of(self, matrix: str) -> RowEncoding:
         """How a matrix's part of a row is stored."""
-        if matrix == "down" and self.has_plane:
-            return PLANE_ENCODINGS[self.down]
-        return ROW_ENCODINGS[self.down if matrix == "down" else self.encoding]
+        return (ROW_ENCODINGS | PLANE_ENCODINGS)[self.down if matrix == "down" else self.encoding]
 
     @property
     def storage(self) -> np.dtype[Any]:
@@ -278,8 +278,9 @@ class RowLayout:
 
 
 def widest_down(downs: Sequence[str]) -> str:
-    """The one of PLANE_ENCODINGS with the longest codes."""
-    return max(downs, key=lambda down: (PLANE_CODES[down].bits, down))
+    """The one of PLANE_ENCODINGS, or of dtypes, whose columns are longest."""
+    widths = {down: (ROW_ENCODINGS | PLANE_ENCODINGS)[down] for down in downs}
+    return max(downs, key=lambda down: (widths[down].vector_items(UNIT) * widths[down].storage.itemsize, down))
 
 
 def longest_up(ups: Sequence[str], d_model: int) -> str:

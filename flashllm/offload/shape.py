@@ -328,7 +328,8 @@ def _in_codes(
     }
     scales = 0
     if rows.has_plane:
-        parts = plane_shapes(SCALE_FORMS[down_scales[0]], shape.largest.ffn, shape.hidden).values()
+        form = SCALE_FORMS[next(filter(None, down_scales))]
+        parts = plane_shapes(form, shape.largest.ffn, shape.hidden).values()
         scales = sum(prod(size) * ITEMSIZES[dtype] for dtype, size in parts)
     codes = tuple((matrix, one.name) for matrix, one in stored.items() if one.name in CODES)
     return dataclasses.replace(shape, stored=codes, scale_bytes=scales)

@@ -101,6 +101,34 @@ def of_layers(name):
     return "Q6_K" if "ffn_down" in name and "blk.0" in name else "Q4_K"
 
 
+def of_matrices(name):
+    """Ups in more bits than gates, but of one form."""
+    if "ffn_up" in name:
+        return "Q5_K" if "blk.0" in name else "Q4_K"
+    return "IQ4_XS" if "ffn_down" in name else "Q4_K"
+
+
+def but_one_down(name):
+    """As Unsloth's of few bits: a layer's down projection is of a kind that is not kept."""
+    return "IQ3_XXS" if "blk.1.ffn_down" in name else "Q4_K"
+
+
+def but_one_layer(name):
+    return "IQ3_XXS" if "blk.1.ffn" in name else mixed(name)
+
+
+def without_downs(name):
+    return "IQ3_XXS" if "ffn_down" in name else of_layers(name)
+
+
+NOT_KEPT = {  # ups, downs with float32 for what is not kept
+    of_matrices: (("q5_k", "q4_k", "q4_k"), ()),
+    but_one_down: ((), ("codes4", "float32", "codes4")),
+    but_one_layer: (("q4_k", "float32", "q4_k"), ("codes6", "float32", "codes4")),
+    without_downs: (("q5_k", "q4_k", "q6_k"), ()),
+}
+
+
 def of_wide_shared(name):
     """As Unsloth's, and as Q4_K_M of DeepSeek-V2-Lite, whose experts' width is no multiple of 256."""
     if "shexp" in name:
@@ -161,7 +189,7 @@ def logits_of(directory, mode, process=None, **config):
 
 @pytest.mark.parametrize(
     "kind",
-    [*ENCODED_AS, mixed, of_tables, of_layers],
+    [*ENCODED_AS, mixed, of_tables, of_layers, *NOT_KEPT],
     ids=lambda kind: kind if isinstance(kind, str) else kind.__name__,
 )
 def test_every_weight_and_every_logit_is_the_files(tmp_path, kind):
@@ -169,9 +197,13 @@ def test_every_weight_and_every_logit_is_the_files(tmp_path, kind):
     kept = convert(path, tmp_path / "kept", dtype="float32", keep=True)
     convert(folder, tmp_path / "wide")
     others = {mixed: "q4_k", of_tables: "q5_k", of_layers: "q6_k"}
-    assert kept.rows.encoding == (ENCODED_AS[kind] if isinstance(kind, str) else others[kind])
-    assert kept.rows.ups == (("q5_k", "q4_k", "q6_k") if kind is of_layers else ())
-    assert kept.rows.has_plane
+    if kind in NOT_KEPT:
+        assert (kept.rows.ups, kept.rows.downs) == NOT_KEPT[kind]
+    else:
+        assert kept.rows.encoding == (ENCODED_AS[kind] if isinstance(kind, str) else others[kind])
+        assert kept.rows.ups == (("q5_k", "q4_k", "q6_k") if kind is of_layers else ())
+    assert kept.rows.has_plane == (kind is not without_downs)
+    assert Manifest.load(tmp_path / "kept") == kept
     with open_weights(tmp_path / "kept") as found, open_weights(tmp_path / "wide") as expected:
         for tensor, shape in expected.shapes.items():
             one, two = np.full(shape, np.nan, np.float32), np.empty(shape, np.float32)
@@ -212,8 +244,8 @@ def layers_of(directory, x, first=0):
 @pytest.mark.parametrize(
     ("kind", "model_type"),
     [*((kind, "llama") for kind in ("Q8_0", "Q4_0", "Q5_1", "Q2_K", "Q3_K", "IQ4_XS", "TQ2_0", "NVFP4", mixed)),
-     (of_layers, "llama"), ("Q4_K", "olmoe"), (mixed, "qwen2_moe"), (of_wide_shared, "qwen2_moe"),
-     (experts_alone, "gpt_oss")],
+     (of_layers, "llama"), (of_matrices, "llama"), ("Q4_K", "olmoe"), (mixed, "qwen2_moe"),
+     (of_wide_shared, "qwen2_moe"), (experts_alone, "gpt_oss")],
 )  # fmt: skip
 def test_the_throughput_engine_multiplies_them_as_they_are(tmp_path, kind, model_type):
     path, folder = make(tmp_path, kind, model_type)
@@ -320,6 +352,40 @@ def test_experts_keep_their_bits(tmp_path, kind, model_type):
         np.testing.assert_array_equal(logits_of(tmp_path / "kept", mode), expected, err_msg=mode)
     small = logits_of(tmp_path / "kept", "sparse", cache_policy="window", window=1)
     np.testing.assert_array_equal(small, expected)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("kind", NOT_KEPT, ids=lambda kind: kind.__name__)
+def test_what_is_not_kept_of_experts_is_their_layers_alone(tmp_path, kind, in_place):
+    path, folder = make(tmp_path, kind, "olmoe")
+    kept = convert(path, tmp_path / "kept", dtype="float32", keep=True, in_place=in_place)
+    convert(folder, tmp_path / "wide", dtype="float32")
+    assert (kept.rows.ups, kept.rows.downs) == NOT_KEPT[kind]
+    lying = {of_matrices: [1, 2], without_downs: []}.get(kind, [0, 2])  # of as many bits, of kinds that are kept
+    assert [layer for layer in range(3) if kept.lying_experts(layer)] == (lying if in_place else [])
+    assert verify(tmp_path / "kept").ok
+    expected = logits_of(tmp_path / "wide", "sparse")
+    np.testing.assert_array_equal(logits_of(tmp_path / "kept", "sparse"), expected)
+    small = logits_of(tmp_path / "kept", "sparse", cache_policy="window", window=1)
+    np.testing.assert_array_equal(small, expected)
+
+
+def test_the_throughput_engine_multiplies_layers_that_are_not_kept(tmp_path):
+    path, folder = make(tmp_path, but_one_layer)
+    convert(path, tmp_path / "kept", dtype="float32", keep=True)
+    convert(folder, tmp_path / "wide")
+    x = np.random.default_rng(0).standard_normal((40, WIDE["hidden_size"]), np.float32)
+    (kept, small), (wide, large) = (layers_of(tmp_path / each, x) for each in ("kept", "wide"))
+    assert small < 0.5 * large
+    error = np.linalg.norm(kept - wide, axis=(1, 2)) / np.linalg.norm(wide - x, axis=(1, 2))
+    assert error.max() < 0.02, error  # inputs in codes of 8 bits
+    load_shape(str(tmp_path / "kept"))
+    ids = [list(range(4, 4 + count)) for count in (1, 7, 65)]
+    told = [
+        answers(tmp_path / "kept", ids, fresh(tmp_path / str(place)), policy(weights=place), new=5)
+        for place in (DEVICE, DISK, MIXED)
+    ]
+    assert told[0] == told[1] == told[2]
 
 
 def test_weights_in_nvfp4_are_what_its_numbers_mean(tmp_path):
@@ -469,8 +535,8 @@ def test_each_layer_has_a_row_of_its_own(tmp_path, model_type, in_place):
     np.testing.assert_array_equal(whole, part)
 
 
-def test_a_layer_whose_gates_and_ups_differ_is_dequantised_alone_and_said(tmp_path):
-    path, _ = make(tmp_path, lambda name: "Q8_0" if name == "blk.0.ffn_up.weight" else "Q4_0")
+def test_a_layer_whose_gates_and_ups_have_other_forms_is_dequantised_alone_and_said(tmp_path):
+    path, _ = make(tmp_path, lambda name: "Q5_1" if name == "blk.0.ffn_up.weight" else "Q4_0")
     lines = []
     manifest = convert(path, tmp_path / "model", keep=True, say=lines.append)
     assert (manifest.rows.encoding, manifest.rows.down) == ("float16", "codes4")
@@ -507,6 +573,9 @@ def test_what_a_manifest_says_of_scales_is_checked(tmp_path):
         ({"rows": {**written["rows"], "ups": ["int4_32", "q6_k", "q4_k"]}}, "encoding must be q6_k, the longest"),
         ({"rows": {**written["rows"], "ups": ["int4_32", "q2_k"]}}, "ups must name 3 encodings, not 2"),
         ({"rows": {**written["rows"], "ups": ["int4_32", "bfloat16", "q2_k"]}}, "the longest of ups"),
+        ({"rows": {**written["rows"], "downs": ["codes4", "int8_32", "codes4"]}}, "written only where they differ"),
+        ({"rows": {**written["rows"], "downs": ["codes4", "float16", "codes4"]}}, "down_encoding must be float16"),
+        ({"down_scales": ["half_32", "", "half_32"]}, "'' is not one of half_32"),
     ):
         file.write_text(json.dumps({**written, **change}))
         with pytest.raises(FormatError, match=message):

@@ -2,9 +2,10 @@
 
 Rows that a token is multiplied by (up, gate, attention, embedding, head) keep codes and scales in one vector. A down
 column's codes go into the neuron's row, and its scales, which the checkpoint has for groups of neurons, into the
-layer's plane of scales. Up and gate have one encoding in a layer, columns codes of one width: of its experts, the
-widest. A plane's scales have one form. Shared experts of other kinds than the routed ones are resident, so
-that each of their matrices has its own. Matrices that cannot be kept are dequantised.
+layer's plane of scales. Up and gate have one encoding in a layer, columns codes of one width: of its matrices, the
+widest. Their scales have one form, and a plane's too. Shared experts of other kinds than the routed ones are resident,
+so that each of their matrices has its own. Matrices that cannot be kept are dequantised: in a layer, all ups and gates,
+or all downs.
 
 Knows kinds of codes by `blocks.KINDS`, and encodings by their names, no file format.
 """
@@ -25,6 +26,7 @@ from flashllm.base.codes.carried import (
     SCALE_FORMS,
     UNIT,
     CarriedCode,
+    PlaneCode,
     Quantised,
     pack_codes,
     plane_code_of,
@@ -44,9 +46,9 @@ class KeptWeights:
     """The codes that are kept, a `CodedWeights`."""
 
     ups: tuple[str | None, ...]  # encoding of each layer's up and gate; None: they are not kept
-    # Of each layer's down columns: of `PLANE_ENCODINGS`, or with scales of their own; (): they are not kept.
-    downs: tuple[str, ...]
-    down_scales: tuple[str, ...]  # of each layer, where those lie apart
+    # Of each layer's down columns: of `PLANE_ENCODINGS`, or with scales of their own; None: they are not kept.
+    downs: tuple[str | None, ...]
+    down_scales: tuple[str, ...]  # of each layer, where those lie apart; "" where they do not
     resident: Mapping[str, str]  # encoding by canonical name
     left: tuple[str, ...]  # canonical names of quantised matrices that are not kept
     _claims: Mapping[str, Claim]
@@ -63,16 +65,16 @@ class KeptWeights:
     def has_scales_apart(self) -> bool:
         """True where matrices of neurons have a scale for all their weights."""
         of_rows = [PACKED_AS[up].form for up in self.ups if up is not None]
-        return any(form.is_e4m3 for form in (*of_rows, *(SCALE_FORMS[name] for name in self.down_scales)))
+        return any(form.is_e4m3 for form in (*of_rows, *(SCALE_FORMS[name] for name in self.down_scales if name)))
 
     def vectors(self, name: str) -> Vectors | None:
         if name.endswith(".down.weight"):
-            if not self.downs:
+            if (down := self._down(name)) is None:
                 return None
-            if (own := PACKED_AS.get(self._down(name))) is not None:  # the file has the columns as rows
+            if (own := PACKED_AS.get(down)) is not None:  # the file has the columns as rows
                 code = own
                 return lambda first, count: self._packed(name, code, first, count)
-            return lambda first, count: self._columns_of(name)[first : first + count]
+            return lambda first, count: self._columns_of(name, PLANE_CODES[down])[first : first + count]
         encoding = self.resident.get(name) or (self._up(name) if name in self._tensors else None)
         if encoding is None:
             return None
@@ -93,8 +95,11 @@ class KeptWeights:
         return {f"layers.{layer}.down.{part}": np.concatenate(values) for part, values in parts.items()}
 
     def lies(self, name: str) -> Lying | None:
-        """The place of a matrix whose codes are kept; None if it is not in one piece."""
+        """The place of a matrix whose codes are kept; None if it is not in one piece, or up's or gate's codes are kept
+        in more bits."""
         tensor, claim = self._tensors[name], self._claims[name]
+        if not name.endswith(".down.weight") and _encoding(tensor) != self._up(name):
+            return None
         return tensor.place() if runs(claim, 0, claim.rows) == [(0, claim.rows)] else None
 
     def check_scales(self, layer: int, expert: int) -> None:
@@ -116,11 +121,11 @@ class KeptWeights:
             parts["scales"] = [np.repeat(parts["scales"][0][:1], claim.shape[1] // form.group, axis=1)]
         return {part: np.concatenate(values).T for part, values in parts.items()}
 
-    def _columns_of(self, name: str) -> NDArray[np.uint8]:
+    def _columns_of(self, name: str, code: PlaneCode) -> NDArray[np.uint8]:
         """Every column's codes, [d_ff, bytes]; of one layer, or expert, at a time."""
         if name not in self._columns:
             self._columns.clear()
-            kind, claim, code = self._kind(name), self._claims[name], PLANE_CODES[self._down(name)]
+            kind, claim = self._kind(name), self._claims[name]
             d_model, d_ff = claim.shape
             packed = np.empty((d_ff, code.vector_nbytes(d_model)), np.uint8)
             unit_nbytes = code.vector_nbytes(UNIT)
@@ -136,7 +141,7 @@ class KeptWeights:
     def _up(self, name: str) -> str | None:
         return self.ups[int(name.split(".")[1])]
 
-    def _down(self, name: str) -> str:
+    def _down(self, name: str) -> str | None:
         """The encoding of its columns."""
         return self.downs[int(name.split(".")[1])]
 
@@ -188,16 +193,16 @@ def keep_weights(
     encodings = {name: _encoding(tensor) for name, tensor in usable.items()}
     resident = {name: code for name in residents if is_coded_matrix(name) and (code := encodings.get(name)) is not None}
     bundles = [bundle_names(architecture, layer) for layer in range(architecture.num_layers)]
-    below = [f"{bundle}down.weight" for layer in bundles for bundle in layer]
+    below = [[f"{bundle}down.weight" for bundle in layer] for layer in bundles]
     down = _kept_down(usable, claimed, bundles, architecture.d_model)
     above = [
         [f"{bundle}{matrix}.weight" for bundle in layer for matrix in architecture.matrices[:-1]] for layer in bundles
     ]
     ups = _kept_ups([[encodings.get(name) for name in layer] for layer in above])
-    if len({*ups}) > 1 and (one_layout or not down.scales):
+    if len({*ups}) > 1 and one_layout:
         ups = (None,) * len(ups)
-    of_rows = [name for layer, up in zip(above, ups, strict=True) if up is not None for name in layer]
-    kept = {*resident, *of_rows, *(below if down.encodings else ())}
+    of_rows = zip((*above, *below), (*ups, *down.encodings), strict=True)
+    kept = {*resident, *(name for layer, encoding in of_rows if encoding is not None for name in layer)}
     if not kept:
         return None
     return KeptWeights(
@@ -214,9 +219,13 @@ def keep_weights(
 
 
 def _kept_ups(layers: Sequence[Sequence[str | None]]) -> tuple[str | None, ...]:
-    """The encoding of each layer's up and gate, from those of its matrices; None where these differ, or one cannot be
-    kept. Layers without neurons have the others' usual one."""
-    found = [layer[0] if len({*layer}) == 1 else None for layer in layers]
+    """The encoding of each layer's up and gate, from those of its matrices: of one form, that of the most bits; None
+    where forms differ, or one cannot be kept. Layers without neurons have the others' usual one."""
+    found = []
+    for layer in layers:
+        codes = [PACKED_AS[each] for each in layer if each is not None]
+        of_one = len(codes) == len(layer) and len({code.form.name for code in codes}) == 1
+        found.append(max(codes, key=lambda code: code.bits).name if of_one else None)
     usual = most_common(up for up in found if up is not None)
     return tuple(up if layer else usual for up, layer in zip(found, layers, strict=True))
 
@@ -245,31 +254,35 @@ def shared_differ(
 class _Down(NamedTuple):
     """How down columns are kept."""
 
-    encodings: tuple[str, ...] = ()  # of each layer; (): not at all
-    scales: tuple[str, ...] = ()  # forms of those that lie apart, of each layer
+    encodings: tuple[str | None, ...]  # of each layer; None: not at all
+    scales: tuple[str, ...] = ()  # forms of those that lie apart, of each layer; "" where none do
 
 
 def _kept_down(
     usable: Mapping[str, QuantisedTensor], claimed: Mapping[str, Claim], bundles: Sequence[Sequence[str]], d_model: int
 ) -> _Down:
-    """Down columns are kept where all are quantised, and those of a layer in one form."""
+    """Down columns of a layer are kept where all are quantised, and in one form."""
     layers = [[f"{bundle}down.weight" for bundle in layer] for layer in bundles]
     names = [name for layer in layers for name in layer]
-    if any(name not in usable or claimed[name].part.repeats != 1 for name in names):
-        return _Down()
-    if any(usable[name].transposed for name in names):  # the file has the columns as rows, with their own scales
-        own = {_encoding(usable[name]) if usable[name].transposed else None for name in names}
-        one = own.pop()
-        return _Down() if own or one is None else _Down((one,) * len(layers))
-    kinds = {name: KINDS[usable[name].kind] for name in names}
-    forms = [{kinds[name].form.name for name in layer} for layer in layers]
-    usual = names[:1]  # what layers without neurons have
-    codes = [plane_code_of([(kinds[name].bits, kinds[name].form) for name in layer or usual]) for layer in layers]
-    found = tuple(code.name for code in codes if code is not None)
-    if len(found) < len(layers) or d_model % UNIT or any(len(layer) > 1 for layer in forms):
-        return _Down()
-    scales = tuple(next(iter(layer), kinds[usual[0]].form.name) for layer in forms)
-    return _Down(found, scales)
+    can_be = {name for name in names if name in usable and claimed[name].part.repeats == 1}
+    none = _Down((None,) * len(layers))
+    if any(usable[name].transposed for name in can_be):  # the file has the columns as rows, with their own scales
+        own = {_encoding(usable[name]) if name in can_be and usable[name].transposed else None for name in names}
+        return _Down((own.pop(),) * len(layers)) if len(own) == 1 else none
+    encodings: list[str | None] = []
+    scales: list[str] = []
+    for layer in layers:
+        kinds = [KINDS[usable[name].kind] for name in layer if name in can_be]
+        code = plane_code_of([(kind.bits, kind.form) for kind in kinds]) if len(kinds) == len(layer) > 0 else None
+        of_one = code is not None and len({kind.form.name for kind in kinds}) == 1
+        encodings.append(code.name if code is not None and of_one else None)
+        scales.append(kinds[0].form.name if of_one else "")
+    usual = next((at for at, encoding in enumerate(encodings) if encoding is not None), None)
+    if usual is None or d_model % UNIT:
+        return none
+    for at in (at for at, layer in enumerate(layers) if not layer):  # without neurons
+        encodings[at], scales[at] = encodings[usual], scales[usual]
+    return _Down(tuple(encodings), tuple(scales))
 
 
 def most_common(encodings: Iterable[str]) -> str | None:

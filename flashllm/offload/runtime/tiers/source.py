@@ -270,7 +270,7 @@ class _ModelDirWeights(WeightSource):
 
     def plane_nbytes(self, layer: int) -> int:
         of = self._manifest
-        names = plane_tensors(layer, of.down_scales[layer], of.layout(layer)) if of.rows.has_plane else ()
+        names = plane_tensors(layer, of.down_scales[layer], of.layout(layer)) if of.down_scales else ()
         return sum(self._resident.header.tensors[name].nbytes for name in names)
 
     def plane(self, layer: int) -> Mapping[str, Array]:
