@@ -29,18 +29,6 @@ MAX_WINDOW = 2**20  # tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ablation:
-    """Parts of the engine that are on; a measurement switches one off to see what it is worth (paper A, table 2)."""
-
-    cached: bool = True  # neurons stay in memory from token to token (paper A, section 3.1)
-    bundled: bool = True  # a neuron's matrices are read as one row, not one by one (paper A, section 3.2)
-    merged: bool = True  # misses that are neighbours on flash are read in one request
-    overlap: bool = True  # hits are multiplied while misses are read
-    kernels: bool = True  # products use this processor's vector instructions; off: plain loops
-    prefetch: bool = True  # the next layer's rows are prefetched, where something names them
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """How to run a model. UsageError, naming the command line's option or the field, for what cannot be."""
 
@@ -64,7 +52,7 @@ class RunConfig:
     speculate: Speculate | Path = SPECULATIONS[0]
     serves: bool = False  # others send requests: memory is planned for what they may send at once
     direct: bool = True  # read past the page cache
-    ablation: Ablation = Ablation()
+    simd: str = "auto"  # which vector instructions compute, by the level's name; auto: the best there are
 
     def __post_init__(self) -> None:
         _check_whole("--memory", self.memory, "bytes")
@@ -87,8 +75,8 @@ class RunConfig:
         for name in ("follows", "serves", "direct"):
             if type(getattr(self, name)) is not bool:
                 raise UsageError(f"{name} must be True or False, not {getattr(self, name)!r}")
-        if not isinstance(self.ablation, Ablation):
-            raise UsageError(f"ablation must be an Ablation, not {self.ablation!r}")
+        if not isinstance(self.simd, str):
+            raise UsageError(f"simd must be a level's name or auto, not {self.simd!r}")
 
 
 def _check_whole(name: str, value: object, unit: str = "", *, high: int | None = None) -> None:

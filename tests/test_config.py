@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flashllm.config import MAX_THREADS, Ablation, RunConfig
+from flashllm.config import MAX_THREADS, RunConfig
 from flashllm.errors import UsageError
 
 
@@ -16,8 +16,7 @@ def test_the_defaults_leave_everything_to_the_plan():
     undecided = ("memory", "context", "window", "mode", "threads", "io_threads", "io_backend", "store")
     assert [getattr(config, name) for name in undecided] == [None] * len(undecided)
     assert (config.cache_policy, config.direct) == ("frequency", True)
-    assert config.ablation == Ablation()
-    assert all(dataclasses.asdict(config.ablation).values())
+    assert config.simd == "auto"
 
 
 def test_everything_that_can_be_given():
@@ -33,7 +32,7 @@ def test_everything_that_can_be_given():
         store=Path("profiles.json"),
         speculate=Path("draft"),
         direct=False,
-        ablation=Ablation(merged=False),
+        simd="avx2",
     )
 
 
@@ -56,8 +55,7 @@ def test_everything_that_can_be_given():
         ({"speculate": "twice"}, "--speculate must be one of off, lookup, not 'twice'"),
         ({"store": "profiles.json"}, "--store must be a path"),
         ({"direct": 1}, "direct must be True or False, not 1"),
-        ({"ablation": None}, "ablation must be an Ablation"),
-        ({"ablation": {}}, "ablation must be an Ablation"),
+        ({"simd": 2}, "simd must be a level's name or auto, not 2"),
         ({"prompts": "exact"}, "prompts must be one of dense, sparse, not 'exact'"),
         ({"threads": 2.0}, "--threads must be a whole number"),
         ({"mode": []}, "--mode must be one of"),

@@ -13,28 +13,24 @@ The variants take turns in every round. The last line is one JSON document.
 """
 
 import argparse
-import dataclasses
 import sys
 from typing import Any
 
 from engine_runs import COLD_TOKENS, PAPER_READER, Workers, add_model, add_runs, finish, summary
 
-from flashllm.config import Ablation
 from flashllm.convert.locate import resolve_model
 from flashllm.convert.named import is_demo
 
-# Each row's settings of the worker; what a row does not name is as in the row before it.
-ROWS: dict[str, dict[str, Any]] = {
-    "+ predictor": {"ablation": {"cached": False, "bundled": False, "merged": False, "overlap": False,
-                                 "prefetch": False},
-                    "options": {"cache_policy": "window"}},
-    "+ windowing": {"ablation": {"cached": True}},
-    "+ bundling": {"ablation": {"bundled": True}},
-    "+ overlap, merging": {"ablation": {"merged": True, "overlap": True}},
-    "+ policy": {"options": {"cache_policy": "frequency"}},
-    "+ prefetch": {"ablation": {"prefetch": True}},
-    "− kernels": {"ablation": {"kernels": False}},
-}  # fmt: skip
+# What each row does without, and its options; but for these, as the row before it.
+ROWS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "+ predictor": (("cached", "bundled", "merged", "overlap", "prefetch"), {"cache_policy": "window"}),
+    "+ windowing": (("bundled", "merged", "overlap", "prefetch"), {}),
+    "+ bundling": (("merged", "overlap", "prefetch"), {}),
+    "+ overlap, merging": (("prefetch",), {}),
+    "+ policy": (("prefetch",), {"cache_policy": "frequency"}),
+    "+ prefetch": ((), {}),
+    "− kernels": ((), {"simd": "scalar"}),
+}
 
 
 class Variants:
@@ -43,15 +39,10 @@ class Variants:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.rows: dict[str, dict[str, Any]] = {}
-        merged: dict[str, Any] = {"ablation": {}, "options": {}}
-        for name, changes in ROWS.items():
-            merged = {
-                "ablation": {**merged["ablation"], **changes.get("ablation", {})},
-                "options": {**merged["options"], **changes.get("options", {})},
-            }
-            unknown = set(merged["ablation"]) - {field.name for field in dataclasses.fields(Ablation)}
-            assert not unknown, f"{name}: no such part {unknown}"
-            self.rows[name] = merged
+        options: dict[str, Any] = {}
+        for name, (without, more) in ROWS.items():
+            options = options | more
+            self.rows[name] = {"without": without, "options": options}
 
     def settings(self, name: str) -> dict[str, Any]:
         args = self.args

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 from dense_stream import BLOCK_NBYTES, MAX_REQUEST, READ_AHEAD, DenseStream
-from traced import TracedModel
+from traced import open_without
 
 from flashllm import _core
 from flashllm.base.machine import num_cores, peak_process_nbytes, process_nbytes
-from flashllm.config import Ablation, RunConfig
+from flashllm.config import RunConfig
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import FFN, RESIDENT
@@ -80,11 +80,11 @@ def flash(settings: dict[str, Any]) -> dict[str, Any]:
         context=settings["context"],
         io_threads=settings.get("io_threads"),
         io_backend=settings.get("io_backend"),
-        ablation=Ablation(**settings.get("ablation", {})),
         **settings.get("options", {}),
     )
     sampling = SamplingOptions(max_new_tokens=settings["tokens"] + 1, ignore_eos=True, **settings.get("sampling", {}))
-    with TracedModel.open(directory, config) as model, Session(model, tokenizer, sampling) as session:
+    without = settings.get("without", ())
+    with open_without(without, directory, config) as model, Session(model, tokenizer, sampling) as session:
         prompt = np.random.default_rng(0).integers(10, model.vocab_size, settings["prompt_tokens"])
         records = iter(session.stream_ids(prompt.tolist()))
         prefill = next(records)
@@ -116,7 +116,7 @@ def flash(settings: dict[str, Any]) -> dict[str, Any]:
             "shape": shape,
             "window_held": float(np.mean([ffn.current_window for ffn in model.parts.ffns] or [0])),
             "prefetch": model.plan.prefetch,
-            "ablation": dataclasses.asdict(config.ablation),
+            "without": without,
             "text_ids": session.tokens[settings["prompt_tokens"] :][:20],
             "peak_rss_bytes": peak_process_nbytes(),
         }

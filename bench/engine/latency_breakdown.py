@@ -42,7 +42,7 @@ EXTRA = ("paper24", "streamed")  # only where they are asked for
 PAPER = {
     **PAPER_READER,
     "options": {"cache_policy": "window", "window": DEFAULT_WINDOW},
-    "ablation": {"merged": False, "overlap": False, "prefetch": False},
+    "without": ("merged", "overlap", "prefetch"),
 }
 PAPER_SHARE = 0.24  # of the FFN in memory (paper A, section 4)
 

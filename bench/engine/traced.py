@@ -7,9 +7,12 @@ build alone. Of a mixture's prompt the caches hear what the dummy routers choose
     python bench/engine/traced.py generate MODEL [OPTION ...]
 
 runs a command of flashllm on such a model; `bench --report` too, whose engines are processes of their own.
+`open_without` leaves out parts of the engine, to see what each is worth (paper A, table 2).
 """
 
 import sys
+from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +25,30 @@ import core_testing  # noqa: F401
 from activity_trace import TRACE, Trace
 from trace_replay import from_trace
 
-from flashllm import cli
+from flashllm import _core, cli
 from flashllm.commands import plan as plan_command
 from flashllm.config import RunConfig
+from flashllm.engine import build
 from flashllm.engine import model as engine
 from flashllm.engine.model import Entry, Logits, Model
 from flashllm.format.model_dir import ModelDir
+from flashllm.format.rows import PAGE_NBYTES
+from flashllm.plan import resolve
 from flashllm.plan.activity import ExpectedActivity
 from flashllm.plan.resolve import Plan
+from flashllm.profile.choice import open_reader
+from flashllm.profile.costs import ReaderChoice
 
 _of_shares = plan_command.expected_activity
 _PROTOCOL = "protocol"
 _APART = 997  # tokens of the trace, between those of sequences that share a pass
+PARTS = {
+    "cached": "neurons stay in memory from token to token (section 3.1)",
+    "bundled": "a neuron's matrices are read as one row, not one by one (section 3.2)",
+    "merged": "misses that are neighbours on flash are read in one request",
+    "overlap": "hits are multiplied while misses are read",
+    "prefetch": "the next layer's rows are prefetched, where something names them",
+}
 
 
 class TracedModel(Model):
@@ -74,6 +89,38 @@ class TracedModel(Model):
         super().close()
         if self._trace is not None:
             self._trace.close()
+
+
+class _Forgetful(TracedModel):
+    """Its neuron caches are empty before every pass."""
+
+    def step(self, entries: list[Entry], **options: Any) -> Logits:
+        logits = super().step(entries, **options)
+        for ffn in self.parts.ffns:
+            ffn.forget()
+        return logits
+
+
+def open_without(parts: Collection[str], directory: Path, config: RunConfig) -> TracedModel:
+    """A model that does without some of PARTS: one a process, as later ones do, too."""
+    assert set(parts) <= set(PARTS), f"the parts are {', '.join(PARTS)}, not {parts}"
+    rows = ModelDir.open(directory).manifest.rows
+    if "prefetch" in parts:
+        resolve._names_the_next_layer = lambda mode, model: False
+    if "bundled" in parts or "merged" in parts:
+        most = rows.vector_nbytes("up") if "bundled" in parts else rows.stride
+        build.open_reader = partial(_open_reader, max(most, PAGE_NBYTES))
+    model = (_Forgetful if "cached" in parts else TracedModel).open(directory, config)
+    for ffn in model.parts.ffns:
+        if "bundled" in parts:
+            ffn.read_unchecked()
+        if "overlap" in parts:
+            ffn.wait_first()
+    return model
+
+
+def _open_reader(most: int, choice: ReaderChoice, *, max_request: int) -> _core.Reader:
+    return open_reader(choice, max_request=min(most, max_request))
 
 
 def expected_activity(model: ModelDir, plan: Plan) -> ExpectedActivity:

@@ -22,7 +22,7 @@ from flashllm.format.in_place import Slices, block_rows, slice_rows
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import FFN, PREDICTORS, RESIDENT, TABLE, TABLE_CHECKSUMS, checksums_tensor, ffn_tensor
 from flashllm.format.predictors import PREFETCH, relu_encodings
-from flashllm.format.rows import PAGE_NBYTES, TableLayout
+from flashllm.format.rows import TableLayout
 from flashllm.format.safetensors import read_header
 from flashllm.plan.memory import STREAM_THREADS, max_request
 from flashllm.plan.resolve import Plan
@@ -85,7 +85,7 @@ class _Builder:
                 encoding=self._manifest.resident_encoding or self._manifest.dtype,
                 other_encodings=dict(self._manifest.other_encodings),
                 inputs=inputs,
-                simd="auto" if self._config.ablation.kernels else "scalar",
+                simd=self._config.simd,
             ),
             row_formats=[layout.native(inputs) for layout in self._manifest.layouts],
             stream=stream,
@@ -123,7 +123,7 @@ class _Builder:
         """Threads, and the file that the rows come from."""
         config, choice = self._config, self._plan.reader
         self._pool = _core.ThreadPool(self._plan.threads)
-        self._reader = open_reader(choice, max_request=self._max_request())
+        self._reader = open_reader(choice, max_request=max_request(self._manifest))
         self._pool.set_side_work(self._reader)  # reads move on while the pool computes
         self._reader_in_use = replace(choice, backend=cast(Backend, self._reader.backend))
         if self._reader.backend != choice.backend:
@@ -169,24 +169,15 @@ class _Builder:
             rows=rows,
         )
 
-    def _max_request(self) -> int:
-        """Bytes of one read request: more than one matrix's, or one row's, only where neighbours may merge."""
-        rows, ablation = self._manifest.rows, self._config.ablation
-        if not ablation.bundled:
-            return max(rows.byte_offset("down") // (len(rows.matrices) - 1), PAGE_NBYTES)
-        return max_request(self._manifest) if ablation.merged else max(rows.stride, PAGE_NBYTES)
-
     def _neuron_source(self) -> _core.NeuronSource:
-        manifest, memory, ablation = self._manifest, self._plan.memory, self._config.ablation
+        manifest, memory = self._manifest, self._plan.memory
         return _core.NeuronSource(
             reader=self._reader,
             file=self._file,
-            cache_policy=memory.cache_policy if ablation.cached else "none",
+            cache_policy=memory.cache_policy,
             window=memory.window,
             unit_rows=manifest.architecture.unit_rows,
             bypass_rows=_core.allocate(memory.bypass_rows * manifest.rows.stride),
-            wait_first=not ablation.overlap,
-            split_rows=not ablation.bundled,
         )
 
     def _token_table(self, tensors: Tensors) -> _core.TokenTable | None:
@@ -207,7 +198,7 @@ class _Builder:
             encoding=table.encoding.name,
             stride=table.stride,
             memory=_core.allocate(self._plan.memory.table_rows * table.stride),
-            simd="auto" if self._config.ablation.kernels else "scalar",
+            simd=self._config.simd,
         )
 
     def _layer_rows(self, checksums: list[NDArray[np.uint64]]) -> list[_core.FileRows]:

@@ -73,7 +73,7 @@ def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int)
         popularity=popularity,
         io_threads=reader.depth,
         max_gap=reader.max_gap,
-        prefetch=config.ablation.prefetch and _names_the_next_layer(mode, model),
+        prefetch=_names_the_next_layer(mode, model),
     )
     memory_plan = partial(plan_memory, model.manifest, model.block, config)
     try:

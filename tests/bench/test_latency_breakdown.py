@@ -64,6 +64,25 @@ def test_the_breakdown_refuses_what_it_cannot_mean(model):
         assert "error:" in done.stderr
 
 
+def test_parts_are_left_out_of_the_ablation(tmp_path):
+    """Each row reads as its parts say; none changes a token."""
+    wide = ["--shape", "opt-125m", "--layers", 2, "--hidden", 1032, "--dtype", "float32", "--vocab", 4096]
+    assert run_script("tools/make_synthetic_model.py", tmp_path / "model", *wide, "--tokens", 40).returncode == 0
+    common = {"task": "flash", "memory": None, "tokens": 6, "prompt_tokens": 12, "context": 20, "io_threads": 4}
+    common |= {"options": {"cache_policy": "window", "window": 1}}
+    workers = Workers(tmp_path / "model", memory=None)
+    rows = [("prefetch",), ("merged", "prefetch"), ("bundled", "merged", "overlap", "prefetch"), ("cached", "prefetch")]
+    runs = [workers.run({**common, "without": without}) for without in [*rows, ()]]
+    assert {tuple(run["text_ids"]) for run in runs} == {tuple(runs[0]["text_ids"])}
+    assert [run["prefetch"] for run in runs] == [False] * 4 + [True]
+    requests, hits, nbytes = (
+        [sum(token[what] for token in run["tokens"]) for run in runs[:4]] for what in ("requests", "hits", "bytes_read")
+    )
+    assert requests[0] < requests[1] < requests[2]
+    assert hits[0] == hits[1] == hits[2] > hits[3] == 0
+    assert nbytes[3] > nbytes[1]
+
+
 def test_the_first_token_is_held_against_its_roof(model):
     quick = ["--prompt", 24, "--rounds", 1, "--roof-seconds", 0.05]
     result = document(run_script("bench/engine/first_token.py", "--model", model, *quick))

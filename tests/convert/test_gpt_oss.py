@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import change_config
 from transformers.integrations.mxfp4 import FP4_VALUES
 
-from flashllm.config import Ablation, RunConfig
+from flashllm.config import RunConfig
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
@@ -84,10 +84,10 @@ def test_mxfp4_is_kept(whole, tmp_path):
     assert "are kept: neurons mxfp4, down codes_fp4; scales of the down columns in memory" in lines[0]
     assert verify(tmp_path / "kept").ok
     for mode in ("dense", "sparse"):
-        for kernels in (True, False):
+        for simd in ("auto", "scalar"):
             logits = []
             for name in ("wide", "kept"):
-                config = RunConfig(mode=mode, threads=2, io_threads=4, ablation=Ablation(kernels=kernels))
+                config = RunConfig(mode=mode, threads=2, io_threads=4, simd=simd)
                 with Model.open(tmp_path / name, config) as model:
                     sequence = model.new_sequence()
                     prompt = model.step([(sequence, list(range(4, 44)))], all_logits=True)

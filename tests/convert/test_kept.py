@@ -21,7 +21,7 @@ from flashllm.arch.registry import resident_shapes
 from flashllm.base.codes.carried import PACKED_AS, PLANE_CODES
 from flashllm.base.machine import process_nbytes
 from flashllm.cli import main
-from flashllm.config import Ablation, RunConfig
+from flashllm.config import RunConfig
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.kept import weights
 from flashllm.convert.run import convert
@@ -330,7 +330,7 @@ def test_sparse_passes_compute_the_same(tmp_path, kind):
     for mode in ("oracle", "sparse", "dense"):
         expected = logits_of(tmp_path / "wide", mode)
         np.testing.assert_array_equal(logits_of(tmp_path / "kept", mode), expected, err_msg=mode)
-    scalar = logits_of(tmp_path / "kept", "sparse", ablation=Ablation(kernels=False))
+    scalar = logits_of(tmp_path / "kept", "sparse", simd="scalar")
     np.testing.assert_allclose(scalar, logits_of(tmp_path / "wide", "sparse"), atol=3e-4, rtol=0)
 
 

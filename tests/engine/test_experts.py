@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from flashllm import _core
 from flashllm.cli import main
-from flashllm.config import Ablation, RunConfig
+from flashllm.config import RunConfig
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
 from flashllm.errors import Cancelled, ChecksumError, FormatError, NonFiniteError, UnsupportedModelError, UsageError
@@ -113,7 +113,6 @@ def test_the_plan_has_experts_guessed_where_some_do_not_fit(directory, monkeypat
     assert guessed
     assert guessed[0] > least
     assert plan(guessed[0]).memory.prefetch_rows == 2 * SIZE
-    assert not plan(guessed[0], ablation=Ablation(prefetch=False)).prefetch
     with Model(model, plan(guessed[0]), RunConfig(**RUN, memory=guessed[0])) as opened_model:
         generated(opened_model, ids(20))
         assert opened_model.meter.take().prefetched > 0

@@ -225,7 +225,7 @@ def test_predictors_of_other_shapes_are_refused(tmp_path, a, b, bias):
         ({"neurons": 0, "ffn.up_bias": None}, "needs"),
         ({"d_model": 0}, "needs"),
         ({"window": 0}, "window"),
-        ({"cache_policy": "lru"}, "cache policy must be window, frequency or none, got lru"),
+        ({"cache_policy": "lru"}, "cache policy must be window or frequency, got lru"),
         ({"popularity": np.zeros(23, np.float32)}, "popularity has the wrong length"),
         ({"bypass_rows": _core.allocate(4096)[8:]}, "bypass rows must start at a multiple of 64"),
         ({"activation": "tanh"}, "tanh"),

@@ -10,7 +10,7 @@ from generating import greedy, ids_of
 from predictor_files import make_predictors
 
 from flashllm.base.processes import beside_nbytes
-from flashllm.config import Ablation, RunConfig
+from flashllm.config import RunConfig
 from flashllm.errors import BudgetError, ChecksumError, UsageError
 from flashllm.format.model_dir import ModelDir
 from flashllm.plan.memory import TORCH_GROWTH
@@ -116,9 +116,6 @@ def test_no_active_neuron_at_all(tiny, load):
         {"direct": False},
         {"context": 60},
         {"memory": "minimum"},
-        {"ablation": Ablation(bundled=False)},
-        {"ablation": Ablation(cached=False, overlap=False)},
-        {"ablation": Ablation(merged=False, overlap=False)},
     ],
     ids=str,
 )
@@ -156,13 +153,6 @@ def test_same_bits_whatever_is_prefetched(tiny, load, undisturbed, monkeypatch, 
     if "window" in options or "memory" in options:  # else nearly all that is named is cached: little is read
         assert times.prefetch_used > 0
     assert 0 < times.io_busy_ms <= times.total_ms
-
-
-def test_prefetching_can_be_switched_off(tiny, load):
-    flash = load(tiny("bfloat16").path("prefetch"), ablation=Ablation(prefetch=False))
-    flash.engine.meter.restart()
-    greedy(flash, ids_of(4))
-    assert flash.engine.meter.take().prefetched == 0
 
 
 def minimum(path: Path, monkeypatch) -> int:

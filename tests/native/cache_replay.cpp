@@ -25,7 +25,6 @@ const std::vector<std::int32_t>& CacheReplay::token(const std::vector<std::int32
                  [this](std::int32_t unit) { return !slots_.contains(unit); });
     policy_->choose(slots_, {first, last, part_misses_}, choice_);
     slots_.exchange(choice_.leaving, choice_.coming, moves_);
-    if (!policy_->keeps_units()) slots_.exchange(choice_.coming, {}, moves_);
     misses_.insert(misses_.end(), part_misses_.begin(), part_misses_.end());
   }
   return misses_;

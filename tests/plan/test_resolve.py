@@ -11,7 +11,7 @@ from install_popularity import install_popularity
 from traces import write_trace
 
 from flashllm.base.machine import num_cores
-from flashllm.config import Ablation, RunConfig
+from flashllm.config import RunConfig
 from flashllm.errors import BudgetError, UsageError
 from flashllm.format.manifest_values import Calibration
 from flashllm.format.model_dir import ModelDir
@@ -163,7 +163,6 @@ def test_without_a_profile_what_can_be_prefetched_is(prefetching, model):
         (model, RunConfig()),
         (prefetching, RunConfig(mode="oracle")),
         (prefetching, RunConfig(mode="dense")),
-        (prefetching, RunConfig(ablation=Ablation(prefetch=False))),
     ):
         plan = resolve(config, other, **MACHINE)
         assert not plan.prefetch

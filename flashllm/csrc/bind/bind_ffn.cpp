@@ -139,15 +139,15 @@ void init_ffn(nb::module_& m) {
       .def(
           "__init__",
           [](NeuronSource* self, std::string cache_policy, std::int32_t window, std::int32_t unit_rows,
-             bool wait_first, bool split_rows, std::shared_ptr<Reader> reader,
-             std::shared_ptr<DirectFile> file, std::optional<ByteArray> bypass_rows) {
-            new (self) NeuronSource{{std::move(cache_policy), window, unit_rows, wait_first, split_rows},
+             std::shared_ptr<Reader> reader, std::shared_ptr<DirectFile> file,
+             std::optional<ByteArray> bypass_rows) {
+            new (self) NeuronSource{{std::move(cache_policy), window, unit_rows},
                                     std::move(reader),
                                     std::move(file),
                                     std::move(bypass_rows)};
           },
-          nb::kw_only(), "cache_policy"_a, "window"_a, "unit_rows"_a = 1, "wait_first"_a = false,
-          "split_rows"_a = false, "reader"_a, "file"_a, "bypass_rows"_a.none() = nb::none());
+          nb::kw_only(), "cache_policy"_a, "window"_a, "unit_rows"_a = 1, "reader"_a, "file"_a,
+          "bypass_rows"_a.none() = nb::none());
 
   nb::class_<LayerCache>(m, "LayerCache")
       .def(nb::init<ByteArray, std::optional<FloatArray>>(), "memory"_a, "popularity"_a.none() = nb::none());

@@ -121,8 +121,8 @@ RowSource FileRows::source(std::uint32_t stride) const {
   require(checksum_rows > 0 && of_experts <= count &&
               checksums.shape(0) == sums + (count - of_experts + checksum_rows - 1) / checksum_rows,
           "there must be one checksum for every `checksum_rows` rows");
-  return {{static_cast<std::int32_t>(count), 1},    offset, stride,       checksums.data(),
-          static_cast<std::int32_t>(checksum_rows), 0,      experts.get()};
+  return {{static_cast<std::int32_t>(count), 1},    offset,       stride, checksums.data(),
+          static_cast<std::int32_t>(checksum_rows), experts.get()};
 }
 
 void init_rows(nb::module_& m) {

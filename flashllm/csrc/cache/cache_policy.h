@@ -38,9 +38,6 @@ class CachePolicy {
   // Sorts the units most likely to be active first; a policy that does not know leaves the order.
   virtual void sort_by_likelihood(std::vector<std::int32_t>& /*units*/) {}
 
-  // Whether units are worth keeping after the part of a token that read them.
-  virtual bool keeps_units() const { return true; }
-
   // `count` of the cached units, the first that the policy would evict: they leave when the cache shrinks.
   virtual void choose_evicted(const SlotTable& slots, std::int32_t count,
                               std::vector<std::int32_t>& evicted) = 0;

@@ -44,11 +44,6 @@ void NeuronCache::admit(const std::int32_t* begin, const std::int32_t* end) {
   slots_.bypass(choice_.bypassing);
 }
 
-void NeuronCache::end_part() {
-  slots_.end_bypass();
-  if (!policy_->keeps_units()) forget(choice_.coming);
-}
-
 void NeuronCache::discard_part() {
   slots_.end_bypass();
   forget(choice_.coming);

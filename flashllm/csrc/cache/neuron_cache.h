@@ -56,8 +56,9 @@ class NeuronCache {
   void admit(const std::int32_t* begin, const std::int32_t* end);
   const std::vector<std::int32_t>& misses() const { return misses_; }            // ids
   const std::vector<std::int32_t>& newcomers() const { return choice_.coming; }  // misses that are kept
-  void end_part();
+  void end_part() { slots_.end_bypass(); }
   void discard_part();
+  void forget(const std::vector<std::int32_t>& units) { exchange(units, {}); }  // cached ones
 
   // A prompt's rows stream by, ascending: `observe` its tokens, `begin_fill`, then `fill_from` with the
   // `count` rows from `first_row` on takes those of units that the policy wants. `passing`: the units that
@@ -83,7 +84,6 @@ class NeuronCache {
                       : bypass_memory_ + static_cast<std::size_t>(bypass) * unit_nbytes_;
   }
   void exchange(const std::vector<std::int32_t>& leaving, const std::vector<std::int32_t>& coming);
-  void forget(const std::vector<std::int32_t>& units) { exchange(units, {}); }
 
   const RowUnits units_;
   const std::size_t stride_, unit_nbytes_;  // bytes of a row, and of a slot

@@ -9,8 +9,7 @@
 namespace flashllm {
 
 // "window": paper A's, of `window` tokens. "frequency": by estimated frequency; `popularity` [num_units] is
-// the share of tokens each unit was active in before, or nullptr. "none": keeps nothing from token to
-// token. Throws CoreError for another name.
+// the share of tokens each unit was active in before, or nullptr. Throws CoreError for another name.
 std::unique_ptr<CachePolicy> make_cache_policy(const std::string& name, std::int32_t num_units,
                                                std::int32_t window, const float* popularity);
 

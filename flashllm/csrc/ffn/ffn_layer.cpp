@@ -24,12 +24,6 @@ RowSource source_of(const FfnLayerOptions& options) {
   require(units.size == 1 || !options.neuron_norm, "a norm over neurons is not for experts");
   require(source.experts == nullptr || source.experts->size == units.size,
           "experts that lie in another file must be units");
-  if (options.split_rows) {
-    require(source.experts == nullptr && options.format.codec == options.format.down_codec,
-            "rows whose down column is stored otherwise cannot be read in pieces");
-    source.piece_nbytes =
-        static_cast<std::uint32_t>(vector_nbytes(options.format.codec, options.format.d_model));
-  }
   return source;
 }
 
@@ -244,7 +238,7 @@ void FfnLayer::begin_part(std::size_t first, bool again) {
     reader_.submit(batch_, file_);
     watch.charge(counters_.memory_ns);
     reader_.start();
-    if (options_.wait_first) reader_.wait(batch_);
+    if (waits_first_) reader_.wait(batch_);
     watch.charge(counters_.io_ns);
   });
 }

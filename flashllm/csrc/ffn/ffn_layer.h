@@ -113,6 +113,10 @@ class FfnLayer {
   std::int32_t capacity() const { return cache_.capacity() * options_.unit_rows; }  // rows
   std::vector<std::int32_t> cached() const;  // neurons, in the order of their rows in memory
   const NeuronCache& cache() const { return cache_; }
+  // For measurements: what is cached, where units are read from, and whether products wait for the reads.
+  NeuronCache& cache() { return cache_; }
+  RowSource& source() { return source_; }
+  bool& waits_first() { return waits_first_; }
 
   std::uint32_t width() const { return options_.format.d_model; }
   std::int32_t num_neurons() const { return options_.num_neurons; }
@@ -157,7 +161,7 @@ class FfnLayer {
   }
 
   const FfnLayerOptions options_;
-  const RowSource source_;
+  RowSource source_;
   Reader& reader_;
   const DirectFile& file_;
   ThreadPool& pool_;
@@ -165,7 +169,7 @@ class FfnLayer {
   NeuronCache cache_;
   std::unique_ptr<Router> router_;
   std::unique_ptr<Predictor> predictor_, prefetch_predictor_;
-  bool by_stream_ = false;
+  bool by_stream_ = false, waits_first_ = false;
   Prefetch* prefetch_ = nullptr;  // nullptr: nothing is prefetched for this layer
   std::optional<PrefetchDepth> depth_;
 

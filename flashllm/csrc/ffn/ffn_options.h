@@ -29,9 +29,6 @@ struct UnitRule {
   std::string cache_policy = "window";
   std::int32_t window = 1;
   std::int32_t unit_rows = 1;  // neurons that are read and kept together: those of an expert, or one
-  // Switched on only to see what the other way is worth (paper A, table 2).
-  bool wait_first = false;  // no product before the reads have landed
-  bool split_rows = false;  // a neuron's matrices are read one by one
 };
 
 struct FfnLayerOptions : NeuronWeights, UnitRule {

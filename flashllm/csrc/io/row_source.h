@@ -83,10 +83,7 @@ struct RowSource {
   std::uint32_t stride = 0;       // bytes of a row
   // Of each expert's pieces, then of every `checksum_rows` rows behind them; nullptr: not checked.
   const std::uint64_t* checksums = nullptr;
-  std::int32_t checksum_rows = 1;  // of which units are whole multiples
-  // 0: a unit is one read. Otherwise pieces of so many bytes, unchecked, as if a neuron's matrices lay apart
-  // (what bundling is worth: paper A, section 3.2).
-  std::uint32_t piece_nbytes = 0;
+  std::int32_t checksum_rows = 1;         // of which units are whole multiples
   const LyingExperts* experts = nullptr;  // whose rows are the first ones
 
   // The neuron whose row holds the byte at `offset` of the file, or of the experts' file the first of that
@@ -137,12 +134,8 @@ struct RowSource {
   // The reads of a whole unit.
   void add_jobs(std::int32_t unit, std::byte* destination, std::vector<ReadJob>& jobs) const {
     add_rows(units.first(unit), units.rows(unit), destination, jobs);
-    if (piece_nbytes != 0) split(jobs);
   }
-  std::size_t jobs_a_unit() const {
-    if (experts != nullptr) return experts->pieces();
-    return piece_nbytes == 0 ? 1 : static_cast<std::size_t>(units.size) * (stride / piece_nbytes);
-  }
+  std::size_t jobs_a_unit() const { return experts == nullptr ? 1 : experts->pieces(); }
 
   // A failed read's error, with the layer, its neuron, and what to do about it.
   [[noreturn]] void rethrow(const CoreError& error, int layer) const {
@@ -164,13 +157,6 @@ struct RowSource {
   const std::uint64_t* sums_from(std::int32_t expert) const {
     if (checksums == nullptr || experts == nullptr) return checksums;
     return checksums + static_cast<std::size_t>(expert) * experts->pieces();
-  }
-  void split(std::vector<ReadJob>& jobs) const {
-    const ReadJob whole = jobs.back();
-    jobs.pop_back();
-    for (std::uint64_t row = 0; row < whole.nbytes; row += stride)
-      for (std::uint64_t at = row; at + piece_nbytes <= row + stride; at += piece_nbytes)
-        jobs.push_back({whole.offset + at, piece_nbytes, whole.destination + at});
   }
 };
 

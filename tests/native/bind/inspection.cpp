@@ -55,6 +55,13 @@ void forward_active(PyFfnLayer& self, std::uintptr_t x, const IdArray& active, s
   self.tensors().kernels().from_f32(out.data(), out.size(), at_address<std::byte>(y));
 }
 
+// Every unit leaves the cache.
+void forget(PyFfnLayer& self) {
+  NeuronCache& cache = self.layer().cache();
+  const std::int32_t* units = cache.slots().pointers();
+  cache.forget({units, units + cache.slots().num_used()});
+}
+
 void fill_from(PyFfnLayer& self, const ConstBytes& rows, std::int32_t first_neuron, std::int32_t count) {
   require(first_neuron >= 0 && count >= 0 && count <= INT32_MAX - first_neuron &&
               rows.nbytes() >= static_cast<std::size_t>(count) * self.layer().layout().stride,
@@ -143,6 +150,10 @@ void init_inspection(nb::module_& m) {
           "x"_a, "tokens"_a)
       .def("fill_from", &fill_from, "rows"_a, "first_neuron"_a, "count"_a)
       .def("cached", [](PyFfnLayer& self) { return self.layer().cached(); })
+      .def("forget", &forget)
+      // Rows are read by any request: unchecked, as checksums are of whole ones.
+      .def("read_unchecked", [](PyFfnLayer& self) { self.layer().source().checksums = nullptr; })
+      .def("wait_first", [](PyFfnLayer& self) { self.layer().waits_first() = true; })
       .def_prop_ro("current_window",
                    [](PyFfnLayer& self) { return self.layer().cache().policy().current_window(); });
 }
