@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the machine: a file, or here by its profile, which `flashllm calibrate` makes (default: %(default)s)",
     )
     plan.add_argument("--memory", type=size, metavar="SIZE", help="limit of memory, e.g. 16GB (default: the machine's)")
-    plan.add_argument("--compress", action="store_true", help="weights and cache in 4 bits")
+    cli_run.add_compress(plan, default="none; of --policy, its own")
     plan.add_argument("--policy", type=Path, metavar="FILE", help="price this policy instead of searching")
     plan.add_argument("--json", action="store_true", help="one JSON document on stdout")
     plan.set_defaults(offload_main=_plan)
@@ -58,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     from flashllm.offload.planner.predict import predict
     from flashllm.offload.planner.search import SearchSpace, search
-    from flashllm.offload.policy import Policy, Workload
+    from flashllm.offload.policy import Policy, Workload, compressible
     from flashllm.offload.shape import load_shape
 
     shape = load_shape(args.model)
@@ -71,7 +71,8 @@ def _plan(args: argparse.Namespace) -> int:
         policy = Policy.load(args.policy)
         prediction = predict(shape, hardware, workload, policy)
     else:
-        space = SearchSpace(compress_weights=args.compress, compress_cache=args.compress)
+        packed = compressible(args.compress or ())
+        space = SearchSpace(compress_weights="weights" in packed, compress_cache="cache" in packed)
         plan = search(shape, hardware, workload, space)
         policy, prediction = plan.policy, plan.prediction
         document["search"] = {

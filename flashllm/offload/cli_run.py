@@ -36,6 +36,16 @@ _PLAIN_S = 5.0  # between two lines of progress where nobody sees them appear
 _TERMINAL_S = 0.2
 
 
+def add_compress(parser: argparse._ActionsContainer, *, default: str) -> None:
+    """`--compress`, as `policy.compressible` takes it; None where it is not given."""
+    parser.add_argument(
+        "--compress",
+        metavar="WHAT",
+        type=lambda text: frozenset(() if text == "none" else text.split(",")),
+        help=f"packed in 4 bits: weights, cache, weights,cache or none (default: {default})",
+    )
+
+
 def add_arguments(verbs: Any) -> None:
     run = verbs.add_parser(
         "run",
@@ -69,7 +79,7 @@ def add_arguments(verbs: Any) -> None:
         help="of the device tier: a GPU by torch, or the CPU by our own products (default: a GPU where torch has one)",
     )
     group.add_argument("--policy", type=Path, metavar="FILE", help="a policy, or a plan's JSON (default: planned)")
-    group.add_argument("--compress", metavar="WHAT", help="any of weights,cache, or none (default: as the policy says)")
+    add_compress(group, default="as the policy says")
     group.add_argument("--scratch", type=Path, metavar="DIR", help="scratch files (default: the user's cache)")
     group.add_argument("--threads", type=whole(1, 1024), metavar="T", help="compute threads (default: cores)")
     group.add_argument("--no-profile", action="store_true", help="do not measure the drive before a job that reads it")
@@ -81,14 +91,11 @@ def _launch_options(args: argparse.Namespace, processes: int) -> "LaunchOptions"
     from flashllm.offload.launch import LaunchOptions
     from flashllm.offload.policy import Policy
 
-    compress = None
-    if args.compress is not None:
-        compress = frozenset(part for part in args.compress.split(",") if part and args.compress != "none")
     return LaunchOptions(
         memory=args.memory,
         device=args.device,
         policy=None if args.policy is None else Policy.load(args.policy),
-        compress=compress,
+        compress=args.compress,
         threads=args.threads,
         scratch=args.scratch,
         processes=processes,

@@ -15,7 +15,7 @@ from flashllm.offload.accelerators import DEVICES, Device, choose_accelerator, f
 from flashllm.offload.jobs.blocks import Size, cut, equal
 from flashllm.offload.planner.local import Methods, load_search, local_hardware, plan_policy, predict_job
 from flashllm.offload.planner.packing import PACKED_BITS, PACKING
-from flashllm.offload.policy import Policy, Workload
+from flashllm.offload.policy import COMPRESSIBLE, Policy, Workload, compressible
 from flashllm.offload.runtime.opened import OpenModel
 from flashllm.offload.runtime.options import RunOptions
 from flashllm.offload.runtime.run import Runner
@@ -25,7 +25,6 @@ from flashllm.offload.stages import Stage, split_model
 from flashllm.profile.quick import WORTH_NBYTES, take_quick_profile
 from flashllm.profile.store import device_of
 
-COMPRESSIBLE = ("weights", "cache")
 CACHE_BITS = (4, 8)  # of a compressed number; the first is the default
 _MARGIN_NBYTES = 48 * 2**20  # for the interpreter's own growth: prompts, texts, answers of a block
 
@@ -59,9 +58,7 @@ class LaunchOptions:
                 raise UsageError(f"{name} must be at least 1, not {value!r}")
         if self.device not in DEVICES:
             raise UsageError(f"--device must be one of {', '.join(DEVICES)}, not {self.device!r}")
-        unknown = sorted((self.compress or frozenset()) - set(COMPRESSIBLE))
-        if unknown:
-            raise UsageError(f"--compress must be of {', '.join(COMPRESSIBLE)}, not {unknown[0]!r}")
+        compressible(self.compress or ())
         if self.sparse_attention is not None and not 0 < self.sparse_attention <= 1:
             raise UsageError(f"sparse_attention must be above 0 and at most 1, not {self.sparse_attention!r}")
         for name, widths in (("cache_bits", CACHE_BITS), ("weight_bits", PACKED_BITS)):

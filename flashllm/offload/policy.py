@@ -1,14 +1,23 @@
 """`Policy`: one offloading strategy of paper B, section 4.3, as a frozen value. It knows neither model nor machine."""
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from flashllm.base.checks import check_int, from_json, is_number
 from flashllm.base.files import read_json_object
-from flashllm.errors import FormatError
+from flashllm.errors import FormatError, UsageError
 
+COMPRESSIBLE = ("weights", "cache")
 _SUM_TOLERANCE = 1e-6
+
+
+def compressible(names: Iterable[str]) -> frozenset[str]:
+    """The same, of COMPRESSIBLE. UsageError for another."""
+    for unknown in sorted(set(names) - set(COMPRESSIBLE)):
+        raise UsageError(f"--compress must be of {', '.join(COMPRESSIBLE)}, not {unknown!r}")
+    return frozenset(names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,9 +71,14 @@ def test_the_limit_of_memory_is_the_cpus_or_the_only_ones(capsys, tmp_path):
 
 
 def test_compression_reaches_the_search(capsys):
-    document = json.loads(run(capsys, "--json", "--compress")[1])
-    assert document["policy"]["compress_weights"]
-    assert document["policy"]["compress_cache"]
+    for given, expected in (
+        ("weights,cache", (True, True)),
+        ("weights", (True, False)),
+        ("cache", (False, True)),
+        ("none", (False, False)),
+    ):
+        policy = json.loads(run(capsys, "--json", "--compress", given)[1])["policy"]
+        assert (policy["compress_weights"], policy["compress_cache"]) == expected
 
 
 @pytest.mark.parametrize(
@@ -83,6 +88,7 @@ def test_compression_reaches_the_search(capsys):
         (["--latency", "5"], 2, "unrecognized arguments: --latency"),
         (["--prompt-len", "0"], 2, "argument --prompt-len: must be at least 1"),
         (["--hardware", "h100"], 2, "h100"),
+        (["--compress", "all"], 2, "--compress must be of weights, cache, not 'all'"),
         (["--policy", "absent.json"], 1, "absent.json"),
     ],
 )
