@@ -12,7 +12,7 @@ from typing import Any
 from flashllm.base.command_line import say, whole
 from flashllm.base.text import hidden_keys, is_terminal, kept_terminal, valid_unicode
 from flashllm.commands import options
-from flashllm.commands.options import find_model, loading
+from flashllm.commands.asked import find_model, loading
 
 MAX_ANSWER_TOKENS = 256
 CONTEXT_SHARE = 4  # by default an answer takes at most this part of the context, so that a conversation fits

@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Convert. Interrupted, the same command goes on where it stopped."""
-    from flashllm.commands.options import warn_of_garbage
+    from flashllm.commands.asked import warn_of_garbage
     from flashllm.convert.locate import find_checkpoint
     from flashllm.convert.tokenizer import TOKENIZER
     from flashllm.errors import UsageError

@@ -4,7 +4,8 @@ import argparse
 
 from flashllm.base.command_line import print_json
 from flashllm.base.text import inert
-from flashllm.commands.options import add_json, add_model, find_converted
+from flashllm.commands.asked import find_converted
+from flashllm.commands.options import add_json, add_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from flashllm.base.command_line import print_json, say
 from flashllm.base.text import inert
-from flashllm.commands.options import add_engine, add_json, add_memory, add_model, find_converted, run_config
+from flashllm.commands.asked import find_converted, run_config
+from flashllm.commands.options import add_engine, add_json, add_memory, add_model
 
 if TYPE_CHECKING:
     from flashllm.config import RunConfig

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from flashllm.base.command_line import say
 from flashllm.base.machine import available_nbytes, process_nbytes
-from flashllm.commands.options import explained, run_config
+from flashllm.commands.asked import explained, run_config
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
 from flashllm.errors import FlashError

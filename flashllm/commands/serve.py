@@ -12,7 +12,7 @@ from pathlib import Path
 
 from flashllm.base.command_line import say, size, whole
 from flashllm.commands import options
-from flashllm.commands.options import find_model, loading
+from flashllm.commands.asked import find_model, loading, run_config
 from flashllm.errors import UsageError
 
 _MIN_KEY_CHARS = 16
@@ -91,7 +91,7 @@ def main(args: argparse.Namespace) -> int:
             from flashllm.generate.sampling import SamplingOptions
             from flashllm.serve.opening import ServerOptions, open_app
 
-            config = dataclasses.replace(options.run_config(args), serves=True)
+            config = dataclasses.replace(run_config(args), serves=True)
             profile_drive(args, path, config)
             server_options = ServerOptions(
                 name=args.name,

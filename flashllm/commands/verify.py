@@ -7,7 +7,8 @@ import sys
 from flashllm.base.command_line import print_json
 from flashllm.base.text import inert, one_line
 from flashllm.base.units import format_size
-from flashllm.commands.options import add_json, add_model, find_converted
+from flashllm.commands.asked import find_converted
+from flashllm.commands.options import add_json, add_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from flashllm.cli import main
-from flashllm.commands.options import find_model, warn_of_garbage
+from flashllm.commands.asked import find_model, warn_of_garbage
 from flashllm.convert.named import demo_path
 from flashllm.errors import BudgetError
 from flashllm.pack.loss import GARBAGE, Loss, measure_loss

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from flashllm.base.command_line import print_json, say, whole
 from flashllm.base.text import inert
 from flashllm.commands import options
-from flashllm.commands.options import find_model, loading
+from flashllm.commands.asked import find_model, loading
 
 if TYPE_CHECKING:
     from flashllm.engine.meter import StepTimes

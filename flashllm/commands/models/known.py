@@ -3,7 +3,8 @@
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from flashllm.commands.options import add_engine, add_json, add_memory, run_config
+from flashllm.commands.asked import run_config
+from flashllm.commands.options import add_engine, add_json, add_memory
 
 if TYPE_CHECKING:
     from flashllm.config import RunConfig
