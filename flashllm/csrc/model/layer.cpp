@@ -26,7 +26,7 @@ void Layer::run(std::size_t layer, const BlockWeights& weights, const Part& part
   const float* input = attend(layer, weights, part, states, attended_.data());
   if (weights.spec.neurons == 0) return;
   ffn_.run({layer, part, input, states, projected_.data()});
-  add_ffn(layer, weights, part, states, attended_.data());
+  add_ffn(layer, weights, part, states, attended_.data(), input);
 }
 
 const float* Layer::attend(std::size_t layer, const BlockWeights& weights, const Part& part, float* states,
@@ -80,10 +80,10 @@ void Layer::mix(const BlockWeights& weights, const Part& part, float* states, fl
 }
 
 void Layer::add_ffn(std::size_t layer, const BlockWeights& weights, const Part& part, float* states,
-                    const float* attended) {
+                    const float* attended, const float* input) {
   const std::size_t count = part.count, n = count * spec_.d_model;
   const float scale = weights.spec.ffn_scale;
-  if (weights.spec.beside != 0) add_beside(weights, part, states);
+  if (weights.spec.beside != 0) add_beside(weights, part, states, input);
   for (std::size_t i = 0; scale != 1.0F && i < n; ++i) projected_[i] *= scale;
   if (norms_output(weights.spec.norms)) {
     arithmetic_.round(projected_.data(), n);
@@ -111,8 +111,9 @@ void Layer::activate_rows(const BlockWeights& weights, std::size_t count, std::s
 }
 
 // projected_: of the experts' outputs, the sum of these and of the dense part's; each behind its norm, or the
-// dense part a shared expert, which reads what the experts read.
-void Layer::add_beside(const BlockWeights& weights, const Part& part, const float* states) {
+// dense part a shared expert, which reads what the experts read, `input`; nullptr: it is made again.
+void Layer::add_beside(const BlockWeights& weights, const Part& part, const float* states,
+                       const float* input) {
   const LayerSpec& spec = weights.spec;
   const std::size_t count = part.count, width = spec.beside, n = count * spec_.d_model;
   const bool gated = weights.beside_gate.data != nullptr;
@@ -122,12 +123,14 @@ void Layer::add_beside(const BlockWeights& weights, const Part& part, const floa
     arithmetic_.round(projected_.data(), n);
     arithmetic_.normalize(weights.experts_output_norm, count, projected_.data(), projected_.data());
   }
-  const Norm& norm = spec.beside_norms  ? weights.beside_norm
-                     : spec.shared_norm ? weights.attention_norm
-                                        : weights.ffn_norm;
-  const bool before = norms_input(spec.norms);
-  if (before) arithmetic_.normalize(norm, count, states, normed_.data());
-  arithmetic_.take_inputs(before ? normed_.data() : states, count, spec_.d_model, part.is_prompt());
+  if (input == nullptr || spec.beside_norms) {
+    const Norm& norm = spec.beside_norms  ? weights.beside_norm
+                       : spec.shared_norm ? weights.attention_norm
+                                          : weights.ffn_norm;
+    input = norms_input(spec.norms) ? normed_.data() : states;
+    if (input != states) arithmetic_.normalize(norm, count, states, normed_.data());
+  }
+  arithmetic_.take_inputs(input, count, spec_.d_model, part.is_prompt());
   arithmetic_.project(weights.beside_up, count, up_.data());
   if (gated) {
     gate_.resize(count * width);

@@ -52,16 +52,16 @@ class Layer {
   // outputs wait there, of parallel blocks alone.
   const float* attend(std::size_t layer, const BlockWeights& weights, const Part& part, float* states,
                       float* attended);
-  // The FFN's outputs are in outputs().
+  // The FFN's outputs are in outputs(). `input`: what the first half returned, where that still holds.
   void add_ffn(std::size_t layer, const BlockWeights& weights, const Part& part, float* states,
-               const float* attended);
+               const float* attended, const float* input = nullptr);
   float* outputs() { return projected_.data(); }
 
  private:
   void mix(const BlockWeights& weights, const Part& part, float* states, float* attended);
   void add_projected(std::size_t count, float* states);
   void activate_rows(const BlockWeights& weights, std::size_t count, std::size_t width, float* values);
-  void add_beside(const BlockWeights& weights, const Part& part, const float* states);
+  void add_beside(const BlockWeights& weights, const Part& part, const float* states, const float* input);
   void weigh_by_gate(std::size_t count);
   void add_per_layer(std::size_t layer, const BlockWeights& weights, const Part& part, float* states);
   void route_streams(const BlockWeights& weights, const Part& part, const float* states);
