@@ -10,7 +10,8 @@ are 0, 1, 2 ... where the file has no vocabulary.
 
 Roofs: *reads* are the bytes that a warm token read, at the drive's rate for requests of the engine's mean size (of
 llama.cpp's, which the kernel makes: of 128 KiB); *products* are the bytes of every matrix that a token is multiplied
-by, at the memory's rate. Both are measured between the runs. The last line is one JSON document.
+by, and of the keys, values and states that it reads at its position, at the memory's rate. Both are measured between
+the runs. The last line is one JSON document.
 """
 
 import argparse
@@ -66,7 +67,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         convert(args.file, directory, in_place=True, predictors=False, keep=True, say=say)
     model = ModelDir.open(directory)
     ids = text_ids(directory, model.block.vocab_size, args.prompt + args.tokens)
-    pool, touched = _core.ThreadPool(args.threads), touched_nbytes(args.file)
+    pool, matrices = _core.ThreadPool(args.threads), touched_nbytes(args.file)
+    behind = range(args.prompt, args.prompt + args.tokens)
+    states = round(statistics.fmean(model.block.mixers_read_nbytes(at + 1, model.dtype.itemsize) for at in behind))
+    peer = {"repack": args.repack, "micro_batch": args.micro_batch, "flash_attention": args.flash_attn}
     runs: list[dict[str, Any]] = []
     for memory in args.memory:
         profile_drive(argparse.Namespace(no_profile=False), directory, RunConfig(memory=memory))
@@ -76,16 +80,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 limit = Limit(memory)
                 options = {"memory": memory, "threads": args.threads}
                 if engine == "flashllm":
-                    options |= {"store": None, "context": len(ids) + 1}
+                    options |= {"store": None, "context": len(ids) + 1, "simd": args.simd}
                 else:
-                    options |= {"repack": args.repack, "micro_batch": args.micro_batch}
+                    options |= peer
                 settings = {"engine": engine, "options": options, "prompt": args.prompt, "ids": ids}
                 run = limit.run(
                     {**settings, "model": str((directory if engine == "flashllm" else args.file).absolute())}
                 )
                 run |= {"engine": engine, "memory": memory, "enforced": limit.enforced, "reason": limit.reason}
                 if "error" not in run:
-                    run["roofs"] = roofs(run, args.file, pool, touched)
+                    run["roofs"] = roofs(run, args.file, pool, matrices + states)
                 runs.append(run)
                 print(line(run), flush=True)
     return {
@@ -95,11 +99,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "model_type": model.architecture.model_type,
         "layers": model.architecture.num_layers,
         "rows": model.manifest.rows.encoding,
-        "touched_bytes": touched,
+        "touched_bytes": matrices + states,
+        "touched_states_bytes": states,
         "prompt": args.prompt,
         "tokens": args.tokens,
-        "peer": {"micro_batch": args.micro_batch, "repack": args.repack},
-        "machine": {"system": system_name(), "cores": num_cores(), "simd": _core.best_simd_level()},
+        "peer": peer,
+        "machine": {"system": system_name(), "cores": num_cores(), "simd": _core.best_simd_level(), "used": args.simd},
         "load_average": os.getloadavg()[0],
         "runs": runs,
     }
@@ -161,6 +166,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=24, help="behind the prompt (default: %(default)s)")
     parser.add_argument("--micro-batch", type=int, default=512, help="llama.cpp's tokens at a time in a prompt")
+    parser.add_argument("--flash-attn", choices=("auto", "disabled", "enabled"), default="auto", help="llama.cpp's")
+    parser.add_argument("--simd", default="auto", help="flashllm's vector instructions: avx2, avx2_vnni, avx512 ...")
     parser.add_argument("--repack", action="store_true", help="llama.cpp's weights in another order, beside the file")
     parser.add_argument("--rounds", type=int, default=1, help="each other one in the other order")
     parser.add_argument("--threads", type=int, default=num_cores())

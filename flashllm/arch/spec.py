@@ -270,6 +270,11 @@ class BlockSpec:
         """Bytes of keys and values of one token over all layers."""
         return itemsize * sum(mixer.kv_rows * mixer.kv_dim for mixer in self.attentions if mixer.shared is None)
 
+    def mixers_read_nbytes(self, positions: int, itemsize: int) -> int:
+        """Bytes of keys, values and states that a token reads over all layers, with so many positions up to its own."""
+        seen = (mixer.kv_rows * mixer.kv_dim * min(positions, mixer.window or positions) for mixer in self.attentions)
+        return itemsize * sum(seen) + self.state_nbytes
+
     @property
     def state_nbytes(self) -> int:
         """Bytes of a sequence's state, however long it is, over all layers."""

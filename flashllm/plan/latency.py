@@ -196,7 +196,7 @@ class _Rates:
             manifest.rows, lambda encoding: costs.gathered_bps(encoding, manifest.dtype)
         )
         self._num_layers = manifest.architecture.num_layers
-        kv_nbytes = min(TYPICAL_POSITION, plan.context) * model.kv_nbytes_per_token
+        kv_nbytes = model.block.mixers_read_nbytes(min(TYPICAL_POSITION, plan.context), model.dtype.itemsize)
         self._resident_nbytes = product_nbytes(model) + plan.predictors + kv_nbytes
         resident_s = (
             _resident_s(model, costs)

@@ -170,6 +170,17 @@ def test_kv_bytes():
     )
 
 
+def test_what_a_token_reads_of_the_mixers():
+    """Of a window no more than its positions; of a state always all."""
+    config = {**LLAMA, "model_type": "mistral", "num_hidden_layers": 2, "num_key_value_heads": 1, "sliding_window": 8}
+    block = block_spec(config)
+    of_one = block.kv_nbytes_per_token(2)
+    assert [block.mixers_read_nbytes(n, 2) for n in (1, 8, 9, 300)] == [of_one, 8 * of_one, 8 * of_one, 8 * of_one]
+    mixed = block_spec({"model_type": "qwen3_next"})
+    assert mixed.mixers_read_nbytes(100, 2) == 100 * mixed.kv_nbytes_per_token(2) + mixed.state_nbytes
+    assert mixed.state_nbytes > 0
+
+
 @pytest.mark.parametrize(
     ("model_type", "epsilon"),
     [("exaone_moe", 1e-20), ("afmoe", 1e-20), ("hy_v3", 1e-20), ("solar_open", 1e-20), ("laguna", 0.0)],

@@ -1,5 +1,6 @@
 """A dummy model as a GGUF file: the right tensors in the right kinds, and tokens that stay with their experts."""
 
+import json
 from pathlib import Path
 
 import gguf
@@ -7,10 +8,13 @@ import numpy as np
 import pytest
 from dummy_gguf import blocks, coded, config_of, embedding_walk, kinds, make, stored_nbytes, tensors
 from make_synthetic_experts import locality
+from scripts import run_script
+from whole_model import touched_nbytes
 
 from flashllm.config import RunConfig
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
+from flashllm.format.model_dir import ModelDir
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,6 +51,22 @@ def test_a_file_has_the_shape_and_runs_where_it_lies(tmp_path, name):
     convert(tmp_path / "m.gguf", tmp_path / "model", keep=True, in_place=True)
     with Model.open(tmp_path / "model", RunConfig(threads=1, io_threads=4)) as model:
         assert np.isfinite(model.step([(model.new_sequence(), [1, 2, 3])])).all()
+
+
+def test_it_is_held_against_roofs_of_matrices_and_states(tmp_path):
+    config = config_of("qwen3.6-35b-a3b", 4, **SMALL, **MODELS["qwen3.6-35b-a3b"])
+    make(tmp_path / "m.gguf", config, "q4_k_m")
+    quick = ["--memory", "1GB", "--engines", "flashllm", "--prompt", 12, "--tokens", 3, "--simd", "scalar"]
+    done = run_script("bench/peer/whole_model.py", tmp_path / "m.gguf", *quick)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout.splitlines()[-1])
+    block = ModelDir.open(tmp_path / "m.model").block
+    # A token at position 13, 14 or 15, its own included.
+    assert document["touched_states_bytes"] == block.mixers_read_nbytes(14, 2)
+    assert document["touched_bytes"] == touched_nbytes(tmp_path / "m.gguf") + document["touched_states_bytes"]
+    assert document["machine"]["used"] == "scalar"
+    (run,) = document["runs"]
+    assert run["roofs"]["products_ms"] == pytest.approx(1e3 * document["touched_bytes"] / run["roofs"]["memory_bps"])
 
 
 def test_kinds_are_those_of_llama_cpps_quantiser():

@@ -4,7 +4,8 @@
 
 The first time nothing is cached (*cold*), the second time the caches are as the first left them (*warm*). All ids are
 given, those behind the prompt too: what is computed depends on no engine's choice of a token. Prints one JSON document.
-llama.cpp runs as llama-cpp-python has it, with its own defaults but for the options "repack" and "micro_batch".
+llama.cpp runs as llama-cpp-python has it, with its own defaults but for the options "repack",
+"micro_batch" and "flash_attention" (auto, disabled, enabled).
 """
 
 import ctypes
@@ -82,6 +83,8 @@ def llama_cpp(settings: dict[str, Any]) -> dict[str, Any]:
     params.n_ctx = len(settings["ids"]) + 1
     params.n_threads = params.n_threads_batch = options["threads"]
     params.n_ubatch = options.get("micro_batch", params.n_ubatch)
+    if "flash_attention" in options:
+        params.flash_attn_type = getattr(engine, f"LLAMA_FLASH_ATTN_TYPE_{options['flash_attention'].upper()}")
     context = engine.llama_init_from_model(model, params)
     if context is None:
         raise FlashError(f"{settings['model']}: llama.cpp cannot run it")
