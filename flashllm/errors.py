@@ -37,6 +37,10 @@ class FlashIOError(FlashError):
     """The operating system failed a read or a write."""
 
 
+class Busy(FlashIOError):
+    """Another process is at work on the same directory, and may be done soon."""
+
+
 class ChecksumError(FormatError):
     """Bytes read from flash (a row, or a whole file) do not have the checksum recorded at conversion."""
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from flashllm.errors import FlashIOError, FormatError, UsageError
+from flashllm.errors import Busy, FlashIOError, FormatError, UsageError
 
 CHUNK_NBYTES = 8 * 2**20  # one read or write; large enough for full sequential speed, small compared with any limit
 _SYNC_NBYTES = 64 * 2**20  # dirty pages cannot be dropped, so they are forced out this often
@@ -230,9 +230,11 @@ def iterate_chunks(path: Path) -> Iterator[bytes]:
 
 
 @contextlib.contextmanager
-def locked_directory(path: Path, busy: str, *, wait_s: float = 0.0) -> Iterator[None]:
-    """Hold an exclusive `flock` on the directory itself; FlashIOError(`busy`) where another process holds it, and has
-    not let go of it after `wait_s`.
+def locked_directory(
+    path: Path, busy: str, *, wait_s: float = 0.0, waits: Callable[[], None] | None = None
+) -> Iterator[None]:
+    """Hold an exclusive `flock` on the directory itself; Busy(`busy`) where another process holds it, and has not let
+    go of it after `wait_s`, or did something to the directory meanwhile. `waits` is called once it is waited for.
 
     The directory is its own lock file: nothing is left behind by a kill, and the lock follows a rename.
     """
@@ -247,10 +249,13 @@ def locked_directory(path: Path, busy: str, *, wait_s: float = 0.0) -> Iterator[
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                     raise FlashIOError(f"{path}: this file system cannot lock: {error.strerror}") from error
                 if time.monotonic() >= end:
-                    raise FlashIOError(busy) from error
+                    raise Busy(busy) from error
+            if waits is not None:
+                waits()
+                waits = None
             time.sleep(_LOCK_POLL_S)
         if not path.exists() or not os.path.samestat(os.stat(path), os.fstat(fd)):
-            raise FlashIOError(busy)  # renamed between open and lock: the other process has just finished
+            raise Busy(busy)  # renamed between open and lock: the other process has just finished
         yield
     finally:
         os.close(fd)

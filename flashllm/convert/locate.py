@@ -3,12 +3,15 @@
 It is kept in the user's cache directory and found there from then on. Loads no model.
 """
 
+import math
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from flashllm.arch.registry import resolve
-from flashllm.base.files import Progress
+from flashllm.base.files import Progress, locked_directory
 from flashllm.base.machine import available_nbytes, default_limit, process_nbytes
 from flashllm.base.units import format_size
 from flashllm.base.user_dirs import user_cache_dir
@@ -18,8 +21,8 @@ from flashllm.convert.hub import Hub, Say
 from flashllm.convert.known import fetch
 from flashllm.convert.named import Named, demo_path, find_directory, kept_as, weights_nbytes
 from flashllm.convert.run import convert_checkpoint
-from flashllm.errors import FlashIOError, UsageError
-from flashllm.format.manifest import MANIFEST, PARTIAL_SUFFIX, open_model_dir
+from flashllm.errors import Busy, FlashError, FlashIOError, UsageError
+from flashllm.format.manifest import MANIFEST, PARTIAL_SUFFIX, Manifest, open_model_dir
 from flashllm.format.model_files import CONFIG, FFN, RESIDENT
 
 _SPARE_NBYTES = 10**10  # of the drive, that a copy of experts leaves free
@@ -41,8 +44,8 @@ def resolve_model(
     """The model directory that `model` means; None means the demo.
 
     A directory with a manifest is returned as it is, whole or not: the caller opens it. `progress` follows a
-    conversion, `say` gets a line for a download, `explain` those on how the model is converted;
-    `converted` gets what a conversion made.
+    conversion, `say` gets a line for a download, or another process that is waited for; `explain` those on how the
+    model is converted; `converted` gets what a conversion made.
     With `in_place` a mixture's experts stay in their checkpoint where the drive lacks room for a copy, or where a limit
     of `memory` (None: what is free) holds them all, so that a copy would not be faster; `say` gets a line on that.
     `cache` and `hub` are by default the user's and Hugging Face's.
@@ -73,16 +76,23 @@ def resolve_model(
         if reason is not None:
             target = kept_as(source, cache, in_place=True)
         explain(f"converting {model} once, into {target}")
-        manifest = convert_checkpoint(
-            opened,
+        manifest = _converted_alone(
+            partial(
+                convert_checkpoint,
+                opened,
+                target,
+                source_name=source_name or opened.path.name,
+                predictors=True,
+                keep=True,
+                in_place=reason is not None,
+                say=explain,
+                progress=progress,
+            ),
             target,
-            source_name=source_name or opened.path.name,
-            predictors=True,
-            keep=True,
-            in_place=reason is not None,
-            say=explain,
-            progress=progress,
+            lambda: say(f"another process converts {model}; waiting for it"),
         )
+    if manifest is None:
+        return target
     if manifest.in_place is not None:
         nbytes = manifest.in_place.expert_nbytes * manifest.architecture.experts
         say(
@@ -91,6 +101,24 @@ def resolve_model(
         )
     converted(target)
     return target
+
+
+def _converted_alone(convert: Callable[[], Manifest], target: Path, waits: Callable[[], None]) -> Manifest | None:
+    """What `convert` makes of `target`; None where another process has made it by then. One that is at work there is
+    waited for, and where it ends without a result the conversion goes on here."""
+    while True:
+        try:
+            return convert()
+        except FlashError as error:
+            busy = isinstance(error, Busy)
+            if busy:
+                made = target.with_name(target.name + PARTIAL_SUFFIX)
+                with suppress(Busy, FileNotFoundError), locked_directory(made, "", wait_s=math.inf, waits=waits):
+                    pass
+            if (target / MANIFEST).exists():
+                return None
+            if not busy:
+                raise
 
 
 def _why_in_place(checkpoint: Path, target: Path, memory: int | None) -> str | None:

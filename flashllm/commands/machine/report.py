@@ -28,9 +28,9 @@ from flashllm.base.command_line import say
 from flashllm.base.machine import num_cores, system_name
 from flashllm.base.text import one_line
 from flashllm.base.units import format_size
+from flashllm.commands.asked import run_config
 from flashllm.commands.machine.memory_group import GroupError, drop_page_cache, run_capped
 from flashllm.commands.machine.protocol import RUNS
-from flashllm.commands.asked import run_config
 from flashllm.commands.runtime import profile_drive
 from flashllm.errors import FlashError, FormatError, UsageError
 from flashllm.format.model_dir import ModelDir
