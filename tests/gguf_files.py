@@ -73,6 +73,13 @@ HALVES = {
     "IQ3_XXS": ((0,), 62 * 8),
     "IQ4_NL": ((0,), 100),
     "IQ4_XS": ((0,), 100 * 16),
+    "IQ3_S": ((0,), 15 * 16),
+    "IQ3_XXS": ((0,), 15 * 8),
+    "IQ2_XXS": ((0,), 5 * 16),
+    "IQ2_XS": ((0,), 5 * 16),
+    "IQ2_S": ((0,), 5 * 16),
+    "IQ1_S": ((0,), 8),
+    "IQ1_M": ((48,), 8),
     "TQ1_0": ((52,), 1),
     "TQ2_0": ((64,), 2),
 }
@@ -89,9 +96,18 @@ def coded(values: np.ndarray, kind: str) -> np.ndarray:
     blocks = random.integers(0, 256, (values.size // weights, nbytes), np.uint8)
     places, largest = HALVES[kind]
     for at in places:
-        scales = values.std() * random.uniform(0.5, 1.5, len(blocks)) / largest
-        blocks[:, at : at + 2] = scales.astype("<f2")[:, None].view(np.uint8)
+        put_halves(blocks, kind, at, values.std() * random.uniform(0.5, 1.5, len(blocks)) / largest)
     return blocks.reshape(*values.shape[:-1], -1)
+
+
+def put_halves(blocks: np.ndarray, kind: str, at: int, values: np.ndarray) -> None:
+    """A number of each block in fp16; IQ1_M has it in the upper four bits of four others."""
+    halves = values.astype("<f2").reshape(-1, 1)
+    if kind != "IQ1_M":
+        blocks[:, at : at + 2] = halves.view(np.uint8)
+        return
+    words = blocks[:, at : at + 8].view("<u2")
+    words[:] = words & 0xFFF | (halves.view("<u2") >> [0, 4, 8, 12] & 15) << 12
 
 
 def nvfp4_blocks(values: np.ndarray) -> np.ndarray:

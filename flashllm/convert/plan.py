@@ -107,12 +107,14 @@ class ConversionPlan(Storage):
         nbytes = sum(entry.nbytes for entry in self.resident if entry.plane)
         scales = f"; scales of the down columns in memory, {format_size(nbytes)}" if nbytes else ""
         left = self.kept.left
+        kinds, times = self.kept.coded_anew
+        anew = f"; {' and '.join(kinds)} coded anew, without loss, in {times:.1f} times the bytes" if kinds else ""
         rest = f"; {len(left)} matrices, {left[0]} the first, dequantised to {self.dtype.name}" if left else ""
         shared = sum(entry.nbytes for entry in self.resident if ".beside_" in entry.name)
         if self.checkpoint.config.get(SHARED_BESIDE):
             rest += f"; shared experts, of other kinds, in memory, {format_size(shared)}"
         rest += f"; {where}" if where else ""
-        return f"the bits of {name} are kept: neurons {rows.described}{scales}{rest}; --bits encodes anew"
+        return f"the bits of {name} are kept: neurons {rows.described}{anew}{scales}{rest}; --bits encodes anew"
 
     def identity(self) -> dict[str, Any]:
         """The identity that a partial directory must have to be resumed: the source, the options, the layout."""

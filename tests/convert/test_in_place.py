@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from arch_models import Variant, make_checkpoint
-from gguf_files import HALVES
+from gguf_files import HALVES, put_halves
 from safetensors.torch import load_file, save_file
 from test_gpt_oss import EXPERTS, mxfp4
-from test_kept import MIXTURES, SHARING, WIDE, experts_alone, make, mixed, of_layers, of_wide_shared
+from test_kept import MIXTURES, SHARING, WIDE, experts_alone, make, mixed, of_codebooks, of_layers, of_wide_shared
 
 from flashllm import _core
 from flashllm.base.codes.carried import PACKED_AS, PLANE_CODES, pack_codes
@@ -55,7 +55,7 @@ def stored_rows(kind, rows, length):
     blocks = random.integers(0, 256, (rows * length // each.weights, each.nbytes), np.uint8)
     halves = (0, 2) if each.form.has_minimum else (0,) if kind != "MXFP4" else ()
     for at in HALVES[kind][0] if kind in HALVES else halves:
-        blocks[:, at : at + 2] = random.normal(0, 0.01, (len(blocks), 1)).astype("<f2").view(np.uint8)
+        put_halves(blocks, kind, at, random.normal(0, 0.01, len(blocks)))
     if kind == "MXFP4":
         blocks[:, 0] = random.integers(2, 253, len(blocks))
         blocks[::7] = 0
@@ -104,7 +104,9 @@ def test_experts_lie_in_the_file_where_shared_ones_are_of_other_kinds(tmp_path, 
     assert verify(lying).ok
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q5_1", mixed, of_layers], ids=["Q8_0", "Q5_1", "mixed", "layers"])
+@pytest.mark.parametrize(
+    "kind", ["Q8_0", "Q5_1", mixed, of_layers, of_codebooks], ids=["Q8_0", "Q5_1", "mixed", "layers", "codebooks"]
+)
 def test_bits_are_those_of_the_converted_directory(tmp_path, kind):
     path, copied, lying = both(tmp_path, kind, "olmoe")
     assert Manifest.load(lying).in_place.files[0].path == str(path)

@@ -56,6 +56,13 @@ ENCODED_AS = {
     "Q3_K": "q3_k",
     "IQ4_NL": "iq4_nl",
     "IQ4_XS": "iq4_xs",
+    "IQ3_S": "iq3_s",
+    "IQ3_XXS": "iq3_xxs",
+    "IQ2_XXS": "iq2_xxs",
+    "IQ2_XS": "iq2_s",
+    "IQ2_S": "iq2_s",
+    "IQ1_S": "iq1_s",
+    "IQ1_M": "iq1_m",
     "TQ1_0": "ternary",
     "TQ2_0": "ternary",
 }
@@ -76,6 +83,13 @@ MIXTURES = {
     "minimax_m2": ("intermediate_size",),
     "nemotron_h": ("moe_intermediate_size", "moe_shared_expert_intermediate_size"),
     "deepseek_v3": ("moe_intermediate_size", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"),
+}
+PROMPT_DOWNS = {
+    "Q6_K": "codes6",
+    "NVFP4": "codes_fp4",
+    "IQ3_XXS": "codes_iq3_xxs",
+    "IQ2_S": "codes_iq2",
+    "IQ1_M": "codes_iq1",
 }
 SHARING = ("qwen2_moe", "qwen3_5_moe_text", "nemotron_h", "deepseek_v3")  # of them, those with shared experts
 _NEMOTRON = {"hybrid_override_pattern": "ME*E", "mamba_num_heads": 8, "mamba_head_dim": 32}  # whole blocks
@@ -109,16 +123,16 @@ def of_matrices(name):
 
 
 def but_one_down(name):
-    """As Unsloth's of few bits: a layer's down projection is of a kind that is not kept."""
-    return "IQ3_XXS" if "blk.1.ffn_down" in name else "Q4_K"
+    """A layer's down projection is in no codes."""
+    return "F16" if "blk.1.ffn_down" in name else "Q4_K"
 
 
 def but_one_layer(name):
-    return "IQ3_XXS" if "blk.1.ffn" in name else mixed(name)
+    return "F16" if "blk.1.ffn" in name else mixed(name)
 
 
 def without_downs(name):
-    return "IQ3_XXS" if "ffn_down" in name else of_layers(name)
+    return "F16" if "ffn_down" in name else of_layers(name)
 
 
 NOT_KEPT = {  # ups, downs with float32 for what is not kept
@@ -127,6 +141,16 @@ NOT_KEPT = {  # ups, downs with float32 for what is not kept
     but_one_layer: (("q4_k", "float32", "q4_k"), ("codes6", "float32", "codes4")),
     without_downs: (("q5_k", "q4_k", "q6_k"), ()),
 }
+
+
+def of_codebooks(name):
+    """As Unsloth's of two bits: most in codebooks, each layer in another."""
+    layer = name[:5]
+    if "ffn_down" in name:
+        return {"blk.0": "Q3_K", "blk.1": "IQ3_XXS"}.get(layer, "IQ2_S")
+    if "ffn_up" in name or "ffn_gate" in name:
+        return {"blk.0": "IQ2_XS", "blk.1": "IQ1_M"}.get(layer, "IQ3_S")
+    return "Q5_K"
 
 
 def of_wide_shared(name):
@@ -189,19 +213,20 @@ def logits_of(directory, mode, process=None, **config):
 
 @pytest.mark.parametrize(
     "kind",
-    [*ENCODED_AS, mixed, of_tables, of_layers, *NOT_KEPT],
+    [*ENCODED_AS, mixed, of_tables, of_layers, of_codebooks, *NOT_KEPT],
     ids=lambda kind: kind if isinstance(kind, str) else kind.__name__,
 )
 def test_every_weight_and_every_logit_is_the_files(tmp_path, kind):
     path, folder = make(tmp_path, kind)
     kept = convert(path, tmp_path / "kept", dtype="float32", keep=True)
     convert(folder, tmp_path / "wide")
-    others = {mixed: "q4_k", of_tables: "q5_k", of_layers: "q6_k"}
+    others = {mixed: "q4_k", of_tables: "q5_k", of_layers: "q6_k", of_codebooks: "iq3_s"}
     if kind in NOT_KEPT:
         assert (kept.rows.ups, kept.rows.downs) == NOT_KEPT[kind]
     else:
         assert kept.rows.encoding == (ENCODED_AS[kind] if isinstance(kind, str) else others[kind])
-        assert kept.rows.ups == (("q5_k", "q4_k", "q6_k") if kind is of_layers else ())
+        ups = {of_layers: ("q5_k", "q4_k", "q6_k"), of_codebooks: ("iq2_s", "iq1_m", "iq3_s")}
+        assert kept.rows.ups == ups.get(kind, ())
     assert kept.rows.has_plane == (kind is not without_downs)
     assert Manifest.load(tmp_path / "kept") == kept
     with open_weights(tmp_path / "kept") as found, open_weights(tmp_path / "wide") as expected:
@@ -244,7 +269,7 @@ def layers_of(directory, x, first=0):
 @pytest.mark.parametrize(
     ("kind", "model_type"),
     [*((kind, "llama") for kind in ("Q8_0", "Q4_0", "Q5_1", "Q2_K", "Q3_K", "IQ4_XS", "TQ2_0", "NVFP4", mixed)),
-     (of_layers, "llama"), (of_matrices, "llama"), ("Q4_K", "olmoe"), (mixed, "qwen2_moe"),
+     *((kind, "llama") for kind in ("IQ3_S", "IQ2_S", of_layers, of_matrices)), ("Q4_K", "olmoe"), (mixed, "qwen2_moe"),
      (of_wide_shared, "qwen2_moe"), (experts_alone, "gpt_oss")],
 )  # fmt: skip
 def test_the_throughput_engine_multiplies_them_as_they_are(tmp_path, kind, model_type):
@@ -278,13 +303,13 @@ def test_the_throughput_engine_multiplies_them_as_they_are(tmp_path, kind, model
                 np.testing.assert_array_equal(stage.plane(last)[name], values)
 
 
-@pytest.mark.parametrize("kind", ["Q2_K", "Q6_K", "TQ2_0", "NVFP4"])
+@pytest.mark.parametrize("kind", ["Q2_K", "Q6_K", "TQ2_0", "NVFP4", "IQ3_XXS", "IQ2_S", "IQ1_M"])
 def test_a_prompt_in_codes_is_near_to_one_in_fp32(tmp_path, kind):
     """Of 2 bits the down columns keep 2; those with a minimum for 16 neurons are not multiplied as codes. Inputs of
     ternary weights have 8 bits, with one scale a token."""
     path, _ = make(tmp_path, kind)
     kept = convert(path, tmp_path / "kept", dtype="float32", keep=True)
-    assert kept.rows.down == {"Q6_K": "codes6", "NVFP4": "codes_fp4"}.get(kind, "codes2")
+    assert kept.rows.down == PROMPT_DOWNS.get(kind, "codes2")
     found = []
     for activations in (kept.activations, None):
         change_manifest(tmp_path / "kept", activations=activations)
@@ -293,7 +318,9 @@ def test_a_prompt_in_codes_is_near_to_one_in_fp32(tmp_path, kind):
     assert np.abs(found[0] - found[1]).max() < (2e-2 if kind == "TQ2_0" else 2e-3) * found[1].std()
 
 
-@pytest.mark.parametrize("kind", ["Q5_0", "Q6_K", "TQ2_0", "NVFP4", mixed], ids=lambda kind: str(kind)[:5])
+@pytest.mark.parametrize(
+    "kind", ["Q5_0", "Q6_K", "TQ2_0", "NVFP4", "IQ3_XXS", "IQ1_M", mixed], ids=lambda kind: str(kind)[:5]
+)
 def test_single_tokens_are_multiplied_in_8_bits_unless_asked_otherwise(tmp_path, kind):
     path, folder = make(tmp_path, kind)
     kept = convert(path, tmp_path / "kept", dtype="float32", keep=True)
@@ -336,15 +363,17 @@ def test_sparse_passes_compute_the_same(tmp_path, kind):
 
 @pytest.mark.parametrize("model_type", MIXTURES)
 @pytest.mark.parametrize(
-    "kind", ["Q4_0", experts_alone, mixed, of_layers, "NVFP4"], ids=["Q4_0", "MXFP4", "mixed", "layers", "NVFP4"]
+    "kind",
+    ["Q4_0", experts_alone, mixed, of_layers, of_codebooks, "NVFP4"],
+    ids=["Q4_0", "MXFP4", "mixed", "layers", "codebooks", "NVFP4"],
 )
 def test_experts_keep_their_bits(tmp_path, kind, model_type):
     path, folder = make(tmp_path, kind, model_type)
     kept = convert(path, tmp_path / "kept", dtype="float32", keep=True)
     convert(folder, tmp_path / "wide", dtype="float32")
-    others = {experts_alone: "mxfp4", mixed: "q4_k", of_layers: "q6_k"}
+    others = {experts_alone: "mxfp4", mixed: "q4_k", of_layers: "q6_k", of_codebooks: "iq3_s"}
     assert kept.rows.encoding == (others[kind] if kind in others else ENCODED_AS[kind])
-    assert bool(kept.rows.ups) == (kind is of_layers)
+    assert bool(kept.rows.ups) == (kind in (of_layers, of_codebooks))
     assert kept.rows.has_plane
     assert verify(tmp_path / "kept").ok
     for mode in ("dense", "sparse"):
@@ -591,6 +620,23 @@ def test_a_scale_that_is_no_number_is_named(tmp_path):
         file.write(np.array([np.nan], "<f2").tobytes())
     with pytest.raises(FormatError, match=r"down_proj.*a scale is not finite: damaged"):
         convert(path, tmp_path / "model", keep=True)
+
+
+def test_what_codebooks_become_is_said_with_its_bytes(tmp_path):
+    path, _ = make(tmp_path, of_codebooks, "qwen3_moe")
+    lines = []
+    convert(path, tmp_path / "model", keep=True, say=lines.append)
+    one = dict.fromkeys(("IQ3_S", "IQ2_XS", "IQ1_M"), 2) | dict.fromkeys(("IQ3_XXS", "IQ2_S"), 1)  # matrices a layer
+    stored = sum(gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1] * each for kind, each in one.items())
+    coded = sum(PACKED_AS[ENCODED_AS[kind]].vector_nbytes(256) * each for kind, each in one.items())
+    assert (
+        f"; IQ1_M and IQ2_S and IQ2_XS and IQ3_S and IQ3_XXS coded anew, without loss, in {coded / stored:.1f} "
+        in (lines[0])
+    )
+    assert 1.2 < PACKED_AS["iq3_s"].vector_nbytes(2048) / (8 * 110) < 1.3
+    path, _ = make(tmp_path / "other", "Q3_K")
+    convert(path, tmp_path / "same", keep=True, say=lines.append)
+    assert "coded anew" not in lines[-1]
 
 
 def test_codes_are_packed_and_unpacked():

@@ -12,7 +12,7 @@ FORMS = [(name, "int8") for name in sorted(CODES)]
 FORMS += [("int8_32", "int16"), ("int8_64", "int16")]
 LENGTHS = (32, 33, 64, 100, 256, 300, 1024)
 # What a prompt's inputs are rounded to: codes of 16 bits, a scale for 256, or as a token's are; of q2_k, not at all.
-IN_16_BITS = {"int8_32", "int8_64", "iq4_nl", "iq4_xs", "nvfp4", "q3_k", "q6_k"}
+IN_16_BITS = {"int8_32", "int8_64", "iq1_m", "iq2_s", "iq2_xxs", "iq3_xxs", "iq4_nl", "iq4_xs", "nvfp4", "q3_k", "q6_k"}
 
 
 def random(*shape, seed=0):
@@ -211,7 +211,7 @@ def test_zeros_tiny_and_broken_inputs():
         assert np.isnan(products("int4_32_min", rows, x)).all()
 
 
-@pytest.mark.parametrize("name", ["int4_32", "int4_64_min", "q2_k", "q6_k", "mxfp4", "iq4_xs", "nvfp4"])
+@pytest.mark.parametrize("name", ["int4_32", "int4_64_min", "q2_k", "q6_k", "mxfp4", "iq4_xs", "nvfp4", "iq2_s"])
 def test_weights_of_other_bits_than_8_take_8_where_a_model_says_16(name):
     rows, x = encoded(name, 7, 96), random(2, 96, seed=1)
     np.testing.assert_array_equal(products(name, rows, x, inputs="int16"), products(name, rows, x, inputs="int8"))

@@ -57,7 +57,8 @@ void add_planes(SimdLevel level, std::mt19937& random, Digest& digest) {
       plane.whole = whole;
     } else {
       plane.scales = scales.data();
-      if (i % 2 != 0 && codec == RowCodec::codes_iq4) continue;  // it has no minimums
+      if (i % 2 != 0 && codec >= RowCodec::codes_iq4) continue;           // they have no minimums
+      if (i % kPlaneForms == 0 && codec > RowCodec::codes_iq4) continue;  // they have factors
       if (i % 2 != 0) plane.minimums = minimums.data();
       if (i / 2 % 2 != 0) plane.factors = factors.data();
     }

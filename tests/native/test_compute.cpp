@@ -370,6 +370,9 @@ void test_kernels(int scale) {
     plane_columns(RowCodec::codes6, 16, false, true, tokens);
     plane_columns(RowCodec::codes_fp4, 32, false, false, tokens);
     plane_columns(RowCodec::codes_fp4, 16, false, false, tokens);
-    plane_columns(RowCodec::codes_iq4, 32, false, true, tokens);
+    for (const RowCodec codec : {RowCodec::codes_iq4, RowCodec::codes_iq3_s, RowCodec::codes_iq3_xxs,
+                                 RowCodec::codes_iq2, RowCodec::codes_iq1})
+      plane_columns(codec, 32, false, true, tokens);
+    plane_columns(RowCodec::codes_iq2, 16, false, true, tokens);
   }
 }

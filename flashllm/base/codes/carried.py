@@ -7,7 +7,8 @@ scale is shared by 256 weights, and a group's own is that times its int8 factor;
 
 Codes may be numbers of a table (`TABLES`). MXFP4 (Open Compute Project, Microscaling Formats 1.0) has a byte for 32
 weights, which stands for 2^(byte - 127), and codes in FP4; NVFP4 a byte in E4M3 for 16, and one fp32 scale for all of a
-vector, or of a group of columns; ggml's IQ4_NL and IQ4_XS have sixteen integers of their own.
+vector, or of a group of columns; ggml's IQ4_NL and IQ4_XS have sixteen integers of their own. What ggml's codebooks
+(IQ1_S to IQ3_S) are made of are a few levels too, whose numbers here take more bits than a codebook's.
 
 A down column's scales may lie apart, as a checkpoint's groups are along the neurons: a row then holds the column's
 codes alone (`PlaneCode`), and `Plane` the scales of a layer, [groups of neurons, d_model].
@@ -28,12 +29,23 @@ Codes = NDArray[np.int8]
 
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # by code
 IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)  # likewise
-TABLES = {"fp4": FP4, "iq4": IQ4}
+_LEVELS: dict[str, list[float]] = {  # of codebooks; the same with a minus follow
+    "iq3_s": [1, 3, 5, 7, 9, 11, 13, 15],
+    "iq3_xxs": [1, 3, 5, 7, 9, 11, 13, 15.5],
+    "iq2": [1, 3.125, 5.375, 0],
+}
+IQ1 = np.array([-0.875, 0.125, 1.125, 0, -1.125, -0.125, 0.875, 0], np.float32)  # -1, 0, 1 and an eighth, then less it
+TABLES = {
+    "fp4": FP4,
+    "iq4": IQ4,
+    **{name: np.array([*levels, *(-level for level in levels)], np.float32) for name, levels in _LEVELS.items()},
+    "iq1": IQ1,
+}
 _POWER_BIAS = 127  # of the byte of a scale that is a power of two
 UNIT = 32  # codes that lie together
 SHARED = 256  # weights that share a scale which groups have factors of
 WHOLE = 0  # of all weights of a vector
-CODE_BITS = (2, 4, 5, 6, 8)  # of down columns
+CODE_BITS = (2, 4, 5, 6, 8)  # of down columns, where they are no numbers of a table
 # Bits of codes that lie apart, behind halves of bytes: the first of them, and how many.
 _APART = {2: ((0, 2),), 3: ((0, 2), (2, 1)), 4: (), 5: ((4, 1),), 6: ((4, 2),)}
 
@@ -85,6 +97,12 @@ SCALE_FORMS = {
         ScaleForm(name="e4m3_16", group=16, is_e4m3=True, table="fp4"),
         ScaleForm(name="half_32_iq4", table="iq4"),
         ScaleForm(name="shared_32_iq4", has_factors=True, table="iq4"),
+        ScaleForm(name="shared_32_iq3_s", has_factors=True, table="iq3_s"),
+        ScaleForm(name="shared_32_iq3_xxs", has_factors=True, table="iq3_xxs"),
+        ScaleForm(name="shared_32_iq2", has_factors=True, table="iq2"),
+        ScaleForm(name="shared_16_iq2", group=16, has_factors=True, table="iq2"),
+        ScaleForm(name="shared_32_iq1", has_factors=True, table="iq1"),
+        ScaleForm(name="shared_16_iq1", group=16, has_factors=True, table="iq1"),
     )
 }
 
@@ -280,6 +298,12 @@ CARRIED_CODES = {
         CarriedCode(name="iq4_nl", bits=4, form=SCALE_FORMS["half_32_iq4"]),
         CarriedCode(name="iq4_xs", bits=4, form=SCALE_FORMS["shared_32_iq4"]),
         CarriedCode(name="ternary", bits=2, form=SCALE_FORMS["half_256"], wide=True),
+        CarriedCode(name="iq3_s", bits=4, form=SCALE_FORMS["shared_32_iq3_s"]),
+        CarriedCode(name="iq3_xxs", bits=4, form=SCALE_FORMS["shared_32_iq3_xxs"]),
+        CarriedCode(name="iq2_xxs", bits=3, form=SCALE_FORMS["shared_32_iq2"]),
+        CarriedCode(name="iq2_s", bits=3, form=SCALE_FORMS["shared_16_iq2"]),
+        CarriedCode(name="iq1_s", bits=3, form=SCALE_FORMS["shared_32_iq1"]),
+        CarriedCode(name="iq1_m", bits=3, form=SCALE_FORMS["shared_16_iq1"]),
     )
 }
 # Group codes have the same bytes (flashllm/base/group_codes.py): these pack them without rounding.
@@ -291,7 +315,10 @@ PLANE_CODES = {
     code.name: code
     for code in (
         *(PlaneCode(name=f"codes{bits}", bits=bits) for bits in CODE_BITS),
-        *(PlaneCode(name=f"codes_{table}", bits=4, table=table) for table in TABLES),
+        *(
+            PlaneCode(name=f"codes_{table}", bits=(len(numbers) - 1).bit_length(), table=table)
+            for table, numbers in TABLES.items()
+        ),
     )
 }
 

@@ -1,7 +1,8 @@
 """Blocks of GGUF files taken apart: codes and scales of whole rows. Knows bytes and numpy, no files and no models.
 
-The layouts are in csrc/planes/blocks.cpp: 32 weights to an fp16 scale, or to a power of two, 16 to a number in E4M3, or
-256 to an fp16 scale (and minimum), but in TQ1_0 and TQ2_0 with factors of 4 to 8 bits for their groups.
+The layouts are in csrc/planes/blocks.cpp and codebooks.cpp: 32 weights to an fp16 scale, or to a power of two, 16 to a
+number in E4M3, or 256 to an fp16 scale (and minimum), but in TQ1_0 and TQ2_0 with factors of 4 to 8 bits for their
+groups.
 """
 
 from collections.abc import Mapping
@@ -32,6 +33,7 @@ class Kind:
     form: ScaleForm
     weights: int  # of a block
     nbytes: int  # of a block
+    of_codebook: bool = False  # its codes take more bytes than its blocks
 
     def quantised(self, raw: NDArray[np.uint8], scale: float = 1.0) -> Quantised:
         """Rows of blocks, uint8 [n, bytes], of a tensor whose weights are multiplied by `scale`, where the form has one
@@ -80,6 +82,13 @@ KINDS: Mapping[str, Kind] = {
         Kind(name="Q3_K", bits=3, form=SCALE_FORMS["shared_16"], weights=256, nbytes=110),
         Kind(name="IQ4_NL", bits=4, form=SCALE_FORMS["half_32_iq4"], weights=32, nbytes=18),
         Kind(name="IQ4_XS", bits=4, form=SCALE_FORMS["shared_32_iq4"], weights=256, nbytes=136),
+        Kind(name="IQ3_S", bits=4, form=SCALE_FORMS["shared_32_iq3_s"], weights=256, nbytes=110, of_codebook=True),
+        Kind(name="IQ3_XXS", bits=4, form=SCALE_FORMS["shared_32_iq3_xxs"], weights=256, nbytes=98, of_codebook=True),
+        Kind(name="IQ2_XXS", bits=3, form=SCALE_FORMS["shared_32_iq2"], weights=256, nbytes=66, of_codebook=True),
+        Kind(name="IQ2_XS", bits=3, form=SCALE_FORMS["shared_16_iq2"], weights=256, nbytes=74, of_codebook=True),
+        Kind(name="IQ2_S", bits=3, form=SCALE_FORMS["shared_16_iq2"], weights=256, nbytes=82, of_codebook=True),
+        Kind(name="IQ1_S", bits=3, form=SCALE_FORMS["shared_32_iq1"], weights=256, nbytes=50, of_codebook=True),
+        Kind(name="IQ1_M", bits=3, form=SCALE_FORMS["shared_16_iq1"], weights=256, nbytes=56, of_codebook=True),
         Kind(name="TQ1_0", bits=2, form=SCALE_FORMS["half_256"], weights=256, nbytes=54),
         Kind(name="TQ2_0", bits=2, form=SCALE_FORMS["half_256"], weights=256, nbytes=66),
         Kind(name="Q6_K", bits=6, form=SCALE_FORMS["shared_16"], weights=256, nbytes=210),

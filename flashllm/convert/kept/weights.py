@@ -10,6 +10,7 @@ or all downs.
 Knows kinds of codes by `blocks.KINDS`, and encodings by their names, no file format.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,6 +67,17 @@ class KeptWeights:
         """True where matrices of neurons have a scale for all their weights."""
         of_rows = [PACKED_AS[up].form for up in self.ups if up is not None]
         return any(form.is_e4m3 for form in (*of_rows, *(SCALE_FORMS[name] for name in self.down_scales if name)))
+
+    @property
+    def coded_anew(self) -> tuple[tuple[str, ...], float]:
+        """(kinds that are codebooks, how many times their bytes the codes of their weights take)"""
+        stored, coded = Counter[str](), 0
+        for name, tensor in self._tensors.items():
+            if (kind := KINDS.get(tensor.kind)) is not None and kind.of_codebook:
+                blocks = math.prod(self._claims[name].shape) // kind.weights
+                stored[kind.name] += blocks * kind.nbytes
+                coded += blocks * PACKED_AS[_encoded_as(kind)].vector_nbytes(kind.weights)
+        return tuple(sorted(stored)), coded / max(1, stored.total())
 
     def vectors(self, name: str) -> Vectors | None:
         if name.endswith(".down.weight"):
@@ -295,6 +307,8 @@ def _encoding(tensor: QuantisedTensor) -> str | None:
     """How its vectors are stored; None where they cannot be."""
     if tensor.kind in PACKED_AS:
         return tensor.kind
-    if (kind := KINDS.get(tensor.kind)) is None:
-        return None
+    return None if (kind := KINDS.get(tensor.kind)) is None else _encoded_as(kind)
+
+
+def _encoded_as(kind: Kind) -> str:
     return next(code.name for code in PACKED_AS.values() if (code.bits, code.form) == (kind.bits, kind.form))

@@ -21,7 +21,10 @@ constexpr Named<RowCodec> kCodecs[] = {
     NAMED(RowCodec, iq4_nl),    NAMED(RowCodec, iq4_xs),      NAMED(RowCodec, ternary),
     NAMED(RowCodec, codes2),    NAMED(RowCodec, codes4),      NAMED(RowCodec, codes5),
     NAMED(RowCodec, codes6),    NAMED(RowCodec, codes8),      NAMED(RowCodec, nvfp4),
-    NAMED(RowCodec, codes_fp4), NAMED(RowCodec, codes_iq4)};
+    NAMED(RowCodec, codes_fp4), NAMED(RowCodec, codes_iq4),   NAMED(RowCodec, iq3_s),
+    NAMED(RowCodec, iq3_xxs),   NAMED(RowCodec, iq2_xxs),     NAMED(RowCodec, iq2_s),
+    NAMED(RowCodec, iq1_s),     NAMED(RowCodec, iq1_m),       NAMED(RowCodec, codes_iq3_s),
+    NAMED(RowCodec, codes_iq2), NAMED(RowCodec, codes_iq1),   NAMED(RowCodec, codes_iq3_xxs)};
 
 constexpr Named<InputForm> kInputs[] = {
     {"float32", InputForm::f32}, NAMED(InputForm, int8), NAMED(InputForm, int16)};

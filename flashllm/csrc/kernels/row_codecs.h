@@ -20,8 +20,10 @@
 // and q2_k as that with minimums: of 2 and 3 bits a unit has 8 bytes, bits 2 q and 2 q + 1 of byte i those of
 // code 8 q + i, and behind them 4 bytes with the third bits, which lie as the fifth ones of 5 bits do.
 // iq4_nl and iq4_xs are as int4_32 and, with factors, as q4_k without minimums, but that a code is a number
-// of ggml's own (kIq4). ternary: first an fp32 scale for each 256 weights, then codes of 2 bits as q2_k's, of
-// -1, 0 and 1 and, of other files than those of ternary models, 2; their 0 is 1.
+// of ggml's own (kIq4). iq3_s to iq1_m are as iq4_xs, of 4 bits or of 3, which lie as q3_k's do, with a
+// factor for 32 weights or, of iq2_s and iq1_m, for 16: what a code stands for are the levels of ggml's
+// codebooks (kIq3S to kIq1). ternary: first an fp32 scale for each 256 weights, then codes of 2 bits as
+// q2_k's, of -1, 0 and 1 and, of other files than those of ternary models, 2; their 0 is 1.
 //
 // mxfp4 is MXFP4 (Open Compute Project, Microscaling Formats 1.0, 2023): 32 weights share a byte e, which
 // stands for 2^(e - 127), 2 <= e <= 252; a code is a number of one sign, two exponent bits and one of
@@ -72,6 +74,12 @@ enum class RowCodec {
   iq4_xs,
   ternary,
   nvfp4,
+  iq3_s,
+  iq3_xxs,
+  iq2_xxs,
+  iq2_s,
+  iq1_s,
+  iq1_m,
   // Down columns whose scales are in a plane (planes/scale_planes.h).
   codes2,
   codes4,
@@ -80,9 +88,13 @@ enum class RowCodec {
   codes8,
   codes_fp4,
   codes_iq4,
+  codes_iq3_s,
+  codes_iq3_xxs,
+  codes_iq2,
+  codes_iq1,
 };
-constexpr std::size_t kFirstCoded = static_cast<std::size_t>(RowCodec::int8_32), kCodedCodecs = 19;
-constexpr std::size_t kFirstPlane = static_cast<std::size_t>(RowCodec::codes2), kPlaneCodecs = 7,
+constexpr std::size_t kFirstCoded = static_cast<std::size_t>(RowCodec::int8_32), kCodedCodecs = 25;
+constexpr std::size_t kFirstPlane = static_cast<std::size_t>(RowCodec::codes2), kPlaneCodecs = 11,
                       kPlaneForms = 4;
 constexpr std::size_t kSharedFactors =
     256;  // weights, or neurons of a plane, whose groups have factors of one scale
@@ -100,15 +112,33 @@ struct GroupShape {
 // Throws CoreError (usage) for a codec that is none of int8_32 to int4_64_min.
 GroupShape group_shape(RowCodec codec);
 
-// Twice what a code of mxfp4 stands for.
-alignas(16) constexpr std::int8_t kFp4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-// The same from 0 on, as products of 8-bit inputs take them.
-constexpr int kFp4Zero = 12;
-alignas(16) constexpr std::int8_t kFp4FromZero[16] = {12, 13, 14, 15, 16, 18, 20, 24,
-                                                      12, 11, 10, 9,  8,  6,  4,  0};
-// What a code of iq4_nl and iq4_xs stands for.
-alignas(16) constexpr std::int8_t kIq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
-                                              1,    13,   25,  38,  53,  69,  89,  113};
+// What codes of a table stand for: `values`, times `unit`. `from_zero`: values and `zero`, which makes them
+// positive, as products of 8-bit inputs take them; where that does not fit, `zero` is 0, and they take
+// `values`.
+struct CodeTable {
+  alignas(16) std::int8_t values[16], from_zero[16];
+  int zero;
+  float unit;
+};
+constexpr CodeTable positive(CodeTable table, int zero) {
+  for (int i = 0; i < 16; ++i) table.from_zero[i] = static_cast<std::int8_t>(table.values[i] + zero);
+  table.zero = zero;
+  return table;
+}
+// Of mxfp4 and nvfp4.
+inline constexpr CodeTable kFp4 =
+    positive({{0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}, {}, 0, 0.5F}, 12);
+// Of iq4_nl and iq4_xs.
+inline constexpr CodeTable kIq4 = {
+    {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}, {}, 0, 1.0F};
+// Of codebooks: levels, then the same with a minus; of iq1_s and iq1_m -1, 0 and 1, and an eighth more or
+// less.
+inline constexpr CodeTable kIq3S =
+    positive({{1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15}, {}, 0, 1.0F}, 15);
+inline constexpr CodeTable kIq3Xxs =
+    positive({{2, 6, 10, 14, 18, 22, 26, 31, -2, -6, -10, -14, -18, -22, -26, -31}, {}, 0, 0.5F}, 31);
+inline constexpr CodeTable kIq2 = positive({{8, 25, 43, 0, -8, -25, -43, 0}, {}, 0, 0.125F}, 43);
+inline constexpr CodeTable kIq1 = positive({{-7, 1, 9, 0, -9, -1, 7, 0}, {}, 0, 0.125F}, 9);
 // Half of what a scale of mxfp4 stands for, as the bits of a float.
 constexpr std::uint32_t bits_of_half_power(std::uint8_t e) { return (std::uint32_t{e} - 1) << 23; }
 
@@ -144,14 +174,18 @@ using UnpackCodes = void (*)(const void* vector, std::size_t k, std::size_t firs
 // nullptr: weights of the codec are widened for products of many tokens at this level.
 UnpackCodes unpack_kernel(SimdLevel level, RowCodec codec);
 constexpr std::size_t code_unit(RowCodec codec) {
-  return codec == RowCodec::q6_k || codec == RowCodec::q3_k || codec == RowCodec::nvfp4 ? 16 : kCodeUnit;
+  return codec == RowCodec::q6_k || codec == RowCodec::q3_k || codec == RowCodec::nvfp4 ||
+                 codec == RowCodec::iq2_s || codec == RowCodec::iq1_m
+             ? 16
+             : kCodeUnit;
 }
 // Whether a prompt's inputs are of 8 bits, as a token's are: where the numbers that codes stand for are of at
 // most five, and 32 of them share a scale. Elsewhere a prompt's are of 16.
 constexpr bool multiplied_as_bytes(RowCodec codec) {
   return codec != RowCodec::int8_32 && codec != RowCodec::int8_64 && codec != RowCodec::q6_k &&
          codec != RowCodec::q3_k && codec != RowCodec::iq4_nl && codec != RowCodec::iq4_xs &&
-         codec != RowCodec::nvfp4;
+         codec != RowCodec::nvfp4 && codec != RowCodec::iq3_xxs && codec != RowCodec::iq2_xxs &&
+         codec != RowCodec::iq2_s && codec != RowCodec::iq1_m;
 }
 // What such codes, without minimums, are more than what they stand for.
 constexpr int zero_of_bytes(RowCodec codec) {
@@ -162,7 +196,11 @@ constexpr int zero_of_bytes(RowCodec codec) {
     case RowCodec::int5_32:
       return 16;
     case RowCodec::mxfp4:
-      return kFp4Zero;
+      return kFp4.zero;
+    case RowCodec::iq3_s:
+      return kIq3S.zero;
+    case RowCodec::iq1_s:
+      return kIq1.zero;
     case RowCodec::ternary:
       return 1;
     default:
@@ -172,7 +210,8 @@ constexpr int zero_of_bytes(RowCodec codec) {
 // Whether a unit's products by codes of 16 bits may sum to more than 2^24, up to which fp32 has all integers.
 constexpr bool has_wide_codes(RowCodec codec) {
   return codec == RowCodec::int8_32 || codec == RowCodec::int8_64 || codec == RowCodec::iq4_nl ||
-         codec == RowCodec::iq4_xs;
+         codec == RowCodec::iq4_xs || codec == RowCodec::iq3_xxs || codec == RowCodec::iq2_xxs ||
+         codec == RowCodec::iq2_s;
 }
 constexpr bool has_minimums(RowCodec codec) {
   return codec == RowCodec::int4_32_min || codec == RowCodec::int4_64_min || codec == RowCodec::int5_32_min ||

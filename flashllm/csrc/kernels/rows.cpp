@@ -40,11 +40,18 @@ std::size_t carried_nbytes(RowCodec codec, std::size_t length) {
     case RowCodec::q2_k:
       return shared * (4 + 32) + units * 8;
     case RowCodec::q3_k:
+    case RowCodec::iq2_s:
+    case RowCodec::iq1_m:
       return shared * (2 + 16) + units * 12;
     case RowCodec::iq4_nl:
       return units * (2 + 16);
     case RowCodec::iq4_xs:
+    case RowCodec::iq3_s:
+    case RowCodec::iq3_xxs:
       return shared * (2 + 8) + units * 16;
+    case RowCodec::iq2_xxs:
+    case RowCodec::iq1_s:
+      return shared * (2 + 8) + units * 12;
     case RowCodec::ternary:
       return shared * sizeof(float) + units * 8;
     case RowCodec::nvfp4:
@@ -54,7 +61,12 @@ std::size_t carried_nbytes(RowCodec codec, std::size_t length) {
     case RowCodec::codes4:
     case RowCodec::codes_fp4:
     case RowCodec::codes_iq4:
+    case RowCodec::codes_iq3_s:
+    case RowCodec::codes_iq3_xxs:
       return units * 16;
+    case RowCodec::codes_iq2:
+    case RowCodec::codes_iq1:
+      return units * 12;
     case RowCodec::codes5:
       return units * 20;
     case RowCodec::codes6:

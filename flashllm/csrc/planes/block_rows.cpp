@@ -15,9 +15,14 @@ std::size_t plane_bits(RowCodec codec) {
   switch (codec) {
     case RowCodec::codes2:
       return 2;
+    case RowCodec::codes_iq2:
+    case RowCodec::codes_iq1:
+      return 3;
     case RowCodec::codes4:
     case RowCodec::codes_fp4:
     case RowCodec::codes_iq4:
+    case RowCodec::codes_iq3_s:
+    case RowCodec::codes_iq3_xxs:
       return 4;
     case RowCodec::codes5:
       return 5;
@@ -30,7 +35,7 @@ std::size_t plane_bits(RowCodec codec) {
   }
 }
 
-bool is_table(RowCodec codec) { return codec == RowCodec::codes_fp4 || codec == RowCodec::codes_iq4; }
+bool is_table(RowCodec codec) { return codec >= RowCodec::codes_fp4; }
 
 // What signed codes of so many bits begin at, as they are stored.
 std::size_t zero_of(std::size_t bits) { return bits == 8 ? 0 : bits == 2 ? 1 : std::size_t{1} << (bits - 1); }
@@ -53,14 +58,24 @@ void gather_bits(const BlockCodes* codes, std::size_t first, Rows& to) {
   }
 }
 
+// Single bits, as pack_unit has them.
+template <unsigned from>
+void gather_single(const BlockCodes* codes, std::size_t first, Rows& to) {
+  Rows upper;
+  gather_bits<from, 1>(codes, first, to);
+  gather_bits<from, 1>(codes, first + 4, upper);
+  for (std::size_t n = 0; n < kBlockWeights; ++n) to[n] = static_cast<std::uint8_t>(to[n] | upper[n] << 1);
+}
+
 // As pack_unit, of kCodeUnit outputs' codes. `nibbles`: no code has more bits than four.
 template <std::size_t bits>
 void pack_across(const BlockCodes* codes, bool nibbles, Rows* to) {
   constexpr std::size_t half = kCodeUnit / 2;
   if constexpr (bits == 8) {
     std::memcpy(to, codes, sizeof(BlockCodes) * kCodeUnit);
-  } else if constexpr (bits == 2) {
+  } else if constexpr (bits < 4) {
     for (std::size_t k = 0; k < 8; ++k) gather_bits<0, 3>(codes, k, to[k]);
+    for (std::size_t k = 0; bits == 3 && k < 4; ++k) gather_single<2>(codes, k, to[8 + k]);
   } else {
     for (std::size_t j = 0; j < half; ++j)
       for (std::size_t n = 0; n < kBlockWeights; ++n)
@@ -71,13 +86,7 @@ void pack_across(const BlockCodes* codes, bool nibbles, Rows* to) {
     } else if (bits == 6) {
       for (std::size_t k = 0; k < 8; ++k) gather_bits<4, 3>(codes, k, to[half + k]);
     } else {
-      Rows upper;
-      for (std::size_t k = 0; k < 4; ++k) {
-        gather_bits<4, 1>(codes, k, to[half + k]);
-        gather_bits<4, 1>(codes, k + 4, upper);
-        for (std::size_t n = 0; n < kBlockWeights; ++n)
-          to[half + k][n] = static_cast<std::uint8_t>(to[half + k][n] | upper[n] << 1);
-      }
+      for (std::size_t k = 0; k < 4; ++k) gather_single<4>(codes, k, to[half + k]);
     }
   }
 }
@@ -180,6 +189,7 @@ void BlockRows::unpack(const std::byte* stored, std::uint64_t first, std::uint64
   if (is_down_) {
     to += row / kCodeUnit * 4 * bits_;
     if (bits_ == 2) return unpack_outputs<2>(from, count, to);
+    if (bits_ == 3) return unpack_outputs<3>(from, count, to);
     if (bits_ == 4) return unpack_outputs<4>(from, count, to);
     if (bits_ == 5) return unpack_outputs<5>(from, count, to);
     if (bits_ == 6) return unpack_outputs<6>(from, count, to);
@@ -229,7 +239,11 @@ void BlockRows::unpack_pairs(const std::uint8_t* stored, std::size_t row, std::s
 template <std::size_t bits>
 void BlockRows::unpack_outputs(const std::uint8_t* stored, std::size_t count, std::uint8_t* to) const {
   constexpr std::size_t kTogether = 4;  // units that are written to a column together: whole cache lines
-  constexpr std::size_t unit = 4 * bits, whole = bits == 5 || bits == 6 ? 16 : unit, upper = unit - whole;
+  constexpr std::size_t unit = 4 * bits,
+                        whole = bits == 3                ? 8
+                                : bits == 5 || bits == 6 ? 16
+                                                         : unit,
+                        upper = unit - whole;
   const auto to_codes = unpackers_of(kind_).codes;
   BlockCodes codes[kCodeUnit] = {};
   Rows across[kTogether][kMostBytes];

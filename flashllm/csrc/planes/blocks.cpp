@@ -5,6 +5,7 @@
 
 #include "io/error.h"
 #include "kernels/half.h"
+#include "planes/codebooks.h"
 
 namespace flashllm {
 
@@ -25,11 +26,10 @@ void nibbles(const std::uint8_t* packed, std::uint8_t* codes) {
   }
 }
 
-// Bit k of a byte is the fifth one of code k of eight: by itself in byte k, it carries into that one's top.
+// Bit k of a byte is the fifth one of code k of eight.
 void fifth_bits(const std::uint8_t* packed, std::uint8_t* codes) {
   for (std::size_t i = 0; i < 4; ++i, codes += 8) {
-    const std::uint64_t apart = packed[i] * in_each(1) & 0x8040201008040201;
-    const std::uint64_t word = eight(codes) | ((apart + in_each(0x7F)) & in_each(0x80)) >> 3;
+    const std::uint64_t word = eight(codes) | bits_apart<4>(packed[i]);
     std::memcpy(codes, &word, 8);
   }
 }
@@ -215,6 +215,13 @@ constexpr BlockKind kKinds[] = {
     {"Q6_K", RowCodec::q6_k, 6, 256, 210, 16, false, false, kIntegers, q6_k},
     {"IQ4_NL", RowCodec::iq4_nl, 4, 32, 18, 0, false, false, RowCodec::codes_iq4, q4_0},
     {"IQ4_XS", RowCodec::iq4_xs, 4, 256, 136, 32, false, false, RowCodec::codes_iq4, iq4_xs},
+    {"IQ3_S", RowCodec::iq3_s, 4, 256, 110, 32, false, false, RowCodec::codes_iq3_s, iq3_s},
+    {"IQ3_XXS", RowCodec::iq3_xxs, 4, 256, 98, 32, false, false, RowCodec::codes_iq3_xxs, iq3_xxs},
+    {"IQ2_XXS", RowCodec::iq2_xxs, 3, 256, 66, 32, false, false, RowCodec::codes_iq2, iq2_xxs},
+    {"IQ2_XS", RowCodec::iq2_s, 3, 256, 74, 16, false, false, RowCodec::codes_iq2, iq2_xs},
+    {"IQ2_S", RowCodec::iq2_s, 3, 256, 82, 16, false, false, RowCodec::codes_iq2, iq2_s},
+    {"IQ1_S", RowCodec::iq1_s, 3, 256, 50, 32, false, false, RowCodec::codes_iq1, iq1_s},
+    {"IQ1_M", RowCodec::iq1_m, 3, 256, 56, 16, false, false, RowCodec::codes_iq1, iq1_m},
     {"TQ1_0", RowCodec::ternary, 2, 256, 54, 0, false, false, kIntegers, tq1_0},
     {"TQ2_0", RowCodec::ternary, 2, 256, 66, 0, false, false, kIntegers, tq2_0},
     {"MXFP4", RowCodec::mxfp4, 4, 32, 17, 0, false, true, RowCodec::codes_fp4, mxfp4},

@@ -1,5 +1,5 @@
 // Weights in blocks as a GGUF file has them, and plain numbers. The layouts are ggml's (ggml-common.h,
-// block_q4_0 to block_q6_K, block_mxfp4, block_nvfp4, block_iq4_nl, block_iq4_xs, block_tq1_0, block_tq2_0);
+// block_q4_0 to block_q6_K, block_mxfp4, block_nvfp4, block_iq1_s to block_iq4_xs, block_tq1_0, block_tq2_0);
 // or those of gpt-oss's safetensors: E2M1, codes of MXFP4 of which neighbours share a byte, and E8M0, scales.
 // Blocks become codes and scales; those of a stored row a vector, as a conversion writes it
 // (flashllm/convert/kept/blocks.py), or those of rows codes side by side.
@@ -70,6 +70,12 @@ inline std::uint64_t eight(const std::uint8_t* bytes) {
   std::uint64_t word;
   std::memcpy(&word, bytes, 8);
   return word;
+}
+// Bit k of eight into byte k, from `place` on. By itself in byte k, it carries into that one's top.
+template <unsigned place>
+inline std::uint64_t bits_apart(std::uint8_t bits) {
+  const std::uint64_t apart = bits * in_each(1) & 0x8040201008040201;
+  return ((apart + in_each(0x7F)) & in_each(0x80)) >> (7 - place);
 }
 
 }  // namespace flashllm

@@ -6,14 +6,16 @@
 //
 // Codes of 4 bits: 32 in 16 bytes, code i in the lower half of byte i, code i + 16 in its upper half. Of 5
 // and 6 bits, 4 and 8 bytes with the upper bits follow: bit q of byte i is that of code 4 q + i; bits 2 q and
-// 2 q + 1 of byte i are those of code 8 q + i, and so are codes of 2 bits. Of 8 bits: int8. A column is whole
+// 2 q + 1 of byte i are those of code 8 q + i, and so are codes of 2 bits. Of 3 bits
+// 4 bytes follow those of 2. Of 8 bits: int8. A column is whole
 // units of 32 codes.
 //
 // A weight is (code - zero) * scale, or code * scale + minimum; zero is half the number of codes, of 2 bits
 // it is 1, of int8 0. Of codes_fp4 it is what mxfp4 has (kernels/row_codecs.h), whose scales are bytes; or
 // what nvfp4 has, whose factors are E4M3 with an fp32 scale for a group of neurons; of codes_iq4 what iq4_nl
-// and iq4_xs have, which have no minimums. Every product is exact in fp32, but that of nvfp4's scales rounded
-// to it, so that all levels have the same weights, those of the checkpoint.
+// and iq4_xs have, and of codes_iq3_s to codes_iq1 what iq3_s to iq1_m have, without minimums. Every product
+// is exact in fp32, but that of nvfp4's scales rounded to it, so that all levels have the same weights, those
+// of the checkpoint.
 #pragma once
 
 #include <cstddef>

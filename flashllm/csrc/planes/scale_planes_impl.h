@@ -17,13 +17,13 @@ __attribute__((always_inline)) inline void fetch_scales(const T* plane, std::siz
   for (const char* end = line + n * sizeof(T); line < end; line += kCacheLine) __builtin_prefetch(line);
 }
 
-// Codes of integers, or of kIq4. Where the scales of a neuron's group begin in the planes: one object for
+// Codes of integers, or of kOf. Where the scales of a neuron's group begin in the planes: one object for
 // each.
-template <std::size_t kCodeBits, bool kMinimum, bool kFactors, bool kOfTable = false>
+template <std::size_t kCodeBits, bool kMinimum, bool kFactors, const CodeTable* kOf = nullptr>
 struct PlaneScales {
   static constexpr std::size_t kBits = kCodeBits;
   static constexpr bool kMinimums = kMinimum;
-  static constexpr const std::int8_t* kTable = kOfTable ? kIq4 : nullptr;
+  static constexpr const CodeTable* kTable = kOf;
   std::size_t group_row = 0, shared_row = 0;
   PlaneScales() = default;
   PlaneScales(const ScalePlane& plane, std::size_t id, std::size_t k)
@@ -42,6 +42,7 @@ struct PlaneScales {
       const std::size_t at = j + v * Vec::kWidth;
       to.scale[v] = Vec::load_f16(plane.scales + shared_row + at);
       if constexpr (kFactors) to.scale[v] = to.scale[v] * Vec::load_i8(plane.factors + group_row + at);
+      if constexpr (kTable != nullptr) to.scale[v] = to.scale[v] * Vec::set(kTable->unit);
       if constexpr (kMinimum) {
         to.minimum[v] = Vec::load_f16(plane.minimums + shared_row + at);
         if constexpr (kFactors)
@@ -51,7 +52,7 @@ struct PlaneScales {
   }
   static void decode(const std::uint8_t* unit, const UnitScales& scales, Vec* to) {
     if constexpr (kTable != nullptr)
-      Vec::look_up_nibbles<kUnitVectors / 2>(unit, kTable, Vec::set(1.0F), to);
+      look_up<kBits>(unit, *kTable, Vec::set(1.0F), to);
     else
       load_codes<kBits>(unit, kMinimum ? 0.0F : zero_code<kBits>(), to);
     for (std::size_t v = 0; v < kUnitVectors; ++v) {
@@ -69,7 +70,7 @@ template <bool kQuarters>
 struct Fp4Scales {
   static constexpr std::size_t kBits = 4;
   static constexpr bool kMinimums = false;
-  static constexpr const std::int8_t* kTable = kFp4;
+  static constexpr const CodeTable* kTable = &kFp4;
   std::size_t group_row = 0;
   float whole = 0.0F;
   Fp4Scales() = default;
@@ -96,7 +97,7 @@ struct Fp4Scales {
     }
   }
   static void decode(const std::uint8_t* unit, const UnitScales& scales, Vec* to) {
-    Vec::look_up_nibbles<kUnitVectors / 2>(unit, kFp4, Vec::set(1.0F), to);
+    look_up<kBits>(unit, kFp4, Vec::set(1.0F), to);
     for (std::size_t v = 0; v < kUnitVectors; ++v) to[v] = to[v] * scales.scale[v];
   }
 };
@@ -218,7 +219,8 @@ template <typename Scales>
 inline void pair_units(const std::uint8_t* low, const std::uint8_t* high, std::size_t apart, Ints* to) {
   const auto codes = [apart](const std::uint8_t* at) {
     if constexpr (Scales::kTable != nullptr)
-      return _mm512_xor_si512(Sixteen::looked_up(Scales::kTable, at, at + apart), _mm512_set1_epi8(-128));
+      return _mm512_xor_si512(Sixteen::looked_up<Scales::kBits>(Scales::kTable->values, at, at + apart),
+                              _mm512_set1_epi8(-128));
     else
       return Sixteen::codes_of<Scales::kBits>(at, at + apart);
   };
@@ -427,8 +429,12 @@ const PlaneKernels kPlanes[kPlaneCodecs][kPlaneForms] = {
     FLASHLLM_PLANES(8),
 #undef FLASHLLM_PLANES
     {plane_kernels_of<Fp4Scales<false>>(), {}, plane_kernels_of<Fp4Scales<true>>(), {}},
-    {plane_kernels_of<PlaneScales<4, false, false, true>>(),
+    {plane_kernels_of<PlaneScales<4, false, false, &kIq4>>(),
      {},
-     plane_kernels_of<PlaneScales<4, false, true, true>>(),
+     plane_kernels_of<PlaneScales<4, false, true, &kIq4>>(),
      {}},
+    {{}, {}, plane_kernels_of<PlaneScales<4, false, true, &kIq3S>>(), {}},
+    {{}, {}, plane_kernels_of<PlaneScales<4, false, true, &kIq3Xxs>>(), {}},
+    {{}, {}, plane_kernels_of<PlaneScales<3, false, true, &kIq2>>(), {}},
+    {{}, {}, plane_kernels_of<PlaneScales<3, false, true, &kIq1>>(), {}},
 };

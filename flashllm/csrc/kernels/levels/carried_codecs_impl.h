@@ -44,6 +44,25 @@ inline void spread_codes(const std::uint8_t* unit, std::int8_t* to) {
   __builtin_memcpy(to, codes, sizeof codes);
 }
 
+// A unit's codes of 3 bits as those of 4 lie.
+inline Bytes16 as_nibbles(const std::uint8_t* unit) {
+  Bytes16 codes[2];
+  spread_codes<3>(unit, reinterpret_cast<std::int8_t*>(codes));
+  return codes[0] | codes[1] << 4;
+}
+
+// A unit's codes in a table, times a scale.
+template <std::size_t kBits>
+inline void look_up(const std::uint8_t* unit, const CodeTable& table, Vec scale, Vec* to) {
+  static_assert(kBits == 3 || kBits == 4, "no table is for other codes");
+  Bytes16 nibbles;
+  if constexpr (kBits == 3) {
+    nibbles = as_nibbles(unit);
+    unit = reinterpret_cast<const std::uint8_t*>(&nibbles);
+  }
+  Vec::look_up_nibbles<kUnitVectors / 2>(unit, table.values, scale, to);
+}
+
 // The code of weight 0, of weights without minimums.
 template <std::size_t kBits>
 constexpr float zero_code() {
@@ -71,11 +90,12 @@ inline void load_codes(const std::uint8_t* unit, float zero, Vec* to) {
 }
 
 // Groups of 5 bits with a scale each, and those of a checkpoint whose scales are products: kGroup weights to
-// a factor, kSharedFactors weights to what it multiplies. kTable: codes are those of kIq4.
-template <std::size_t kBits, std::size_t kGroup, bool kMinimum, bool kFactors, bool kTable = false>
+// a factor, kSharedFactors weights to what it multiplies. kOf: what codes are of, where they are no integers.
+template <std::size_t kBits, std::size_t kGroup, bool kMinimum, bool kFactors, const CodeTable* kOf = nullptr>
 struct Carried {
   static constexpr bool kReorders = false;
   static constexpr std::size_t kShared = kFactors ? kSharedFactors : kGroup;
+  static constexpr float kOne = kOf == nullptr ? 1.0F : kOf->unit;
   static_assert(kCodeUnit % kGroup == 0 && kGroup % Vec::kWidth == 0, "a vector is of one group");
 
   struct Row {
@@ -95,10 +115,10 @@ struct Carried {
   }
 
   static void decode(const Row& row, std::size_t j, Vec* to) {
-    const float shared = Vec::half(row.scales[j / kShared]);
-    if constexpr (kTable) {
+    const float shared = Vec::half(row.scales[j / kShared]) * kOne;
+    if constexpr (kOf != nullptr && kGroup == kCodeUnit) {
       const float scale = kFactors ? shared * static_cast<float>(row.factors[j / kGroup]) : shared;
-      return Vec::look_up_nibbles<kUnitVectors / 2>(row.codes + j / 2, kIq4, Vec::set(scale), to);
+      return look_up<kBits>(row.codes + j / 8 * kBits, *kOf, Vec::set(scale), to);
     }
     if constexpr (kBits == 4 && kMinimum) {  // a group is the unit: its sixteen weights are looked up
       const float minimum = Vec::half(row.minimums[j / kShared]);
@@ -107,7 +127,10 @@ struct Carried {
       const float own = kFactors ? minimum * static_cast<float>(row.minimum_factors[group]) : minimum;
       return Vec::unpack_nibbles<kUnitVectors / 2>(row.codes + j / 2, Vec::set(scale), Vec::set(own), to);
     }
-    load_codes<kBits>(row.codes + j / 8 * kBits, kMinimum ? 0.0F : zero_code<kBits>(), to);
+    if constexpr (kOf != nullptr)
+      look_up<kBits>(row.codes + j / 8 * kBits, *kOf, Vec::set(1.0F), to);
+    else
+      load_codes<kBits>(row.codes + j / 8 * kBits, kMinimum ? 0.0F : zero_code<kBits>(), to);
     for (std::size_t v = 0; v < kUnitVectors; ++v) {
       const std::size_t group = (j + v * Vec::kWidth) / kGroup;
       const Vec scale = Vec::set(kFactors ? shared * static_cast<float>(row.factors[group]) : shared);
@@ -145,7 +168,7 @@ struct Mxfp4 {
 
   static void decode(const Row& row, std::size_t j, Vec* to) {
     const float scale = float_from_bits(bits_of_half_power(row.powers[j / kCodeUnit]));
-    Vec::look_up_nibbles<kUnitVectors / 2>(row.codes + j / 2, kFp4, Vec::set(scale), to);
+    look_up<4>(row.codes + j / 2, kFp4, Vec::set(scale), to);
   }
 
   static void prefetch_codes(const Row& row, std::size_t j) {
@@ -178,7 +201,7 @@ struct Nvfp4 {
 
   static void decode(const Row& row, std::size_t j, Vec* to) {
     const float scale = row.scale();
-    Vec::look_up_nibbles<kUnitVectors / 2>(row.codes + j / 2, kFp4, Vec::set(1.0F), to);
+    look_up<4>(row.codes + j / 2, kFp4, Vec::set(1.0F), to);
     for (std::size_t v = 0; v < kUnitVectors; ++v) {
       const std::uint8_t factor = row.factors[(j + v * Vec::kWidth) / kGroup];
       to[v] = to[v] * Vec::set(Vec::half(half_of_e4m3(factor)) * scale);

@@ -204,7 +204,7 @@ void add_codes(const CodeTokens& a, std::size_t tokens, const CodeWeights& b, st
 
 template <typename Units>
 inline __m256i signed_codes(const std::uint8_t* p) {
-  if constexpr (Units::kTable != nullptr) return Eight::looked_up(Units::kTable, p);
+  if constexpr (Units::kTable != nullptr) return Eight::looked_up<Units::kBits>(Units::kTable->values, p);
   constexpr int kZero = Units::kMinimums ? 0 : static_cast<int>(zero_code<Units::kBits>());
   const __m256i codes = Eight::codes_of<Units::kBits>(p);
   return kZero == 0 ? codes : _mm256_sub_epi8(codes, _mm256_set1_epi8(kZero));
@@ -213,7 +213,7 @@ inline __m256i signed_codes(const std::uint8_t* p) {
 // Codes a byte each, from 0 on.
 template <typename Units>
 inline __m256i byte_codes(const std::uint8_t* p) {
-  if constexpr (Units::kTable != nullptr) return Eight::looked_up(kFp4FromZero, p);
+  if constexpr (Units::kTable != nullptr) return Eight::looked_up<Units::kBits>(Units::kTable->from_zero, p);
   return Eight::codes_of<Units::kBits>(p);
 }
 
@@ -260,8 +260,14 @@ const UnpackCodes kUnpack[kCodedCodecs] = {
     unpack_codes<Mxfp4Units, true>,
     nullptr,  // q2_k
     unpack_codes<CarriedUnits<3, 16, false, true>>,
-    unpack_codes<CarriedUnits<4, 32, false, false, true>>,
-    unpack_codes<CarriedUnits<4, 32, false, true, true>>,
+    unpack_codes<CarriedUnits<4, 32, false, false, &kIq4>>,
+    unpack_codes<CarriedUnits<4, 32, false, true, &kIq4>>,
     unpack_codes<TernaryUnits, true>,
     unpack_codes<Nvfp4Units>,
+    unpack_codes<CarriedUnits<4, 32, false, true, &kIq3S>, true>,
+    unpack_codes<CarriedUnits<4, 32, false, true, &kIq3Xxs>>,
+    unpack_codes<CarriedUnits<3, 32, false, true, &kIq2>>,
+    unpack_codes<CarriedUnits<3, 16, false, true, &kIq2>>,
+    unpack_codes<CarriedUnits<3, 32, false, true, &kIq1>, true>,
+    unpack_codes<CarriedUnits<3, 16, false, true, &kIq1>>,
 };

@@ -45,11 +45,12 @@ struct Eight {
     const __m256i upper = kBits == 5 ? masked<1>(bits_of(p + 16)) : masked<3>(pairs_of(p + 16));
     return _mm256_or_si256(low, _mm256_slli_epi16(upper, 4));
   }
-  // What codes of 4 bits have in a table of sixteen.
+  // What a unit's codes have in a table of sixteen.
+  template <std::size_t kBits>
   static __m256i looked_up(const std::int8_t* table, const std::uint8_t* codes) {
     const __m256i values =
         _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
-    return _mm256_shuffle_epi8(values, nibbles(codes));
+    return _mm256_shuffle_epi8(values, codes_of<kBits>(codes));
   }
 
  private:
@@ -102,9 +103,10 @@ struct Sixteen {
     }
     return low;
   }
+  template <std::size_t kBits>
   static __m512i looked_up(const std::int8_t* table, const std::uint8_t* p, const std::uint8_t* q) {
     const __m128i values = _mm_load_si128(reinterpret_cast<const __m128i*>(table));
-    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), nibbles(p, q));
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), codes_of<kBits>(p, q));
   }
 
  private:

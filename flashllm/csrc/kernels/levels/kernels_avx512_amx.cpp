@@ -4,8 +4,8 @@
 // Codes of 16 bits are multiplied as bf16, which has all integers up to 256: a code of an input is 256 h + l,
 // and the tile's fp32 sums of 256 h times a code and l times a code are whole numbers of magnitude at most
 // 2^24, exact in any order. Where codes are wide (has_wide_codes) they are not, and sums of h and of l are
-// apart; added, they are rounded once, as an integer is that becomes a float. So bits are those of
-// multiply_codes of the other levels.
+// apart, or, of units of 16, those of each half of a unit; added, they are rounded once, as an integer is
+// that becomes a float. So bits are those of multiply_codes of the other levels.
 #include "kernels/levels/levels.h"
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
@@ -89,12 +89,21 @@ inline void unit_sums(const std::int16_t* codes, const std::uint32_t* pairs, std
   constexpr std::size_t kCodeRow = kCodeTerms * sizeof(std::int16_t) * (32 / kUnit);
   const std::size_t row_nbytes = row * sizeof(std::uint32_t);
   _tile_zero(0);
-  _tile_loadd(2, codes, kCodeRow);
-  if constexpr (kUnit == 16) {
-    static_assert(!kWide, "such codes are narrow");
+  if constexpr (kUnit == 16 && kWide) {
+    _tile_zero(1);
+    _tile_loadd(5, codes, kCodeRow);
+    _tile_loadd(6, pairs, row_nbytes);
+    _tile_dpbf16ps(0, 5, 6);
+    _tile_loadd(5, codes + 16, kCodeRow);
+    _tile_loadd(6, pairs + 8 * row, row_nbytes);
+    _tile_dpbf16ps(1, 5, 6);
+    _tile_stored(1, to + kTileSums, kRowNbytes);
+  } else if constexpr (kUnit == 16) {
+    _tile_loadd(2, codes, kCodeRow);
     _tile_loadd(3, pairs, row_nbytes);
     _tile_dpbf16ps(0, 2, 3);
   } else {
+    _tile_loadd(2, codes, kCodeRow);
     _tile_loadd(3, pairs, 2 * row_nbytes);
     _tile_loadd(4, pairs + row, 2 * row_nbytes);
     _tile_dpbf16ps(0, 2, 3);
@@ -143,9 +152,11 @@ __attribute__((noinline)) void multiply_tile(const CodeRows& a, std::size_t rows
 void multiply_codes(const CodeRows& a, std::size_t rows, const CodeColumns& b, std::size_t width,
                     std::size_t terms, float* c, std::size_t c_row) {
   const auto tile =
-      a.unit == 16 ? multiply_tile<16, false, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15>
-      : a.is_wide  ? multiply_tile<32, true, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15>
-                   : multiply_tile<32, false, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15>;
+      a.unit == 16 && a.is_wide
+          ? multiply_tile<16, true, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15>
+      : a.unit == 16 ? multiply_tile<16, false, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15>
+      : a.is_wide    ? multiply_tile<32, true, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15>
+                     : multiply_tile<32, false, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15>;
   for (std::size_t n = 0; n < width; n += kWidth)
     tile(a, rows, {b.pairs + n, b.row, b.scales + n}, terms, c + n, c_row, kEachRow);
 }

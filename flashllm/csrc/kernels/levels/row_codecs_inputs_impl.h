@@ -23,7 +23,7 @@ struct GroupedUnits : Grouped<kCodeBits, kGroup, kMinimum> {
   static constexpr std::size_t kBits = kCodeBits, kScales = 1;
   static constexpr bool kMinimums = kMinimum;
   static constexpr int kZero = kBits == 4 && !kMinimum ? 8 : 0;
-  static constexpr const std::int8_t* kTable = nullptr;
+  static constexpr const CodeTable* kTable = nullptr;
 
   static Eight scales(const Row& row, std::size_t u) { return of_units(row.scales, u); }
   static Eight minimums(const Row& row, std::size_t u) { return of_units(row.minimums, u); }
@@ -35,13 +35,17 @@ struct GroupedUnits : Grouped<kCodeBits, kGroup, kMinimum> {
   }
 };
 
-template <std::size_t kCodeBits, std::size_t kGroup, bool kMinimum, bool kFactors, bool kOfTable = false>
-struct CarriedUnits : Carried<kCodeBits, kGroup, kMinimum, kFactors, kOfTable> {
-  using Row = typename Carried<kCodeBits, kGroup, kMinimum, kFactors, kOfTable>::Row;
+template <std::size_t kCodeBits, std::size_t kGroup, bool kMinimum, bool kFactors,
+          const CodeTable* kOf = nullptr>
+struct CarriedUnits : Carried<kCodeBits, kGroup, kMinimum, kFactors, kOf> {
+  using Base = Carried<kCodeBits, kGroup, kMinimum, kFactors, kOf>;
+  using Row = typename Base::Row;
   static constexpr std::size_t kBits = kCodeBits, kScales = kCodeUnit / kGroup;
   static constexpr bool kMinimums = kMinimum;
-  static constexpr int kZero = kMinimum || kOfTable ? 0 : static_cast<int>(zero_code<kBits>());
-  static constexpr const std::int8_t* kTable = kOfTable ? kIq4 : nullptr;
+  static constexpr const CodeTable* kTable = kOf;
+  static constexpr int kZero = kOf != nullptr ? kOf->zero
+                               : kMinimum     ? 0
+                                              : static_cast<int>(zero_code<kBits>());
   static_assert(kSharedFactors == kScaled * kCodeUnit, "a shared scale is that of the units taken together");
 
   static Eight scales(const Row& row, std::size_t u) { return of_units(row.scales, row.factors, u); }
@@ -60,15 +64,15 @@ struct CarriedUnits : Carried<kCodeBits, kGroup, kMinimum, kFactors, kOfTable> {
  private:
   static Eight of_units(const std::uint16_t* halves, const std::int8_t* factors, std::size_t u) {
     if constexpr (!kFactors) return Eight::template load_halves<1>(halves + u);
-    return Eight::set(Vec::half(halves[u / kScaled])) * Eight::load_i8(factors + kScales * u);
+    return Eight::set(Vec::half(halves[u / kScaled]) * Base::kOne) * Eight::load_i8(factors + kScales * u);
   }
 };
 
 struct Mxfp4Units : Mxfp4 {
   static constexpr std::size_t kBits = 4, kScales = 1;
   static constexpr bool kMinimums = false;
-  static constexpr int kZero = kFp4Zero;
-  static constexpr const std::int8_t* kTable = kFp4;
+  static constexpr int kZero = kFp4.zero;
+  static constexpr const CodeTable* kTable = &kFp4;
 
   static Eight scales(const Row& row, std::size_t u) { return Eight::half_powers(row.powers + u); }
 };
@@ -76,8 +80,8 @@ struct Mxfp4Units : Mxfp4 {
 struct Nvfp4Units : Nvfp4 {
   static constexpr std::size_t kBits = 4, kScales = 2;
   static constexpr bool kMinimums = false;
-  static constexpr int kZero = kFp4Zero;
-  static constexpr const std::int8_t* kTable = kFp4;
+  static constexpr int kZero = kFp4.zero;
+  static constexpr const CodeTable* kTable = &kFp4;
 
   static Eight scales(const Row& row, std::size_t u) { return of_groups(row, kScales * u); }
   static Eight later_scales(const Row& row, std::size_t u) { return of_groups(row, kScales * u + kScaled); }
@@ -94,7 +98,7 @@ struct TernaryUnits : Ternary {
   static constexpr std::size_t kScales = 1;
   static constexpr bool kMinimums = false;
   static constexpr int kZero = static_cast<int>(zero_code<kBits>());
-  static constexpr const std::int8_t* kTable = nullptr;
+  static constexpr const CodeTable* kTable = nullptr;
   static_assert(kSharedFactors == kScaled * kCodeUnit, "a scale is that of the units taken together");
 
   static Eight scales(const Row& row, std::size_t u) { return Eight::set(row.scale(u * kCodeUnit)); }
@@ -124,10 +128,10 @@ struct CodedDot {
   static constexpr std::size_t kUnitNbytes = kCodeUnit * kBits / 8;
   static constexpr std::size_t kWindow = 4, kWindows = kScaled / kWindow;  // units; of kScaled
   static constexpr bool kWide = sizeof(Input) == 2;
-  static constexpr bool kOfFp4 = Units::kTable != nullptr && Units::kZero == kFp4Zero;
-  static constexpr bool kSigned = !kWide && (kBits == 8 || (Units::kTable != nullptr && !kOfFp4));
+  static constexpr bool kOfTable = Units::kTable != nullptr, kFromZero = kOfTable && Units::kZero != 0;
+  static constexpr bool kSigned = !kWide && (kBits == 8 || (kOfTable && !kFromZero));
   static constexpr int kZero = kWide ? Ints::kWideZero : kSigned ? Ints::kSignedZero : Units::kZero;
-  static constexpr int kMost = kSigned ? kSignedCodes : kOfFp4 ? 2 * kFp4Zero : (1 << kBits) - 1;
+  static constexpr int kMost = kSigned ? kSignedCodes : kFromZero ? 2 * Units::kZero : (1 << kBits) - 1;
   static_assert(kScales == 1 || kScales == 2, "a unit has one scale, or two");
 
   // Of kScaled units: window after window, of two scales a unit the first of four units, then the second.
@@ -180,8 +184,8 @@ struct CodedDot {
     if constexpr (kLeft >= 2) Ints::eights(rest(0), words + 4 * kPieces);
     if constexpr (kLeft % 2 == 1) words[kBits - 1] = Ints::fours(rest(4 * (kLeft - 1)));
     ((to[J] = codes_of_word<kBits, J>(words)), ...);
-    if constexpr (Units::kTable != nullptr)
-      ((to[J] = to[J].looked_up(kOfFp4 ? kFp4FromZero : Units::kTable)), ...);
+    if constexpr (kOfTable)
+      ((to[J] = to[J].looked_up(kFromZero ? Units::kTable->from_zero : Units::kTable->values)), ...);
     if constexpr (kSigned) ((to[J] = to[J].to_words()), ...);
   }
 
@@ -346,10 +350,16 @@ const CodedInputKernels kInt8[kCodedCodecs] = {
     input_kernels_of<std::int8_t, Mxfp4Units>(),
     input_kernels_of<std::int8_t, CarriedUnits<2, 16, true, true>>(),
     input_kernels_of<std::int8_t, CarriedUnits<3, 16, false, true>>(),
-    input_kernels_of<std::int8_t, CarriedUnits<4, 32, false, false, true>>(),
-    input_kernels_of<std::int8_t, CarriedUnits<4, 32, false, true, true>>(),
+    input_kernels_of<std::int8_t, CarriedUnits<4, 32, false, false, &kIq4>>(),
+    input_kernels_of<std::int8_t, CarriedUnits<4, 32, false, true, &kIq4>>(),
     input_kernels_of<std::int8_t, TernaryUnits>(),
     input_kernels_of<std::int8_t, Nvfp4Units>(),
+    input_kernels_of<std::int8_t, CarriedUnits<4, 32, false, true, &kIq3S>>(),
+    input_kernels_of<std::int8_t, CarriedUnits<4, 32, false, true, &kIq3Xxs>>(),
+    input_kernels_of<std::int8_t, CarriedUnits<3, 32, false, true, &kIq2>>(),
+    input_kernels_of<std::int8_t, CarriedUnits<3, 16, false, true, &kIq2>>(),
+    input_kernels_of<std::int8_t, CarriedUnits<3, 32, false, true, &kIq1>>(),
+    input_kernels_of<std::int8_t, CarriedUnits<3, 16, false, true, &kIq1>>(),
 };
 const CodedInputKernels kInt16[kInt16Codecs] = {
     input_kernels_of<std::int16_t, GroupedUnits<8, 32, false>>(),
