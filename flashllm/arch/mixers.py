@@ -71,7 +71,8 @@ class Latent:
     `rank` numbers, after a norm, are its value too; the others are the part that is rotated.
 
     A head's query, [plain | rotated], is brought to that space by a matrix of its own, its output out of it by another:
-    the absorbed form, which multiplies the same numbers as keys and values of every head.
+    the absorbed form, which multiplies the same numbers as keys and values of every head. Or these matrices make each
+    head's keys and values of every position: the expanded form, which prompts are computed in.
     """
 
     rank: int

@@ -204,7 +204,10 @@ class Model(OneProcess, Closing):
                 asked = self._free.limit(self._memory_limit, asked)
                 asked = max(asked, self._memory.least_limit([len(ids) for _, ids in entries]))
             self._set_limit(min(asked, self._group.lowered() or asked))
-            claimed, stretches = self._claim(entries, sum(len(entries[index][1]) for index in many))
+            prompts = [entries[index] for index in many]
+            claimed, stretches = self._claim(entries, sum(len(ids) for _, ids in prompts))
+            expanded, nbytes = self._claim_expanded(prompts, claimed)
+            claimed += nbytes
             self._drafting = entries[0][0] if drafted else None
 
             def make(kind: str, mine: Sequence[Entry]) -> _core.Pass:
@@ -217,6 +220,7 @@ class Model(OneProcess, Closing):
                     drafted,
                     stretches,
                     self._progress if kind == "prompt" else None,
+                    expanded,
                 )
 
             return Pass(entries, groups, make, memory=self._memory, claimed=claimed, all_logits=all_logits)
@@ -251,6 +255,25 @@ class Model(OneProcess, Closing):
             added += plan.lent_nbytes(min(tokens, plan.prompt_tokens), alone=alone)
         self._memory.claim(added)
         return added, parts
+
+    def _claim_expanded(self, prompts: Sequence[Entry], claimed: int) -> tuple[int, int]:
+        """Heads of latent attention whose keys and values of all positions a pass holds at once, so that they are made
+        once a stretch: all, or as many as the neuron caches can lend memory for; and its bytes, claimed with the
+        `claimed` ones."""
+        plan = self.plan.memory
+        lengths = [sequence.length + len(ids) for sequence, ids in prompts if sequence.prompted == sequence.length]
+        heads, alone = plan.expanded_heads, self._memory.passes == 0
+        if not heads or not lengths:
+            return 0, 0
+        while heads > 1:
+            nbytes = plan.expansion_nbytes(max(lengths), heads)
+            if self._memory.can_lend(nbytes, claimed, rows=True):
+                self._memory.claim(claimed + nbytes)
+                return heads, nbytes
+            heads //= 2
+        nbytes = 0 if alone else plan.expansion_nbytes(max(lengths), 1)
+        self._memory.claim(claimed + nbytes)
+        return 1, nbytes
 
     def _reads_prompts(self) -> bool:
         """False where every row that a prompt reads stays in memory: its parts read nothing twice."""

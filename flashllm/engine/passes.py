@@ -95,9 +95,6 @@ class Pass(Closing):
             return False
         self._native = None
         del self._groups[0]
-        if kind == "prompt":
-            for sequence, ids in mine:
-                sequence.add_prompted(len(ids))
         if len(indices) == len(self._entries):
             self._results[0] = logits
             return True

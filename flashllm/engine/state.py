@@ -173,13 +173,17 @@ class SequenceState(Closing):
         self.native, self._memory = _core.SequenceState(memory.pool), memory
         self.number = next(_numbers)
         self.in_pass = False  # until that ends nobody else may change it
-        self.prompted = 0  # tokens, from the first, that were computed as a prompt's after nothing but such tokens
         self.closed = False
 
     @property
     def length(self) -> int:
         """Tokens that are held."""
         return 0 if self.closed else self.native.length
+
+    @property
+    def prompted(self) -> int:
+        """Tokens, from the first, that were computed as a prompt's after nothing but such tokens."""
+        return self.native.prompted
 
     def nbytes_to_add(self, new: int, together: int = 0) -> int:
         """Bytes that `new` more tokens take, `together` at a time, or as few as a part.
@@ -218,14 +222,7 @@ class SequenceState(Closing):
         """Keep the first `can_keep(length)` tokens, and say how many they are."""
         with self._memory.lock:
             self.check_free()
-            kept = self.native.keep(self.can_keep(length))
-            self.prompted = min(self.prompted, kept)
-            return kept
-
-    def add_prompted(self, count: int) -> None:
-        """The last `count` tokens were computed as a prompt's."""
-        if self.prompted == self.length - count:
-            self.prompted = self.length
+            return self.native.keep(self.can_keep(length))
 
     def copy_from(self, other: "SequenceState") -> None:
         """Become a copy of `other`, a sequence of the same model. It takes no memory until one of the two goes on."""
@@ -234,7 +231,6 @@ class SequenceState(Closing):
         with self._memory.lock:
             self.check_free()
             self.native.copy_from(other.native)
-            self.prompted = other.prompted
 
     def save(self) -> Spans:
         """The bytes that are held, to be kept elsewhere; valid until the sequence changes."""
@@ -254,12 +250,11 @@ class SequenceState(Closing):
             self._memory.claim(self.nbytes_to_add(length))
             try:
                 try:
-                    spans = self.native.restore(length, pages)
+                    spans = self.native.restore(length, pages, prompted)
                 except ValueError as error:
                     raise UsageError(str(error)) from error
                 fill(spans)
                 self.native.commit(length)
-                self.prompted = prompted
             except BaseException:
                 self.keep(0)
                 raise

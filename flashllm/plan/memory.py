@@ -17,6 +17,7 @@ from typing import Any, Self
 import numpy as np
 
 from flashllm import _core
+from flashllm._core import KV_BLOCK
 from flashllm.arch.spec import BlockSpec
 from flashllm.base.machine import default_limit
 from flashllm.base.units import format_size
@@ -27,7 +28,7 @@ from flashllm.format.manifest import Manifest
 from flashllm.format.model_files import PREDICTORS, RESIDENT
 from flashllm.format.rows import PAGE_NBYTES, TableLayout
 from flashllm.plan.memory_plan import MOST_PARALLEL, MemoryPlan
-from flashllm.plan.prompts import PromptShape, prompt_shapes
+from flashllm.plan.prompts import Expansion, PromptShape, prompt_shapes
 from flashllm.plan.requests import PROMPT_NBYTES, requests_nbytes
 from flashllm.plan.shares import Shares, levels_beside, levels_by_need, levels_by_popularity
 
@@ -274,6 +275,8 @@ def _run_parts(
     state, io_threads = state_shape(manifest, block, context, config.cache_bits), conditions.io_threads
     marked = _MARKS * block.state_nbytes if config.serves else 0
     verified = 1 if config.speculate == "off" else max(1, min(manifest.sparse_prefill_tokens, MAX_VERIFIED))
+    expansion = Expansion.of(manifest, block)
+    of_head = (context + manifest.prefill_block_tokens + 2 * KV_BLOCK) * expansion.head_nbytes
     named_rows = 0
     if conditions.prefetch and manifest.architecture.unit_rows == 1:
         named_rows = max(1, max(manifest.architecture.every_width) // _PREFETCH_SHARE)
@@ -287,7 +290,11 @@ def _run_parts(
         + _bounce_nbytes(manifest, io_threads + min(io_threads, STREAM_THREADS))
         + (io_threads * _THROUGH_NBYTES if conditions.max_gap else 0)
         + (0 if table is None else io_threads * (table.stride + 2 * PAGE_NBYTES)),
-        "workspace": _workspace_nbytes(block, context, max(verified, MOST_PARALLEL if config.serves else 1)),
+        "workspace": _workspace_nbytes(block, context, max(verified, MOST_PARALLEL if config.serves else 1))
+        + expansion.fixed_nbytes
+        + of_head,
+        "expanded_heads": expansion.heads,
+        "expanded_nbytes": expansion.head_nbytes,
         "context": context,
         "context_blocks": -(-(state.nbytes(context) + marked) // state.block_nbytes),
         "cache_policy": config.cache_policy,

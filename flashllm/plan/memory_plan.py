@@ -42,6 +42,8 @@ class MemoryPlan:
     stretch_nbytes: (
         int  # of each token of a prompt's stretch, for which each layer is read once; of a part, in workspace
     )
+    expanded_heads: int  # of latent attention, 0 where there is none: a prompt makes keys and values of all positions,
+    expanded_nbytes: int  # so many bytes of each and of a head; of one head at a time, in workspace
     read_ahead: int  # blocks of rows in flight while a prompt is computed
     work_extra: int  # bytes of staging and workspace that a smaller limit would do without
     kv_block_nbytes: int  # keys and values of KV_BLOCK positions, over all layers
@@ -131,6 +133,11 @@ class MemoryPlan:
         """Bytes that a stretch of so many tokens keeps beyond the workspace: the neuron caches lend them. Beside other
         passes under way all of its bytes."""
         return max(0, stretch - alone * min(self.prompt_tokens, self.context)) * self.stretch_nbytes
+
+    def expansion_nbytes(self, positions: int, heads: int) -> int:
+        """Bytes of so many heads' keys and values; where pages are packed, those of a part's own pages come twice."""
+        pages = -(-(positions + self.prompt_tokens) // KV_BLOCK) + 1
+        return pages * KV_BLOCK * heads * self.expanded_nbytes
 
     def rows_nbytes(self, rows: Sequence[int]) -> int:
         """Bytes of so many rows of each layer."""
@@ -226,6 +233,7 @@ class MemoryPlan:
             "prompt_tokens": self.prompt_tokens,
             "stretch_tokens": self.stretch_tokens,
             "stretch_token_bytes": self.stretch_nbytes,
+            "expanded_token_bytes": self.expanded_heads * self.expanded_nbytes,
             "read_ahead": self.read_ahead,
             "context": self.context,
             "window": self.window,

@@ -1,9 +1,11 @@
 """How prompts may go through a model, and the memory each way takes that a few tokens do not. Plain arithmetic."""
 
 from dataclasses import dataclass
+from typing import Self
 
 from flashllm.arch.mixers import Attention
 from flashllm.arch.spec import BlockSpec
+from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.format.manifest import Manifest
 
 _READ_AHEAD = 6  # streaming blocks in flight while one is used: they last through a layer's attention (bench/log)
@@ -82,8 +84,36 @@ def _part_nbytes(manifest: Manifest, block: BlockSpec) -> int:
 def _latent_floats(mixer: Attention) -> int:
     if mixer.latent is None:
         return 0
-    of_head = 2 * (mixer.latent.rank + max(mixer.latent.plain_dim, mixer.latent.value_dim))  # a head's, with the packed
-    return mixer.projected_dim + (mixer.latent.query_rank or 0) + mixer.mixed_dim + of_head
+    rank, plain, value = mixer.latent.rank, mixer.latent.plain_dim, mixer.latent.value_dim
+    of_head = 2 * (rank + max(plain, value))  # a head's, with the packed
+    # Of a position that is expanded: its row, its inputs, what comes of them, and that in the dtype.
+    expanded = mixer.head_dim + rank + mixer.heads * (plain + value + max(plain, value))
+    return mixer.projected_dim + (mixer.latent.query_rank or 0) + mixer.mixed_dim + of_head + expanded
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """Bytes of what prompts make of latent attention's rows (csrc/model/block_attention.h), of the layer that has most;
+    0 where there is none."""
+
+    heads: int = 0  # at most
+    head_nbytes: int = 0  # of a head's key and value of a position
+    fixed_nbytes: int = 0  # of the matrices that make keys
+
+    @classmethod
+    def of(cls, manifest: Manifest, block: BlockSpec) -> Self:
+        """That of a model."""
+        item = WEIGHT_DTYPES[manifest.dtype].itemsize
+        made = [
+            cls(
+                mixer.heads,
+                item * (mixer.latent.plain_dim + mixer.rotated_dim + mixer.latent.value_dim),
+                item * mixer.heads * mixer.latent.plain_dim * mixer.latent.rank,
+            )
+            for mixer in block.attentions
+            if mixer.latent is not None
+        ]
+        return max(made, key=lambda each: each.heads * each.head_nbytes, default=cls())
 
 
 def _stretch_nbytes(manifest: Manifest, block: BlockSpec) -> int:

@@ -295,7 +295,7 @@ def test_parked_and_taken_up(made, way):
 
     bare = made.bare(bits)
     with bare.new_sequence() as other:
-        other.restore(100, [len(pages) for pages in saved], fill)
+        other.restore(100, [len(pages) for pages in saved], fill, prompted=100)
         same(run(bare, made.ids[100:], other), expected[100:])
 
 

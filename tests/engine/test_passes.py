@@ -35,7 +35,7 @@ def advance_to_end(one, between):
 
 
 # Sparse and dense neurons, a norm between them, parallel blocks, windows and packed pages, experts in one piece and in
-# several, layers of both kinds.
+# several, layers of both kinds; latent attention, plain and packed.
 VARIANTS = {
     "llama relu": {},
     "llama": {"mode": "dense"},
@@ -44,6 +44,8 @@ VARIANTS = {
     "mistral window": {"cache_bits": 4},
     "olmoe": {},
     "qwen2_moe and a dense layer": {},
+    "deepseek_v2": {},
+    "youtu": {"mode": "dense", "cache_bits": 8},
 }
 
 

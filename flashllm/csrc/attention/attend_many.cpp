@@ -66,19 +66,19 @@ class TileAttention {
                    : nullptr),
         wide_kernels_(kernel_table(level, Dtype::f32)),
         group_kernels_(group_kernels(level)),
-        depth_(round_up(pairs_ != nullptr ? shape.out_dim() : shape.head_dim, kPad)),
+        depth_(round_up(pairs_ != nullptr ? shape.out_dim() : shape.row_of_value(), kPad)),
         panel_(pairs_ != nullptr ? std::numeric_limits<std::size_t>::max() / kPad * kPad : attention_.panel),
         queries_(shape.head_dim * round_up(most_columns, kPad)),
         scores_(kKvBlock * round_up(most_columns, kPad)),
         sums_(round_up(most_columns, kPad) * depth_),
         state_(3 * round_up(most_columns, kPad)),
-        keys_(kKvBlock * round_up(shape.head_dim, kPad)),
+        keys_(kKvBlock * round_up(std::max(shape.head_dim, shape.row_of_value()), kPad)),
         values_(kKvBlock * depth_),
-        zeros_(round_up(shape.head_dim, kPad)),
+        zeros_(round_up(std::max(shape.head_dim, shape.row_of_value()), kPad)),
         ends_(most_columns),
         begins_(most_columns),
         rows_(most_columns) {
-    std::fill_n(zeros_.get(), round_up(shape.head_dim, kPad), 0.0F);
+    std::fill_n(zeros_.get(), round_up(std::max(shape.head_dim, shape.row_of_value()), kPad), 0.0F);
   }
 
   void attend(const Tile& tile) {
@@ -95,7 +95,7 @@ class TileAttention {
       for (std::size_t i = tile.first; i < tile.first + tile.positions; ++i, ++c) {
         ends_[c] = first_position_ + i + 1;
         begins_[c] = shape_.first_seen(ends_[c]);
-        rows_[c] = (i * shape_.heads + tile.first_head + h) * shape_.head_dim;
+        rows_[c] = i * shape_.heads + tile.first_head + h;
         if (shape_.sinks == nullptr) continue;
         largest_[c] = shape_.sinks[tile.first_head + h];
         sum_[c] = 1.0F;
@@ -126,9 +126,14 @@ class TileAttention {
   bool all_seen() const {
     return first_position_ + tile_.first + 1 >= start_ + keys_seen_ && last_begin_ <= start_;
   }
-  // Whether the tile's queries, which are in one page, see this one packed.
-  bool is_packed() const {
-    return kv_.format != nullptr && start_ / kKvBlock < (first_position_ + tile_.first) / kKvBlock;
+  // Whether the tile's queries, which are in one page, see this one as it is packed; and not as plain rows.
+  bool is_earlier() const {
+    return kv_.packed_pages != nullptr && start_ / kKvBlock < (first_position_ + tile_.first) / kKvBlock;
+  }
+  bool is_packed() const { return kv_.format != nullptr && is_earlier(); }
+  const std::byte* key_rows() const {
+    const std::size_t page = start_ / kKvBlock;
+    return is_earlier() ? kv_.packed(page) + kv_head() * kv_.head_stride : kv_.key_rows(kv_head(), page);
   }
   // keys_: rows [kKvBlock, head_dim] of this page
   const float* unpacked(KvBlockFormat::Side side) const {
@@ -151,7 +156,7 @@ class TileAttention {
       const Panel panel = panel_of(first, width_, dim, queries_);
       const float* from[kPad];
       for (std::size_t i = 0; i < kPad; ++i)
-        from[i] = first + i < columns_ ? q_ + rows_[first + i] : zeros_.get();
+        from[i] = first + i < columns_ ? q_ + rows_[first + i] * dim : zeros_.get();
       std::size_t j = 0;
       for (; j + 4 <= dim; j += 4)
         for (std::size_t i = 0; i < kPad; i += 4)
@@ -179,7 +184,7 @@ class TileAttention {
 
   // scores_: [keys_seen_, width], minus infinity where a query does not see the key
   void multiply_keys() {
-    const std::byte* rows = is_packed() ? nullptr : kv_.key_rows(kv_head(), start_ / kKvBlock);
+    const std::byte* rows = is_packed() ? nullptr : key_rows();
     const float* keys = reinterpret_cast<const float*>(rows);
     if (is_packed()) {
       keys = unpacked(KvBlockFormat::Side::keys);
@@ -294,15 +299,15 @@ class TileAttention {
       const auto* rows = reinterpret_cast<const std::byte*>(unpacked(KvBlockFormat::Side::values));
       return wide_kernels_.to_panels(rows, keys_seen_, shape_.head_dim, panel_, values_.get());
     }
-    kernels_.to_panels(kv_.value_rows(kv_head(), start_ / kKvBlock), keys_seen_, shape_.head_dim, panel_,
+    kernels_.to_panels(key_rows() + kv_.value_offset, keys_seen_, shape_.row_of_value(), panel_,
                        values_.get());
   }
 
   // values_: words [keys_seen_ / 2, depth], and scores_: words [keys_seen_ / 2, width]; nothing follows the
   // last of an odd number of keys.
   void load_value_pairs() {
-    const std::size_t row = shape_.head_dim, dim = shape_.out_dim();
-    const auto* rows = reinterpret_cast<const std::uint16_t*>(kv_.value_rows(kv_head(), start_ / kKvBlock));
+    const std::size_t row = shape_.row_of_value(), dim = shape_.out_dim();
+    const auto* rows = reinterpret_cast<const std::uint16_t*>(key_rows() + kv_.value_offset);
     const auto* nothing = reinterpret_cast<const std::uint16_t*>(zeros_.get());
     for (std::size_t k = 0; k < keys_seen_; k += 2) {
       const bool has_later = k + 1 < keys_seen_;
@@ -319,7 +324,7 @@ class TileAttention {
     for (std::size_t c = 0; c < columns_; ++c) {
       const float* sums = sums_.get() + c * depth_;
       const float inverse = 1.0F / sum_[c];
-      float* out = out_ + rows_[c];
+      float* out = out_ + rows_[c] * shape_.row_of_value();
       // Plus zero: keys that weigh nothing may have turned a zero's sign.
       for (std::size_t j = 0; j < shape_.out_dim(); ++j) out[j] = sums[j] * inverse + 0.0F;
     }
@@ -340,7 +345,7 @@ class TileAttention {
   std::size_t panel_;
   Scratch<float> queries_, scores_, sums_, state_, keys_, values_, zeros_;
   std::vector<std::size_t> ends_, begins_,
-      rows_;  // of a column: the position after its query's; the first it sees; where it is in q and out
+      rows_;  // of a column: the position after its query's; the first it sees; its row in q and out
   Tile tile_{};
   std::size_t columns_ = 0, width_ = 0;                            // queries of the tile; the same, padded
   float *largest_ = nullptr, *sum_ = nullptr, *factor_ = nullptr;  // [width]
@@ -364,7 +369,7 @@ void attend_many(const AttentionShape& shape, const float* q, std::size_t n, std
   if (n == 0) return;
   // Tiles end where pages of keys do: only a tile's last page is seen by some queries and not by others, or
   // plain by some and packed by others.
-  const std::size_t columns = kv.format == nullptr ? kTileColumns : kKvBlock;
+  const std::size_t columns = kv.packed_pages == nullptr ? kTileColumns : kKvBlock;
   const std::size_t offset = first_position % columns;
   const std::size_t tiles = (offset + n + columns - 1) / columns;
   const std::size_t positions = std::min(n, columns), group = shape.heads / shape.kv_heads;

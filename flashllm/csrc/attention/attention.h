@@ -18,14 +18,15 @@ class KvBlockFormat;
 // in a page are one run of rows, head_dim elements each; the values' run is `value_offset` after the keys'.
 // Offsets and strides are in bytes.
 //
-// With `format` every full page is there packed too, or packed alone. A query sees the page that it is in
-// plain, and those before it packed: so its bits depend on its position, and not on what came in one pass.
+// With `packed_pages` every full page is there packed too, or packed alone. A query sees the page that it is
+// in plain, and those before it packed: so its bits depend on its position, and not on what came in one pass.
+// Without a `format` these are plain rows as well, made from packed ones (expanded_pages.h).
 struct KvView {
   const std::byte* const* pages = nullptr;  // by the number of the page
   std::size_t offset = 0;                   // of the layer in each page
   std::size_t head_stride = 0;
   std::size_t value_offset = 0;
-  const KvBlockFormat* format = nullptr;  // of the packed pages (kv_block.h); nullptr: there are none
+  const KvBlockFormat* format = nullptr;           // of the packed pages (kv_block.h)
   const std::byte* const* packed_pages = nullptr;  // by the number of the page
   std::size_t packed_offset = 0;                   // of the layer in each
 
@@ -55,6 +56,7 @@ struct AttentionShape {
   std::size_t kv_heads = 0;  // divides heads: grouped queries
   std::size_t head_dim = 0;
   std::size_t value_dim = 0;  // a key's first elements that are its value; 0: values have rows of their own
+  std::size_t value_row = 0;  // of `attend_many` alone: elements of such a row, and of an output; 0: head_dim
   Dtype dtype = Dtype::f32;
   float softcap = 0.0F;    // scores become cap * tanh(score / cap) (Gemma 2); 0: they stay
   std::size_t window = 0;  // positions that a query sees, its own included; 0: all before it
@@ -68,8 +70,9 @@ struct AttentionShape {
   const float* sinks = nullptr;
   const Alibi* alibi = nullptr;  // added after the soft cap; nullptr: nothing is
 
-  // Elements of a head's output that are computed, the first of head_dim.
-  std::size_t out_dim() const { return value_dim == 0 ? head_dim : value_dim; }
+  std::size_t row_of_value() const { return value_row == 0 ? head_dim : value_row; }
+  // Elements of a head's output that are computed, the first of its row.
+  std::size_t out_dim() const { return value_dim == 0 ? row_of_value() : value_dim; }
   // The first of `length` positions that the last one sees.
   std::size_t first_seen(std::size_t length) const {
     return window == 0 || window >= length ? 0 : length - window;
@@ -97,10 +100,10 @@ struct AttendingToken {
 void attend_each(const AttentionShape& shape, const AttendingToken* tokens, std::size_t n, ThreadPool& pool,
                  SimdLevel level);
 
-// Causal attention of n consecutive tokens of a sequence: q and out [n, heads, head_dim]; token i attends to
-// positions 0 to first_position + i, the last of them that its window holds. Online softmax over blocks of
-// keys (Dao et al. 2022), so that memory does not grow with the context. On levels with pair kernels, weights
-// of bf16 values are rounded to bf16.
+// Causal attention of n consecutive tokens of a sequence: q [n, heads, head_dim], out [n, heads,
+// row_of_value]; token i attends to positions 0 to first_position + i, the last of them that its window
+// holds. Online softmax over blocks of keys (Dao et al. 2022), so that memory does not grow with the context.
+// On levels with pair kernels, weights of bf16 values are rounded to bf16.
 void attend_many(const AttentionShape& shape, const float* q, std::size_t n, std::size_t first_position,
                  const KvView& kv, float* out, ThreadPool& pool, SimdLevel level);
 

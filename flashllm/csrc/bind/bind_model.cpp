@@ -188,7 +188,8 @@ class PyModel {
 class PyPass {
  public:
   PyPass(PyModel& model, const std::vector<Entry>& entries, const std::string& pass, bool all_logits,
-         nb::object observer, std::size_t drafted, std::size_t stretches, nb::object progress)
+         nb::object observer, std::size_t drafted, std::size_t stretches, nb::object progress,
+         std::size_t expanded)
       : model_(model),
         tap_(observer, model.d_model()),
         progress_(std::move(progress)),
@@ -201,7 +202,7 @@ class PyPass {
     rows_ = wanted.size();
     logits_ = std::make_unique<float[]>(rows_ * vocab_);
     pass_.emplace(model.model(), std::move(tokens), by_name("a pass", pass, kPasses), std::move(wanted),
-                  logits_.get(), observer.is_none() ? nullptr : &tap_, drafted, stretches);
+                  logits_.get(), observer.is_none() ? nullptr : &tap_, drafted, stretches, expanded);
   }
 
   // Logits [entries, vocab] after each entry's last token, or [tokens, vocab] after every token; None where
@@ -263,10 +264,10 @@ void init_model(nb::module_& m) {
       .def("cancel", &PyModel::cancel, "on"_a);
   nb::class_<PyPass>(m, "Pass")
       .def(nb::init<PyModel&, const std::vector<Entry>&, const std::string&, bool, nb::object, std::size_t,
-                    std::size_t, nb::object>(),
+                    std::size_t, nb::object, std::size_t>(),
            nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), "model"_a, "entries"_a, "pass_"_a,
            "all_logits"_a = false, "observer"_a.none() = nb::none(), "drafted"_a = 0, "stretches"_a = 0,
-           "progress"_a.none() = nb::none())
+           "progress"_a.none() = nb::none(), "expanded"_a = 0)
       .def("advance", &PyPass::advance, "seconds"_a)
       .def("close", &PyPass::close, nb::call_guard<nb::gil_scoped_release>());
 }

@@ -46,11 +46,13 @@ void init_state(nb::module_& m) {
   nb::class_<SequenceState>(m, "SequenceState")
       .def(nb::init<std::shared_ptr<StatePool>>(), "pool"_a)
       .def_prop_ro("length", &SequenceState::length)
+      .def_prop_ro("prompted", &SequenceState::prompted)
       .def_prop_ro("context", [](const SequenceState& self) { return self.shape().context(); })
       .def("nbytes_to_add", &SequenceState::nbytes_to_add, "length"_a, "together"_a = 0)
       .def_prop_ro("nbytes_alone", &SequenceState::nbytes_alone)
       .def("mark", &SequenceState::mark, "positions"_a)
-      .def("commit", &SequenceState::commit, "length"_a)
+      .def(
+          "commit", [](SequenceState& self, std::size_t length) { self.commit(length); }, "length"_a)
       .def("can_keep", &SequenceState::can_keep, "length"_a)
       .def("keep", &SequenceState::keep, "length"_a)
       .def("copy_from", &SequenceState::copy_from, "other"_a)
@@ -60,10 +62,11 @@ void init_state(nb::module_& m) {
            })
       .def(
           "restore",
-          [](nb::handle_t<SequenceState> self, std::size_t length, const std::vector<std::size_t>& pages) {
-            return arrays_of(self, nb::cast<SequenceState&>(self).restore(length, pages));
+          [](nb::handle_t<SequenceState> self, std::size_t length, const std::vector<std::size_t>& pages,
+             std::size_t prompted) {
+            return arrays_of(self, nb::cast<SequenceState&>(self).restore(length, pages, prompted));
           },
-          "length"_a, "pages"_a);
+          "length"_a, "pages"_a, "prompted"_a = 0);
 }
 
 }  // namespace flashllm

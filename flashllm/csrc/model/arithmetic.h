@@ -39,6 +39,8 @@ class Arithmetic {
   // to other matrices.
   void take_inputs(const float* x, std::size_t count, std::size_t width, bool many,
                    std::ptrdiff_t neuron = -1);
+  // The same, and nobody sees them.
+  void set_inputs(const float* x, std::size_t width, bool many);
   // out [count, rows]: the inputs taken times the weights; rounded, or as they are summed.
   void project(const RowMatrix& weights, std::size_t count, float* out, bool rounded = true);
   // The same of inputs x [count, columns], which are taken.
@@ -71,7 +73,6 @@ class Arithmetic {
 
  private:
   bool as_many(RowCodec codec) const { return many_ || (batches_ && !is_coded(codec)); }
-  void set_inputs(const float* x, std::size_t width, bool many);
   template <typename Body>
   void each_share(std::size_t n, const Body& body);
 

@@ -79,6 +79,7 @@ void Model::run_block(std::size_t layer, const std::vector<Token>& tokens, float
     interrupt();
     throw;
   }
+  layer_.expanded() = {};
   watch_.charge(counters_.compute_ns);
 }
 
@@ -94,14 +95,16 @@ void Model::look() {
 // Many tokens go in parts of about equal length, a prompt's in stretches of about as many parts. Who observes
 // sees a part at a time.
 RunningPass::RunningPass(Model& model, std::vector<Token> tokens, Pass pass, std::vector<std::size_t> wanted,
-                         float* logits, Tap* tap, std::size_t drafted, std::size_t stretches)
+                         float* logits, Tap* tap, std::size_t drafted, std::size_t stretches,
+                         std::size_t expanded)
     : model_(model),
       tokens_(std::move(tokens)),
       pass_(pass),
       wanted_(std::move(wanted)),
       logits_(logits),
       tap_(tap),
-      drafted_(drafted) {
+      drafted_(drafted),
+      expanded_heads_(expanded) {
   const bool is_prompt = pass == Pass::prompt;
   require(tap == nullptr || is_prompt, "only a prompt's pass can be observed");
   const std::size_t most = std::max<std::size_t>(1, model.spec_.block_tokens);
@@ -120,11 +123,13 @@ void RunningPass::resume() {
   model_.watch_.restart();
   if (phase_ == Phase::start) return;
   model_.layer_.positions() = std::move(positions_);
+  model_.layer_.expanded() = std::move(expanded_);
   if (phase_ == Phase::rows) model_.ffn_.resume_rows(*ffn_, layer_, stretch_.back());
 }
 
 void RunningPass::suspend() {
   if (phase_ != Phase::start) positions_ = model_.layer_.positions();
+  expanded_ = std::exchange(model_.layer_.expanded(), {});
   if (ffn_) {
     ffn_->dense.rest();
     ffn_->experts.rest();
@@ -135,8 +140,10 @@ void RunningPass::suspend() {
 // Nothing can fail any more: the sequences get their tokens.
 void RunningPass::end() {
   is_over_ = true;
-  for_each_sequence(tokens_.data(), tokens_.size(),
-                    [](const Token&, const Token& last) { last.sequence->commit(last.position + 1); });
+  model_.layer_.expanded() = {};
+  for_each_sequence(tokens_.data(), tokens_.size(), [&](const Token&, const Token& last) {
+    last.sequence->commit(last.position + 1, pass_ == Pass::prompt);
+  });
   model_.watch_.charge(model_.counters_.compute_ns);
 }
 
@@ -182,7 +189,7 @@ void RunningPass::start_stretch() {
     const std::size_t begin = count * p / parts_, end = count * (p + 1) / parts_;
     const bool fills = pass_ == Pass::prompt && model_.spec_.fill_tokens != 0 && p + 1 == parts_;
     stretch_.push_back({tokens_.data() + begin, end - begin, pass_, tap_, fills, number_ + 1 == stretches_,
-                        false, drafted_, p - begins, begin - first_});
+                        false, drafted_, p - begins, begin - first_, 0, expanded_heads_});
   }
   Part whole = stretch_[0];
   whole.count = stretch_tokens();

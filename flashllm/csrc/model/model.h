@@ -53,6 +53,7 @@ class Model {
 
   // After a pass that did not finish: no read stays under way, and no row counts that did not come.
   void interrupt() noexcept {
+    layer_.expanded() = {};
     if (table_ != nullptr) table_->give_up();
     ffn_.give_up();
   }
@@ -81,9 +82,10 @@ class RunningPass {
   // logits: [wanted, vocab] after each token whose index is in `wanted` (ascending). `tap`: of a prompt's
   // pass, or nullptr. The last `drafted` tokens of a pass of few may be guesses: what the neuron caches learn
   // of these waits for `Model::accept`, before any other pass goes on. `stretches`: of a prompt that nobody
-  // observes, at most one a part; 0: one a part.
+  // observes, at most one a part; 0: one a part. `expanded`: as Part has it.
   RunningPass(Model& model, std::vector<Token> tokens, Pass pass, std::vector<std::size_t> wanted,
-              float* logits, Tap* tap = nullptr, std::size_t drafted = 0, std::size_t stretches = 0);
+              float* logits, Tap* tap = nullptr, std::size_t drafted = 0, std::size_t stretches = 0,
+              std::size_t expanded = 0);
   ~RunningPass() { close(); }
   RunningPass(const RunningPass&) = delete;
   RunningPass& operator=(const RunningPass&) = delete;
@@ -135,7 +137,7 @@ class RunningPass {
   const std::vector<std::size_t> wanted_;
   float* logits_;
   Tap* const tap_;
-  const std::size_t drafted_;
+  const std::size_t drafted_, expanded_heads_;
   std::size_t parts_, stretches_;
   std::size_t number_ = 0;     // of the stretch
   std::vector<Part> stretch_;  // its parts
@@ -148,6 +150,7 @@ class RunningPass {
   std::vector<float> rows_;             // the same of per-layer embeddings, [tokens, layers, per_layer]
   std::optional<FfnStretch> ffn_;       // of a prompt
   std::vector<RotaryTable> positions_;  // while it waits
+  Expanded expanded_;                   // the same
   Progress progress_;
 };
 

@@ -56,9 +56,18 @@ struct Part {
   std::size_t drafted = 0;            // of its last tokens
   std::size_t number = 0, first = 0;  // in its stretch: which part, and which token its first one is
   std::size_t kv_layer = 0;           // of its keys and values
+  std::size_t expanded = 0;           // heads of latent attention that are expanded together; 0: all
   const float* per_layer = nullptr;   // [tokens, layers, per_layer], where the model has such embeddings
 
   bool is_prompt() const { return pass == Pass::prompt; }
+  // `n` of its tokens from `at` on.
+  Part of(std::size_t at, std::size_t n) const {
+    Part part = *this;
+    part.tokens += at;
+    part.count = n;
+    part.first += at;
+    return part;
+  }
 };
 
 }  // namespace flashllm

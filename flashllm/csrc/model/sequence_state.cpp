@@ -355,7 +355,7 @@ KvView SequenceState::view(std::size_t layer) const {
   return view;
 }
 
-void SequenceState::commit(std::size_t length) {
+void SequenceState::commit(std::size_t length, bool as_prompt) {
   require(length >= length_ && length <= shape().context() && pages_of(length) <= tables_[0].plain.size(),
           "a KV cache can commit only positions that it has reserved");
   take_checkpoints(length);
@@ -367,6 +367,7 @@ void SequenceState::commit(std::size_t length) {
   of_pass_.clear();
   recorded_.clear();
   if (length > length_) states_ = std::move(states_now_);
+  if (as_prompt && prompted_ == length_) prompted_ = length;
   states_now_ = nullptr;
   length_ = length;
   in_pass_ = false;
@@ -451,6 +452,7 @@ std::size_t SequenceState::keep(std::size_t length) {
   cut(length);
   if (length <= start_) states_before_ = states_;
   start_ = std::min(start_, length);
+  prompted_ = std::min(prompted_, length);
   return length_ = length;
 }
 
@@ -471,6 +473,7 @@ void SequenceState::copy_from(const SequenceState& other) {
   tables_ = other.tables_;
   checkpoints_ = other.checkpoints_;
   length_ = start_ = other.length_;
+  prompted_ = other.prompted_;
   states_ = states_before_ = other.states_;
   cut(length_);
   give_up(length_);
@@ -489,7 +492,8 @@ SequenceState::Spans SequenceState::save() const {
   return spans;
 }
 
-SequenceState::Spans SequenceState::restore(std::size_t length, const std::vector<std::size_t>& pages) {
+SequenceState::Spans SequenceState::restore(std::size_t length, const std::vector<std::size_t>& pages,
+                                            std::size_t prompted) {
   const bool has_states = shape().state_nbytes() != 0 && length != 0;
   require(length_ == 0 && length <= shape().context() &&
               pages.size() == tables_.size() + (has_states ? 1 : 0) && (!has_states || pages.back() == 1),
@@ -514,6 +518,7 @@ SequenceState::Spans SequenceState::restore(std::size_t length, const std::vecto
     spans.push_back({{states_now_.get(), shape().state_nbytes()}});
   }
   start_ = length;
+  prompted_ = std::min(prompted, length);
   return spans;
 }
 

@@ -121,6 +121,8 @@ class SequenceState {
 
   const StateShape& shape() const { return pool_->shape(); }
   std::size_t length() const { return length_; }  // committed positions
+  // Of them, those from the first on that were computed as a prompt's after nothing but such.
+  std::size_t prompted() const { return prompted_; }
   // Bytes that a pass up to `length` takes from the pool at most, less what it gives up when it begins.
   // `together`: tokens that it takes at a time; 0: the shape's.
   std::ptrdiff_t nbytes_to_add(std::size_t length, std::size_t together = 0) const;
@@ -160,7 +162,7 @@ class SequenceState {
   void record(std::size_t layer, std::size_t position, std::size_t offset, std::size_t floats);
 
   // The positions below `length`, all reserved and written, belong to the sequence from now on.
-  void commit(std::size_t length);
+  void commit(std::size_t length, bool as_prompt = false);
 
   // How many of the first `length` committed positions can be kept: all where every window's pages are there,
   // the last one plain or full, and recurrent states are theirs; else those of whole pages, those before the
@@ -183,8 +185,9 @@ class SequenceState {
   Spans save() const;
 
   // Empty, it gets so many last pages of each kind for `length` positions, whose bytes, as save() gave them,
-  // are the caller's to write before commit(length). Throws CoreError (usage) where that cannot be.
-  Spans restore(std::size_t length, const std::vector<std::size_t>& pages);
+  // are the caller's to write before commit(length). `prompted`: as it was. Throws CoreError (usage) where
+  // that cannot be.
+  Spans restore(std::size_t length, const std::vector<std::size_t>& pages, std::size_t prompted = 0);
 
  private:
   struct Pages {              // by number
@@ -230,7 +233,7 @@ class SequenceState {
   // the pass under way, and at the positions that this records.
   Page states_, states_before_, states_now_;
   std::map<std::size_t, Page> recorded_;
-  std::size_t length_ = 0;
+  std::size_t length_ = 0, prompted_ = 0;
   std::size_t start_ = 0;  // committed positions when the last pass began
   bool in_pass_ = false;
 };
