@@ -21,7 +21,7 @@ ORDER = (
 # The same of the native core's folders; the kernels' levels hold those of planes.
 CORE_FLOORS = (
     *(("machine",), ("io",), ("kernels", "planes"), ("attention",), ("cache",), ("ffn",)),
-    *(("model",), ("pack",), ("offload",), ("bind",)),
+    *(("sequence",), ("model",), ("pack",), ("offload",), ("bind",)),
 )
 OFFLOAD_SHARES = {
     "errors",

@@ -31,7 +31,7 @@ OF_ARITHMETIC = [
     *("attention/*.cpp", "kernels/**/*.cpp", "planes/*.cpp", "pack/*.cpp"),
     *("io/memory.cpp", "io/xxh3.cpp"),
     *(f"ffn/{name}.cpp" for name in ("dense_ffn", "expert_ffn", "experts", "neuron_norm", "predictor")),
-    *("model/page_pool.cpp", "model/sequence_state.cpp"),
+    *("sequence/page_pool.cpp", "sequence/sequence_state.cpp"),
 ]
 TESTS_OF_ARITHMETIC = ("attention", "compute", "experts", "sequence_state", "norm", "offload", "pack", "predictor")
 

@@ -55,7 +55,7 @@ def prompt_shapes(manifest: Manifest, block: BlockSpec, context: int, *, dense: 
 
 def _part_nbytes(manifest: Manifest, block: BlockSpec) -> int:
     """Scratch for a token of a part, and its products with a block of rows (csrc/model/layer.h, block_attention.h,
-    arithmetic.h; csrc/ffn/dense_ffn.h)."""
+    latent_attention.h, arithmetic.h; csrc/ffn/dense_ffn.h)."""
     # The states' norm, and what is added to them; queries and mixed values, keys and values; the inputs of products,
     # packed; conversions to the dtype and back.
     floats = 2 * block.d_model + 2 * (block.query_dim + block.kv_dim)
@@ -93,8 +93,8 @@ def _latent_floats(mixer: Attention) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """Bytes of what prompts make of latent attention's rows (csrc/model/block_attention.h), of the layer that has most;
-    0 where there is none."""
+    """Bytes of what prompts make of latent attention's rows (csrc/model/latent_attention.h), of the layer that has
+    most; 0 where there is none."""
 
     heads: int = 0  # at most
     head_nbytes: int = 0  # of a head's key and value of a position

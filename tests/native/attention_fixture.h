@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "fixture.h"
-#include "model/sequence_state.h"
+#include "sequence/sequence_state.h"
 
 namespace attention_tests {
 

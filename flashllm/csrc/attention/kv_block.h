@@ -1,5 +1,5 @@
 // Blocks of a KV cache: keys and values of kKvBlock positions of one sequence in one layer, part of a page
-// (model/sequence_state.h) or alone in an arena, wherever its owner likes; nothing here knows sequences,
+// (sequence/sequence_state.h) or alone in an arena, wherever its owner likes; nothing here knows sequences,
 // layers or tiers.
 //
 // A plain block: keys [kv_heads, kKvBlock, head_dim], then values likewise, of the model's dtype; or keys

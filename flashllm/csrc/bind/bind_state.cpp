@@ -1,7 +1,7 @@
 // What sequences leave behind.
 #include "bind/bindings.h"
 #include "bind/py_spec.h"
-#include "model/sequence_state.h"
+#include "sequence/sequence_state.h"
 
 namespace flashllm {
 

@@ -236,6 +236,12 @@ struct BlockWeights : NeuronWeights {
   float scale = 1.0F;            // of the states that leave the layer
   const float* sinks = nullptr;  // [heads] or nullptr: see AttentionShape
   FfnLayer* ffn = nullptr;       // nullptr: this layer has no neuron cache and runs dense
+
+  AttentionShape attention_shape(Dtype dtype) const {
+    AttentionShape shape = spec.attention.shape(dtype);
+    shape.sinks = sinks;
+    return shape;
+  }
 };
 
 }  // namespace flashllm

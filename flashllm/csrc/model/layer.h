@@ -43,7 +43,7 @@ class Layer {
   // The positions of a part's tokens, or of a stretch's, which hold for all layers.
   void set_positions(const Part& part) { attention_.set_positions(part); }
   std::vector<RotaryTable>& positions() { return attention_.positions(); }
-  Expanded& expanded() { return attention_.expanded(); }
+  Expanded& expanded() { return attention_.latent().expanded(); }
   // states [tokens, d_model], in place; of streams (BlockSpec) [1 + streams, tokens, d_model]. Throws
   // CoreError (numbers) for states that are not finite.
   void run(std::size_t layer, const BlockWeights& weights, const Part& part, float* states);

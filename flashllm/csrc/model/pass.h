@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "model/sequence_state.h"
+#include "sequence/sequence_state.h"
 
 namespace flashllm {
 

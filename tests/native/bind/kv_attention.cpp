@@ -1,6 +1,6 @@
 // Attention by itself, for tests and benchmarks: a model's is inside it.
 #include "bind/bindings.h"
-#include "model/sequence_state.h"
+#include "sequence/sequence_state.h"
 
 namespace flashllm {
 

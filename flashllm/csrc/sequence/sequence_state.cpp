@@ -1,4 +1,4 @@
-#include "model/sequence_state.h"
+#include "sequence/sequence_state.h"
 
 #include <algorithm>
 #include <cstring>

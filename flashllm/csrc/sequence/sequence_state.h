@@ -29,7 +29,7 @@
 
 #include "attention/attention.h"
 #include "attention/kv_block.h"
-#include "model/page_pool.h"
+#include "sequence/page_pool.h"
 
 namespace flashllm {
 

@@ -1,4 +1,4 @@
-#include "model/page_pool.h"
+#include "sequence/page_pool.h"
 
 #include <sys/mman.h>
 
