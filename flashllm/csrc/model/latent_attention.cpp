@@ -111,7 +111,9 @@ void LatentAttention::attend_expanded(const BlockWeights& weights, const Part& p
   AttentionShape attended = weights.attention_shape(spec_.dtype);
   memory_.keep(attended, part, keys_.data() + at * spec.kv_dim(), keys_.data() + at * spec.kv_dim());
   if (part.number == 0 || expanded_.sequence != part.tokens[0].sequence || expanded_.layer != part.kv_layer) {
-    expanded_ = {part.tokens[0].sequence, part.kv_layer};
+    expanded_ = Expanded();
+    expanded_.sequence = part.tokens[0].sequence;
+    expanded_.layer = part.kv_layer;
     turn_keys(weights);
   }
   attended.head_dim = projected;

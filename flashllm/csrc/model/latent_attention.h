@@ -19,11 +19,11 @@ namespace flashllm {
 // What a layer's positions of one sequence expand to, while a stretch's parts go through the layer.
 struct Expanded {
   const SequenceState* sequence = nullptr;
-  std::size_t layer = 0;           // of its keys and values
-  std::vector<std::byte> turned;   // key_up by what comes of it: [heads * plain_dim, rank], of the dtype
-  ExpandedPages pages;             // from the rows that later pages see
-  ExpandedPages own;               // where these are packed: from plain rows, of the queries' own pages
-  std::size_t first = 0, end = 0;  // positions in `pages`
+  std::size_t layer = 0;          // of its keys and values
+  std::vector<std::byte> turned;  // key_up by what comes of it: [heads * plain_dim, rank], of the dtype
+  ExpandedPages pages;            // from the rows that later pages see
+  ExpandedPages own;              // where these are packed: from plain rows, of the queries' own pages
+  std::size_t end = 0;            // of positions in `pages`
 };
 
 class LatentAttention {
