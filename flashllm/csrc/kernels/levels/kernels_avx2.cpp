@@ -321,6 +321,7 @@ struct Bytes {
 #include "kernels/levels/eight_x86.h"
 
 constexpr std::size_t kTileOfDot = 2;
+constexpr bool kPairsOfTiles = false;
 struct Lanes : Vec {
   static Lanes set(float value) { return {Vec::set(value)}; }
   static Lanes each_row(const float* p) {

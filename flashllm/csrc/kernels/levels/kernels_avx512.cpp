@@ -305,6 +305,7 @@ struct Bytes : Words {
 #include "kernels/levels/eight_x86.h"
 
 constexpr std::size_t kTileOfDot = 4;
+constexpr bool kPairsOfTiles = true;  // registers have room for two tiles of codes
 struct Lanes : Vec {
   static Lanes set(float value) { return {Vec::set(value)}; }
   static Lanes each_row(const float* p) { return {{_mm512_broadcast_f32x4(_mm_loadu_ps(p))}}; }

@@ -144,6 +144,7 @@ inline Vec max(const Vec& a, const Vec& b) {  // b where either is NaN; vmaxq_f3
 
 // Of row_codecs_inputs_impl.h, a row in each register.
 constexpr std::size_t kTileOfDot = 2;
+constexpr bool kPairsOfTiles = false;
 struct Ints {
   uint32x4_t row[kTileOfDot];
   static constexpr int kSignedZero = 0, kWideZero = 0;

@@ -121,6 +121,7 @@ Vec max(const Vec& a, const Vec& b) {  // b where either is NaN, as the processo
 
 // Of row_codecs_inputs_impl.h.
 constexpr std::size_t kTileOfDot = 2;
+constexpr bool kPairsOfTiles = false;
 struct Ints {
   std::uint32_t lane[4 * kTileOfDot];  // of a row four
   static constexpr int kSignedZero = 0, kWideZero = 0;

@@ -1,5 +1,6 @@
 // Products of coded weights with inputs in 8 or 16 bits, as row_codecs.h has them; included behind
-// row_codecs_impl.h. A tile is kTileOfDot rows, a window four units. `Ints`: a number, or a word of four
+// row_codecs_impl.h. A tile is kTileOfDot rows, a window four units; with kPairsOfTiles several tokens are
+// multiplied by two tiles at a time. `Ints`: a number, or a word of four
 // codes, of each unit of a window of each row of a tile: set; pieces (16 bytes of each row) and transpose (of
 // four of them word i of each row to word j of the i-th); fours and eights (four or eight bytes of each unit,
 // one word after the other); part<kShift, kMask> (of every byte the bits from kShift on) and with<kShift,
@@ -262,6 +263,73 @@ struct CodedDot {
     }
     for (std::size_t t = 0; t < tokens; ++t) sum[t].put_sums(rows, out + t * out_stride);
   }
+
+  // add_window of two tiles, which share what is loaded of the inputs: at[i * kTileOfDot + r], sum[2 * t +
+  // i].
+  template <std::size_t kUnits>
+  __attribute__((always_inline)) static void add_two(const std::uint8_t* const* at, const CodedInputs* x,
+                                                     std::size_t tokens, const Scales* scales, std::size_t w,
+                                                     std::size_t u, Lanes* sum) {
+    constexpr std::size_t kWords = kUnitWords / kScales;
+    Ints codes[2][kUnitWords];
+    for (std::size_t i = 0; i < 2; ++i)
+      load_codes<kUnits>(at + i * kTileOfDot, codes[i], std::make_index_sequence<kUnitWords>());
+    for (std::size_t t = 0; t < tokens; ++t) {
+      const auto* inputs = static_cast<const std::int8_t*>(x[t].codes) + u * kCodeUnit * sizeof(Input);
+      const Lanes by = Lanes::each_row(x[t].scales + u);
+      for (std::size_t part = 0; part < kScales; ++part) {
+        const Ints totals = Ints::each_row((kScales == 1 ? x[t].totals : x[t].halves[part]) + u);
+        Ints products[2];
+        for (std::size_t i = 0; i < 2; ++i) {
+          if constexpr (kWide) {
+            products[i] = Ints::sum_wide(codes[i], inputs);
+          } else {
+            const auto four = [&](std::size_t j) {
+              return Ints::template sum_four<kMost>(codes[i] + j, inputs + 16 * j);
+            };
+            products[i] = four(part * kWords);
+            if constexpr (kWords == 8) products[i] = products[i] + four(4);
+          }
+          if constexpr (kZero != 0) products[i] = products[i] - totals * Ints::set(kZero);
+        }
+        for (std::size_t i = 0; i < 2; ++i) {
+          const Scales& own = scales[i];
+          Lanes& to = sum[2 * t + i];
+          if constexpr (Units::kMinimums)
+            to = fma(own.minimums[w * kScales + part], totals.floats() * by, to);
+          to = fma(products[i].floats() * by, own.of[w * kScales + part], to);
+        }
+      }
+    }
+  }
+
+  // dot of two tiles of whole rows, which have an even number of units.
+  static void dot_two(const Row* row, const Row* next, const CodedInputs* x, std::size_t tokens,
+                      std::size_t k, float* out, std::size_t out_stride) {
+    constexpr std::size_t kRows = 2 * kTileOfDot;
+    const std::size_t units = (k + kCodeUnit - 1) / kCodeUnit;
+    Lanes sum[2 * kTokensOfDot];
+    for (std::size_t i = 0; i < 2 * tokens; ++i) sum[i] = Lanes::set(0.0F);
+    for (std::size_t r = 0; r < kRows; ++r) G::prefetch_groups(next[r]);
+    for (std::size_t u = 0; u < units; u += kScaled) {
+      const std::size_t left = units - u < kScaled ? units - u : kScaled;
+      for (std::size_t r = 0; r < kRows; ++r)
+        for (std::size_t line = 0; line < kScaled * kUnitNbytes; line += kCacheLine)
+          __builtin_prefetch(next[r].codes + u * kUnitNbytes + line, 0, 2);
+      const Scales scales[2] = {Scales(row, u, left), Scales(row + kTileOfDot, u, left)};
+      for (std::size_t w = 0; w * kWindow < left; ++w) {
+        const std::uint8_t* codes[kRows];
+        for (std::size_t r = 0; r < kRows; ++r) codes[r] = row[r].codes + (u + w * kWindow) * kUnitNbytes;
+        if (left - w * kWindow < kWindow)
+          add_two<2>(codes, x, tokens, scales, w, u + w * kWindow, sum);
+        else
+          add_two<kWindow>(codes, x, tokens, scales, w, u + w * kWindow, sum);
+      }
+    }
+    for (std::size_t t = 0; t < tokens; ++t)
+      for (std::size_t i = 0; i < 2; ++i)
+        sum[2 * t + i].put_sums(kTileOfDot, out + t * out_stride + i * kTileOfDot);
+  }
 };
 
 }  // namespace
@@ -301,6 +369,24 @@ void dot_runs(const std::byte* first, std::size_t stride, std::size_t n, const C
   }
 }
 
+// The same of several tokens and whole pairs of tiles; where they end.
+template <typename D>
+std::size_t dot_pairs(const std::byte* first, std::size_t stride, std::size_t n, std::size_t ahead,
+                      const CodedInputs* x, std::size_t tokens, std::size_t k, float* out,
+                      std::size_t out_stride) {
+  constexpr std::size_t kRows = 2 * kTileOfDot;
+  typename D::Row row[kRows], next[kRows];
+  std::size_t r = 0;
+  for (; r + kRows <= n; r += kRows) {
+    for (std::size_t i = 0; i < kRows; ++i) {
+      row[i] = D::G::at(first + (r + i) * stride, k);
+      next[i] = D::G::at(first + (r + ahead + i) * stride, k);
+    }
+    D::dot_two(row, next, x, tokens, k, out + r, out_stride);
+  }
+  return r;
+}
+
 constexpr std::size_t kRowsOfRuns = 32;  // fewer are no runs
 constexpr std::size_t kRowsAhead = 4;
 static_assert(kRowsAhead % kTileOfDot == 0, "what is fetched are rows that are multiplied together");
@@ -320,6 +406,12 @@ void dot_tokens_coded_inputs(const void* data, std::size_t stride, std::size_t n
     const std::size_t whole = n / kTileOfDot * kTileOfDot;
     dot_runs<D>(first, stride, whole, *x, k, out);
     first += whole * stride, n -= whole, out += whole;
+  }
+  if constexpr (kPairsOfTiles) {
+    if (tokens > 1 && (k + kCodeUnit - 1) / kCodeUnit % 2 == 0) {
+      const std::size_t whole = dot_pairs<D>(first, stride, n, ahead, x, tokens, k, out, out_stride);
+      first += whole * stride, n -= whole, out += whole;
+    }
   }
   const auto at = [=](std::size_t r) { return first + r * stride; };
   const auto dot =
