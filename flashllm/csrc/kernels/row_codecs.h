@@ -120,6 +120,11 @@ struct CodeTable {
   int zero;
   float unit;
 };
+// Whether it is one: not every compiler compares addresses while it compiles.
+template <const CodeTable* kTable>
+inline constexpr bool kIsTable = true;
+template <>
+inline constexpr bool kIsTable<nullptr> = false;
 constexpr CodeTable positive(CodeTable table, int zero) {
   for (int i = 0; i < 16; ++i) table.from_zero[i] = static_cast<std::int8_t>(table.values[i] + zero);
   table.zero = zero;

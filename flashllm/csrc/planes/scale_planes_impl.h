@@ -42,7 +42,7 @@ struct PlaneScales {
       const std::size_t at = j + v * Vec::kWidth;
       to.scale[v] = Vec::load_f16(plane.scales + shared_row + at);
       if constexpr (kFactors) to.scale[v] = to.scale[v] * Vec::load_i8(plane.factors + group_row + at);
-      if constexpr (kTable != nullptr) to.scale[v] = to.scale[v] * Vec::set(kTable->unit);
+      if constexpr (kIsTable<kTable>) to.scale[v] = to.scale[v] * Vec::set(kTable->unit);
       if constexpr (kMinimum) {
         to.minimum[v] = Vec::load_f16(plane.minimums + shared_row + at);
         if constexpr (kFactors)
@@ -51,7 +51,7 @@ struct PlaneScales {
     }
   }
   static void decode(const std::uint8_t* unit, const UnitScales& scales, Vec* to) {
-    if constexpr (kTable != nullptr)
+    if constexpr (kIsTable<kTable>)
       look_up<kBits>(unit, *kTable, Vec::set(1.0F), to);
     else
       load_codes<kBits>(unit, kMinimum ? 0.0F : zero_code<kBits>(), to);
@@ -212,13 +212,13 @@ void pair_plane_rows(const void* rows, std::size_t stride, std::size_t id, std::
 #if defined(__AVX512VNNI__)
 constexpr std::size_t kPairUnits = 2, kBlockSteps = 4;
 template <typename Scales>
-constexpr int kMore = Scales::kTable != nullptr || Scales::kBits == 8 ? 128
+constexpr int kMore = kIsTable<Scales::kTable> || Scales::kBits == 8 ? 128
                       : Scales::kMinimums ? 0
                                           : static_cast<int>(zero_code<Scales::kBits>());
 template <typename Scales>
 inline void pair_units(const std::uint8_t* low, const std::uint8_t* high, std::size_t apart, Ints* to) {
   const auto codes = [apart](const std::uint8_t* at) {
-    if constexpr (Scales::kTable != nullptr)
+    if constexpr (kIsTable<Scales::kTable>)
       return _mm512_xor_si512(Sixteen::looked_up<Scales::kBits>(Scales::kTable->values, at, at + apart),
                               _mm512_set1_epi8(-128));
     else

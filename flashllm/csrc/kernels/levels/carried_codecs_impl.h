@@ -95,7 +95,7 @@ template <std::size_t kBits, std::size_t kGroup, bool kMinimum, bool kFactors, c
 struct Carried {
   static constexpr bool kReorders = false;
   static constexpr std::size_t kShared = kFactors ? kSharedFactors : kGroup;
-  static constexpr float kOne = kOf == nullptr ? 1.0F : kOf->unit;
+  static constexpr float kOne = kIsTable<kOf> ? kOf->unit : 1.0F;
   static_assert(kCodeUnit % kGroup == 0 && kGroup % Vec::kWidth == 0, "a vector is of one group");
 
   struct Row {
@@ -116,7 +116,7 @@ struct Carried {
 
   static void decode(const Row& row, std::size_t j, Vec* to) {
     const float shared = Vec::half(row.scales[j / kShared]) * kOne;
-    if constexpr (kOf != nullptr && kGroup == kCodeUnit) {
+    if constexpr (kIsTable<kOf> && kGroup == kCodeUnit) {
       const float scale = kFactors ? shared * static_cast<float>(row.factors[j / kGroup]) : shared;
       return look_up<kBits>(row.codes + j / 8 * kBits, *kOf, Vec::set(scale), to);
     }
@@ -127,7 +127,7 @@ struct Carried {
       const float own = kFactors ? minimum * static_cast<float>(row.minimum_factors[group]) : minimum;
       return Vec::unpack_nibbles<kUnitVectors / 2>(row.codes + j / 2, Vec::set(scale), Vec::set(own), to);
     }
-    if constexpr (kOf != nullptr)
+    if constexpr (kIsTable<kOf>)
       look_up<kBits>(row.codes + j / 8 * kBits, *kOf, Vec::set(1.0F), to);
     else
       load_codes<kBits>(row.codes + j / 8 * kBits, kMinimum ? 0.0F : zero_code<kBits>(), to);

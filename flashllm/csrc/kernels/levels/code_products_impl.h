@@ -204,7 +204,7 @@ void add_codes(const CodeTokens& a, std::size_t tokens, const CodeWeights& b, st
 
 template <typename Units>
 inline __m256i signed_codes(const std::uint8_t* p) {
-  if constexpr (Units::kTable != nullptr) return Eight::looked_up<Units::kBits>(Units::kTable->values, p);
+  if constexpr (kIsTable<Units::kTable>) return Eight::looked_up<Units::kBits>(Units::kTable->values, p);
   constexpr int kZero = Units::kMinimums ? 0 : static_cast<int>(zero_code<Units::kBits>());
   const __m256i codes = Eight::codes_of<Units::kBits>(p);
   return kZero == 0 ? codes : _mm256_sub_epi8(codes, _mm256_set1_epi8(kZero));
@@ -213,7 +213,7 @@ inline __m256i signed_codes(const std::uint8_t* p) {
 // Codes a byte each, from 0 on.
 template <typename Units>
 inline __m256i byte_codes(const std::uint8_t* p) {
-  if constexpr (Units::kTable != nullptr) return Eight::looked_up<Units::kBits>(Units::kTable->from_zero, p);
+  if constexpr (kIsTable<Units::kTable>) return Eight::looked_up<Units::kBits>(Units::kTable->from_zero, p);
   return Eight::codes_of<Units::kBits>(p);
 }
 

@@ -44,9 +44,9 @@ struct CarriedUnits : Carried<kCodeBits, kGroup, kMinimum, kFactors, kOf> {
   static constexpr std::size_t kBits = kCodeBits, kScales = kCodeUnit / kGroup;
   static constexpr bool kMinimums = kMinimum;
   static constexpr const CodeTable* kTable = kOf;
-  static constexpr int kZero = kOf != nullptr ? kOf->zero
-                               : kMinimum     ? 0
-                                              : static_cast<int>(zero_code<kBits>());
+  static constexpr int kZero = kIsTable<kOf> ? kOf->zero
+                               : kMinimum    ? 0
+                                             : static_cast<int>(zero_code<kBits>());
   static_assert(kSharedFactors == kScaled * kCodeUnit, "a shared scale is that of the units taken together");
 
   static Eight scales(const Row& row, std::size_t u) { return of_units(row.scales, row.factors, u); }
@@ -129,7 +129,7 @@ struct CodedDot {
   static constexpr std::size_t kUnitNbytes = kCodeUnit * kBits / 8;
   static constexpr std::size_t kWindow = 4, kWindows = kScaled / kWindow;  // units; of kScaled
   static constexpr bool kWide = sizeof(Input) == 2;
-  static constexpr bool kOfTable = Units::kTable != nullptr, kFromZero = kOfTable && Units::kZero != 0;
+  static constexpr bool kOfTable = kIsTable<Units::kTable>, kFromZero = kOfTable && Units::kZero != 0;
   static constexpr bool kSigned = !kWide && (kBits == 8 || (kOfTable && !kFromZero));
   static constexpr int kZero = kWide ? Ints::kWideZero : kSigned ? Ints::kSignedZero : Units::kZero;
   static constexpr int kMost = kSigned ? kSignedCodes : kFromZero ? 2 * Units::kZero : (1 << kBits) - 1;
