@@ -103,6 +103,16 @@ def test_bits_depend_on_no_neighbour_and_no_thread(name, inputs):
 
 
 @pytest.mark.parametrize(("name", "inputs"), FORMS)
+def test_many_rows_have_the_bits_of_few(name, inputs):
+    """A thread's share of 405 rows is 48 and more, of which a tile's lie far apart; of 21 they lie side by side."""
+    rows, x = encoded(name, 405, 192), random(1, 192, seed=5)
+    for level in _core.simd_levels():
+        few = [products(name, rows[first : first + 21], x, level=level, inputs=inputs) for first in range(0, 405, 21)]
+        whole = products(name, rows, x, level=level, inputs=inputs)
+        np.testing.assert_array_equal(whole, np.concatenate(few, axis=1))
+
+
+@pytest.mark.parametrize(("name", "inputs"), FORMS)
 def test_the_largest_codes_do_not_overflow(name, inputs):
     rows = encoded(name, 4, 256).copy()
     for i, byte in enumerate((0, 255, 127, 128)):
