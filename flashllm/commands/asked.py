@@ -1,4 +1,4 @@
-"""What parsed arguments ask for: the run, and the model, which is found, or converted now and checked."""
+"""Parsed arguments become a run's configuration and a model directory. A model's first use converts and checks it."""
 
 import argparse
 import sys

@@ -20,7 +20,7 @@ from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.hub import Hub, Say
 from flashllm.convert.known import fetch
 from flashllm.convert.named import Named, demo_path, find_directory, kept_as, weights_nbytes
-from flashllm.convert.run import convert_checkpoint
+from flashllm.convert.run import convert_checkpoint, partial_path
 from flashllm.errors import Busy, FlashError, FlashIOError, UsageError
 from flashllm.format.manifest import MANIFEST, PARTIAL_SUFFIX, Manifest, open_model_dir
 from flashllm.format.model_files import CONFIG, FFN, RESIDENT
@@ -104,16 +104,19 @@ def resolve_model(
 
 
 def _converted_alone(convert: Callable[[], Manifest], target: Path, waits: Callable[[], None]) -> Manifest | None:
-    """What `convert` makes of `target`; None where another process has made it by then. One that is at work there is
-    waited for, and where it ends without a result the conversion goes on here."""
+    """Convert `target`; None if another process made it first.
+
+    While another process converts it, this one waits. If that process ends without a result, this one goes on with the
+    conversion. A conversion that fails because `target` has appeared meanwhile is no failure.
+    """
     while True:
         try:
             return convert()
         except FlashError as error:
             busy = isinstance(error, Busy)
             if busy:
-                made = target.with_name(target.name + PARTIAL_SUFFIX)
-                with suppress(Busy, FileNotFoundError), locked_directory(made, "", wait_s=math.inf, waits=waits):
+                begun = partial_path(target)
+                with suppress(Busy, FileNotFoundError), locked_directory(begun, "", wait_s=math.inf, waits=waits):
                     pass
             if (target / MANIFEST).exists():
                 return None

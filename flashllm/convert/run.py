@@ -84,13 +84,18 @@ def convert_checkpoint(
     if checkpoint.assumed is not None and say is not None and source_name not in KNOWN:
         say(checkpoint.assumed)
     dst = Path(os.path.abspath(dst))
-    partial_path = dst.with_name(dst.name + PARTIAL_SUFFIX)
+    begun = partial_path(dst)
     try:
-        check_space(dst.parent, partial_path, plan.total_nbytes)
-        with open_partial(partial_path, dst, plan.identity()) as partial:
+        check_space(dst.parent, begun, plan.total_nbytes)
+        with open_partial(begun, dst, plan.identity()) as partial:
             return _Conversion(plan, partial, progress).run(dst, source_name)
     except OSError as error:
-        raise FlashIOError(_explain(error, dst, partial_path, plan.total_nbytes)) from error
+        raise FlashIOError(_explain(error, dst, begun, plan.total_nbytes)) from error
+
+
+def partial_path(dst: Path) -> Path:
+    """Where the conversion into `dst` is under way."""
+    return dst.with_name(dst.name + PARTIAL_SUFFIX)
 
 
 def _check_request(dst: Path, choices: Choices) -> None:
@@ -112,7 +117,7 @@ def check_destination(dst: Path) -> None:
         raise UsageError(f"{dst.parent}: there is no such directory")
 
 
-def _explain(error: OSError, dst: Path, partial_path: Path, nbytes: int) -> str:
+def _explain(error: OSError, dst: Path, begun: Path, nbytes: int) -> str:
     message = f"{dst}: the conversion stopped: {error.strerror}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         with contextlib.suppress(OSError):
@@ -120,8 +125,8 @@ def _explain(error: OSError, dst: Path, partial_path: Path, nbytes: int) -> str:
             message += f"; the output has {format_size(nbytes)} ({nbytes} bytes), {free} are free"
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         message += "; `flashllm convert` makes it at a place of your choice"
-    if partial_path.exists():
-        message += f"; {partial_path} is kept: run the same conversion again to go on, or remove it"
+    if begun.exists():
+        message += f"; {begun} is kept: run the same conversion again to go on, or remove it"
     return message
 
 

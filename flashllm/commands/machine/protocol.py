@@ -4,8 +4,8 @@
 
 The first time nothing is cached (*cold*), the second time the caches are as the first left them (*warm*). All ids are
 given, those behind the prompt too: what is computed depends on no engine's choice of a token. Prints one JSON document.
-llama.cpp runs as llama-cpp-python has it, with its own defaults but for the options "repack",
-"micro_batch" and "flash_attention" (auto, disabled, enabled).
+llama.cpp runs as llama-cpp-python has it, with its own defaults but for the options "repack", "micro_batch" and
+"flash_attention" (auto, disabled, enabled).
 """
 
 import ctypes
