@@ -241,18 +241,19 @@ constexpr InputForm inputs_of(RowCodec codec, InputForm wanted) {
 }
 
 constexpr int kSignedCodes = 128;  // the largest magnitude of codes of 8 bits
-// k inputs in units of kCodeUnit, padded with zeros to a multiple of 8 units; four units are a window, in
-// which the first four codes of each come first, then the next four.
+// Units of kCodeUnit that so many inputs take: a multiple of 8.
 constexpr std::size_t padded_units(std::size_t length) {
   return (length + 8 * kCodeUnit - 1) / (8 * kCodeUnit) * 8;
 }
+// Inputs in padded_units, whose last ones have zeros; four units are a window, in which the first four codes
+// of each come first, then the next four.
 struct CodedInputs {
   const void* codes;           // int8, in windows; or int16, of a window all lower bytes, then the upper ones
   const float* scales;         // [units]
   const std::int32_t* totals;  // [units], of the codes, or of upper bytes
   const std::int32_t* halves[2];  // the same of the first and of the last 16 codes of a unit
 };
-// The same, to be written.
+// Where codes of inputs are written, as CodedInputs has them.
 struct InputCodes {
   std::int8_t* codes;
   float* scales;
@@ -263,11 +264,12 @@ struct InputCodes {
 // not a number.
 struct InputKernels {
   float (*largest)(const float* x, std::size_t n);  // magnitude; not finite where one is not
-  // n codes of inputs that have one scale, which is returned
+  // n inputs that share a scale, which is returned.
   float (*to_int16)(const float* x, std::size_t n, std::int16_t* codes);
-  // The same of a unit, by this largest magnitude, or its own, and the codes' total.
+  // A unit of inputs, whose scale is returned, and the codes' total. `largest`: a magnitude that the scale is
+  // for; nullptr: the unit's own.
   float (*unit_to_int8)(const float* x, const float* largest, std::int8_t* codes, std::int32_t* total);
-  // A token's; `together`: all have one scale.
+  // All inputs of a token. `together`: they share a scale; else each unit has its own.
   void (*code_int8)(const float* x, std::size_t length, bool together, const InputCodes& to);
   void (*code_int16)(const float* x, std::size_t length, bool together, const InputCodes& to);
 };

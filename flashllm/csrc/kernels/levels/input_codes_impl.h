@@ -3,17 +3,6 @@
 
 namespace {
 
-// Whether inputs of this largest magnitude are all zeros, or nearly: a reciprocal may not be finite.
-inline bool has_none(float largest) { return !(largest >= 1e-30F && largest < __builtin_inff()); }
-inline float scale_of(float largest, float most) {
-  if (!(largest < __builtin_inff())) return __builtin_nanf("");
-  return has_none(largest) ? 0.0F : largest / most;
-}
-template <typename Code>
-constexpr float most_of() {
-  return static_cast<float>(std::numeric_limits<Code>::max());
-}
-
 __attribute__((always_inline)) inline float largest_magnitude(const float* x, std::size_t n) {
   // Bits of floats without their signs are in the order of the floats, and integers' largest is found in any.
   std::int32_t most = 0;
@@ -30,16 +19,20 @@ inline std::int32_t nearest(float value) {
   return static_cast<std::int32_t>((value + kRounding) - kRounding);
 }
 
+// The codes of inputs of this largest magnitude, and their scale.
 template <typename Code, typename To>
 __attribute__((always_inline)) inline float to_codes(const float* x, std::size_t n, float largest,
                                                      To* codes) {
-  if (has_none(largest)) {
-    __builtin_memset(codes, 0, n * sizeof(To));
-  } else {
-    const float by = most_of<Code>() / largest;
+  constexpr float kMost = std::numeric_limits<Code>::max(),
+                  kInfinity = std::numeric_limits<float>::infinity();
+  constexpr float kTiny = 1e-30F;  // below it a reciprocal may not be finite
+  if (largest >= kTiny && largest < kInfinity) {
+    const float by = kMost / largest;
     for (std::size_t i = 0; i < n; ++i) codes[i] = static_cast<To>(nearest(x[i] * by));
+    return largest / kMost;
   }
-  return scale_of(largest, most_of<Code>());
+  __builtin_memset(codes, 0, n * sizeof(To));
+  return largest < kTiny ? 0.0F : std::numeric_limits<float>::quiet_NaN();
 }
 
 float to_int16(const float* x, std::size_t n, std::int16_t* codes) {
@@ -56,10 +49,10 @@ float unit_to_int8(const float* x, const float* largest, std::int8_t* codes, std
   return scale;
 }
 
-// A unit's codes to their places in its window, and their totals.
+// Writes a unit's codes to their places in its window, its scale and its totals.
 template <typename Code>
-__attribute__((always_inline)) inline void code_unit(const float* x, float largest, std::size_t unit,
-                                                     const InputCodes& to) {
+__attribute__((always_inline)) inline void put_unit(const float* x, float largest, std::size_t unit,
+                                                    const InputCodes& to) {
   constexpr std::size_t kWindow = 4, kWord = 4, kHalf = kCodeUnit / 2, kShift = 8 * (sizeof(Code) - 1);
   std::int32_t codes[kCodeUnit];
   to.scales[unit] = to_codes<Code>(x, kCodeUnit, largest, codes);
@@ -81,7 +74,7 @@ template <typename Code>
 void code_inputs(const float* x, std::size_t length, bool together, const InputCodes& to) {
   const float all = together ? largest_of(x, length) : 0.0F;
   const auto code = [&](const float* from, std::size_t unit) {
-    code_unit<Code>(from, together ? all : largest_magnitude(from, kCodeUnit), unit, to);
+    put_unit<Code>(from, together ? all : largest_magnitude(from, kCodeUnit), unit, to);
   };
   const std::size_t whole = length / kCodeUnit;
   for (std::size_t unit = 0; unit < whole; ++unit) code(x + unit * kCodeUnit, unit);

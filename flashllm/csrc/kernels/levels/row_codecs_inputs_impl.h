@@ -1,9 +1,9 @@
 // Products of coded weights with inputs in 8 or 16 bits, as row_codecs.h has them; included behind
 // row_codecs_impl.h. A tile is kTileOfDot rows, a window four units; with kPairsOfTiles several tokens are
-// multiplied by two tiles at a time. `Ints`: a number, or a word of four
-// codes, of each unit of a window of each row of a tile: set; pieces (16 bytes of each row) and transpose (of
-// four of them word i of each row to word j of the i-th); fours and eights (four or eight bytes of each unit,
-// one word after the other); part<kShift, kMask> (of every byte the bits from kShift on) and with<kShift,
+// multiplied by two tiles at a time. `Ints`: a number, or a word of four codes, of each unit of a window of
+// each row of a tile: set; pieces (16 bytes of each row) and transpose (of four of them word i of each row to
+// word j of the i-th); fours and eights (four or eight bytes of each unit, one word after the other);
+// part<kShift, kMask> (of every byte the bits from kShift on) and with<kShift,
 // kMask, kPlace> (such bits of another from bit kPlace on); looked_up (of a table of sixteen) and to_words
 // (of signed codes, kSignedZero more than what they are); sum_four<kMost> (of the products of four words of
 // codes up to kMost, or signed ones, with the same of inputs) and sum_wide (of eight words of int8 with
@@ -190,12 +190,29 @@ struct CodedDot {
     if constexpr (kSigned) ((to[J] = to[J].to_words()), ...);
   }
 
+  // The products of a window's codes, or of those that share scale `part`, less what zero codes add.
+  __attribute__((always_inline)) static Ints sum_of(const Ints* codes, const std::int8_t* inputs,
+                                                    std::size_t part, const Ints& totals) {
+    Ints sum;
+    if constexpr (kWide) {
+      sum = Ints::sum_wide(codes, inputs);
+    } else {
+      constexpr std::size_t kWords = kUnitWords / kScales;
+      const auto four = [&](std::size_t j) {
+        return Ints::template sum_four<kMost>(codes + j, inputs + 16 * j);
+      };
+      sum = four(part * kWords);
+      if constexpr (kWords == 8) sum = sum + four(4);
+    }
+    if constexpr (kZero != 0) sum = sum - totals * Ints::set(kZero);
+    return sum;
+  }
+
   // The terms of a window from unit u on, for each token.
   template <std::size_t kUnits>
   __attribute__((always_inline)) static void add_window(const std::uint8_t* const* at, const CodedInputs* x,
                                                         std::size_t tokens, const Lanes* scales,
                                                         const Lanes* minimums, std::size_t u, Lanes* sum) {
-    constexpr std::size_t kWords = kUnitWords / kScales;
     Ints codes[kUnitWords];
     load_codes<kUnits>(at, codes, std::make_index_sequence<kUnitWords>());
     for (std::size_t t = 0; t < tokens; ++t) {
@@ -203,17 +220,7 @@ struct CodedDot {
       const Lanes by = Lanes::each_row(x[t].scales + u);
       for (std::size_t part = 0; part < kScales; ++part) {
         const Ints totals = Ints::each_row((kScales == 1 ? x[t].totals : x[t].halves[part]) + u);
-        Ints products;
-        if constexpr (kWide) {
-          products = Ints::sum_wide(codes, inputs);
-        } else {
-          const auto four = [&](std::size_t j) {
-            return Ints::template sum_four<kMost>(codes + j, inputs + 16 * j);
-          };
-          products = four(part * kWords);
-          if constexpr (kWords == 8) products = products + four(4);
-        }
-        if constexpr (kZero != 0) products = products - totals * Ints::set(kZero);
+        const Ints products = sum_of(codes, inputs, part, totals);
         if constexpr (Units::kMinimums) sum[t] = fma(minimums[part], totals.floats() * by, sum[t]);
         sum[t] = fma(products.floats() * by, scales[part], sum[t]);
       }
@@ -264,13 +271,12 @@ struct CodedDot {
     for (std::size_t t = 0; t < tokens; ++t) sum[t].put_sums(rows, out + t * out_stride);
   }
 
-  // add_window of two tiles, which share what is loaded of the inputs: at[i * kTileOfDot + r], sum[2 * t +
-  // i].
+  // add_window of two tiles, which share what is loaded of the inputs. Row r of tile i is at[i * kTileOfDot +
+  // r], its terms go to sum[2 * t + i].
   template <std::size_t kUnits>
   __attribute__((always_inline)) static void add_two(const std::uint8_t* const* at, const CodedInputs* x,
                                                      std::size_t tokens, const Scales* scales, std::size_t w,
                                                      std::size_t u, Lanes* sum) {
-    constexpr std::size_t kWords = kUnitWords / kScales;
     Ints codes[2][kUnitWords];
     for (std::size_t i = 0; i < 2; ++i)
       load_codes<kUnits>(at + i * kTileOfDot, codes[i], std::make_index_sequence<kUnitWords>());
@@ -280,18 +286,7 @@ struct CodedDot {
       for (std::size_t part = 0; part < kScales; ++part) {
         const Ints totals = Ints::each_row((kScales == 1 ? x[t].totals : x[t].halves[part]) + u);
         Ints products[2];
-        for (std::size_t i = 0; i < 2; ++i) {
-          if constexpr (kWide) {
-            products[i] = Ints::sum_wide(codes[i], inputs);
-          } else {
-            const auto four = [&](std::size_t j) {
-              return Ints::template sum_four<kMost>(codes[i] + j, inputs + 16 * j);
-            };
-            products[i] = four(part * kWords);
-            if constexpr (kWords == 8) products[i] = products[i] + four(4);
-          }
-          if constexpr (kZero != 0) products[i] = products[i] - totals * Ints::set(kZero);
-        }
+        for (std::size_t i = 0; i < 2; ++i) products[i] = sum_of(codes[i], inputs, part, totals);
         for (std::size_t i = 0; i < 2; ++i) {
           const Scales& own = scales[i];
           Lanes& to = sum[2 * t + i];
