@@ -67,7 +67,9 @@ def llama(settings: dict[str, Any]) -> dict[str, float]:
     quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
     llama_cpp.llama_log_set(quiet, None)
     llama_cpp.llama_backend_init()
-    model = llama_cpp.llama_model_load_from_file(os.fsencode(settings["gguf"]), llama_cpp.llama_model_default_params())
+    choices = llama_cpp.llama_model_default_params()
+    choices.use_extra_bufts = False  # no copy of the weights in another order: under a limit it would not live
+    model = llama_cpp.llama_model_load_from_file(os.fsencode(settings["gguf"]), choices)
     params = llama_cpp.llama_context_default_params()
     params.n_ctx = batch * (prompt + new)
     params.n_batch = params.n_ubatch = settings["ubatch"]
