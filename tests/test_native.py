@@ -30,7 +30,8 @@ ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 OF_ARITHMETIC = [
     *("attention/*.cpp", "kernels/**/*.cpp", "planes/*.cpp", "pack/*.cpp"),
     *("io/memory.cpp", "io/xxh3.cpp"),
-    *(f"ffn/{name}.cpp" for name in ("dense_ffn", "expert_ffn", "experts", "neuron_norm", "predictor")),
+    *(f"ffn/{name}.cpp" for name in ("dense_ffn", "expert_ffn", "expert_products", "experts", "ffn_group")),
+    *(f"ffn/{name}.cpp" for name in ("neuron_norm", "predictor", "token_ffn")),
     *("sequence/page_pool.cpp", "sequence/sequence_state.cpp"),
 ]
 TESTS_OF_ARITHMETIC = ("attention", "compute", "experts", "sequence_state", "norm", "offload", "pack", "predictor")

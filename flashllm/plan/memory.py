@@ -41,9 +41,10 @@ _THROUGH_NBYTES = 64 << 10  # of a request that reads through gaps: kMaxThrough 
 LIBRARY_GROWTH = 16_000_000
 # Bytes of a layer's bookkeeping (csrc/cache/, csrc/ffn/): for each unit, a neuron or an expert, slot, counts, last
 # request, the token that wants it; for each of a token's units places, of MAX_VERIFIED tokens; for each slot its unit,
-# its candidate, its hole; for each unit that few tokens want together lists and reads. Of one layer at a time: for each
-# of a token's neurons values, of MAX_VERIFIED tokens.
-_UNIT_NBYTES, _TOKEN_NBYTES, _SLOT_NBYTES, _WANTED_NBYTES, _VALUES_NBYTES = 17, 48, 20, 120, 32
+# its candidate, its hole; for each unit that few tokens want together lists and reads. Of one layer at a time: a value
+# of each of a token's neurons, or the sums of its experts' chunks, of MAX_VERIFIED tokens.
+_UNIT_NBYTES, _TOKEN_NBYTES, _SLOT_NBYTES, _WANTED_NBYTES = 17, 48, 20, 120
+_CHUNK, _MOST_CHUNKS = 256, 8  # neurons, at least; of an expert (csrc/ffn/expert_products.h)
 _WANTED_TOKENS = 2.5  # times a token's neurons: what few tokens want together (paper A: 24 % in five, of 10 % in one)
 ASSUMED_SHARE = 0.1  # of the neurons active where nothing is known (paper A, section 3.1)
 TORCH_GROWTH = 40_000_000
@@ -365,7 +366,8 @@ def _bookkeeping_nbytes(manifest: Manifest, slots: int) -> int:
     wanted = min(units, MAX_VERIFIED * cycle or int(_WANTED_TOKENS * of_token))
     own = slots + layers * (cycle or units // _BYPASS_SHARE)  # every layer may use the bypass slots
     layer = _UNIT_NBYTES * units + _TOKEN_NBYTES * of_token
-    values = _VALUES_NBYTES * of_token * unit
+    sums = architecture.d_model * min(-(-unit // _CHUNK), _MOST_CHUNKS)
+    values = 4 * MAX_VERIFIED * of_token * (1 if unit == 1 else sums)
     return layers * layer + values + _SLOT_NBYTES * own + _WANTED_NBYTES * min(own, layers * wanted)
 
 

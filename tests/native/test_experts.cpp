@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "ffn/expert_ffn.h"
+#include "ffn/expert_products.h"
 #include "ffn/experts.h"
 #include "fixture.h"
 
@@ -123,6 +124,63 @@ void check_weights(const ExpertsSpec& spec, const std::vector<float>& choice, st
         std::includes(units.begin(), units.end(), probable.begin(), probable.end()));
 }
 
+// Experts of several chunks, the layer's last one shorter: each token has its sum, and the bits that it has
+// alone.
+void check_products(std::size_t size, std::mt19937& random) {
+  constexpr std::size_t kTokens = 3, kShorter = 130, kVector = kWidth * sizeof(float);
+  const std::vector<std::int32_t> active[kTokens] = {{0, 2}, {1}, {0, 1, 2}};
+  const std::size_t neurons = 2 * size + kShorter;
+  FfnLayerOptions options;
+  options.format.d_model = kWidth;
+  options.format.gate = 0;
+  options.format.up = kVector;
+  options.format.down = 2 * kVector;
+  options.format.stride = 3 * kVector;
+  options.num_neurons = static_cast<std::int32_t>(neurons);
+  options.unit_rows = static_cast<std::int32_t>(size);
+  options.simd = best_simd_level();
+  const std::vector<float> rows = random_floats(neurons * 3 * kWidth, random),
+                           x = random_floats(kTokens * kWidth, random), bias = random_floats(neurons, random);
+  options.up_bias = bias.data();
+  const auto sums_of = [&](std::size_t first, std::size_t count, int threads) {
+    ThreadPool pool(threads);
+    ExpertProducts products(options, pool);
+    FfnGroup group(options.units(), products.num_sums());
+    FfnTokens tokens;
+    tokens.x = x.data() + first * kWidth;
+    tokens.active = active + first;
+    tokens.count = count;
+    group.begin(tokens, kWidth);
+    group.next_part(group.wanted().size());
+    group.sort([](std::int32_t) { return RowPlace::cached; });
+    std::vector<ExpertRun> runs;
+    group.each_unit(&FfnMember::Positions::hits, [&](const FfnShare* shares, std::size_t wanting) {
+      const std::size_t row = static_cast<std::size_t>(shares[0].unit) * size * 3 * kWidth;
+      runs.push_back({reinterpret_cast<const std::byte*>(rows.data() + row), shares, wanting});
+    });
+    products.multiply(runs, group, RowInputs(tokens.x, count, kWidth, InputForm::f32, options.simd));
+    std::vector<float> y(count * kWidth);
+    for (std::size_t t = 0; t < count; ++t) products.add(group[t], y.data() + t * kWidth);
+    return y;
+  };
+  const std::vector<float> together = sums_of(0, kTokens, 3);
+  for (std::size_t t = 0; t < kTokens; ++t) {
+    const std::vector<float> alone = sums_of(t, 1, 1);
+    std::vector<double> expected(kWidth);
+    for (const std::int32_t unit : active[t])
+      for (std::size_t n = static_cast<std::size_t>(unit) * size;
+           n < std::min(neurons, static_cast<std::size_t>(unit + 1) * size); ++n) {
+        const float *row = rows.data() + n * 3 * kWidth, *input = x.data() + t * kWidth;
+        const double value = std::max(0.0, dot(row, input)) * (dot(row + kWidth, input) + bias[n]);
+        for (std::size_t j = 0; j < kWidth; ++j) expected[j] += value * row[2 * kWidth + j];
+      }
+    for (std::size_t j = 0; j < kWidth; ++j) {
+      CHECK(alone[j] == together[t * kWidth + j]);
+      CHECK(std::fabs(alone[j] - expected[j]) < 1e-3 * (1.0 + std::fabs(expected[j])));
+    }
+  }
+}
+
 void check_many_tokens(const ExpertsSpec& spec, std::mt19937& random) {
   constexpr std::size_t kTokens = 21, kBlock = 5;
   ThreadPool pool(2);
@@ -184,6 +242,7 @@ void check_many_tokens(const ExpertsSpec& spec, std::mt19937& random) {
 
 void test_experts(int scale) {
   std::mt19937 random(11);
+  for (const std::size_t size : {100, 256, 700, 2900}) check_products(size, random);
   for (int round = 0; round < scale; ++round)
     for (const std::size_t count : {2, 5, 64})
       for (const std::size_t chosen : {std::size_t{1}, std::size_t{2}})

@@ -272,12 +272,12 @@ std::vector<std::int32_t> neurons_of(const std::vector<std::int32_t>& units, std
   return neurons;
 }
 
-// Units of several neurons, of which the last has fewer: the bits of their neurons one by one, whatever is
-// cached and however a dense pass fills the cache; each unit one request; a failed read leaves nothing
-// behind.
+// Units of several neurons, of which the last has fewer: what their neurons are one by one, and the same bits
+// whatever is cached and however a dense pass fills the cache; each unit one request; a failed read leaves
+// nothing behind.
 void units_are_runs_of_neurons(const Flash& flash, int tokens) {
   constexpr std::int32_t kRows = 6, kUnits = 7;
-  Layer whole(flash, kNeurons, 3, 1, 1);
+  Layer neurons(flash, kNeurons, 3, 1, 1), whole(flash, flash.units(kRows, 1, kUnits, 0, "window"), 1, 1);
   Layer few(flash, flash.units(kRows, 1, 2, 2, "frequency"), 2, 3);
   Layer none(flash, flash.units(kRows, 2, 0, 1, "frequency"), 2, 3);
   Layer window(flash, flash.units(kRows, 2, 3, 0, "window"), 1, 1);
@@ -288,7 +288,10 @@ void units_are_runs_of_neurons(const Flash& flash, int tokens) {
     std::vector<std::int32_t> units;
     for (std::int32_t unit = 0; unit < kUnits; ++unit)
       if (random() % 3 == 0) units.push_back(unit);
-    const std::vector<float> expected = whole.forward(flash, neurons_of(units, kRows));
+    const std::vector<float> expected = whole.forward(flash, units),
+                             one_by_one = neurons.forward(flash, neurons_of(units, kRows));
+    for (std::uint32_t j = 0; j < kWidth; ++j)
+      CHECK(std::fabs(expected[j] - one_by_one[j]) <= 1e-5F * (1.0F + std::fabs(one_by_one[j])));
     for (Layer* layer : layers) CHECK(same_bits(layer->forward(flash, units), expected));
     if (token % 4 == 0) {
       inject(*flash.file, std::make_shared<FaultPlan>(Fault{Fault::Kind::flip, 0, 50, random() % 2048}));

@@ -52,12 +52,11 @@ class TracePredictor final : public Predictor {
              float* values) const override {
     if (trace_.firing == nullptr) return;
     const std::uint64_t* set = trace_.firing + token * trace_.token_words;
-    for (; begin != end; ++begin, values += trace_.units.size)
-      for (std::int32_t row = 0; row < trace_.units.rows(*begin); ++row)
-        if (!has(set, trace_.units.first(*begin) + row))
-          values[row] = 0.0F;
-        else if (values[row] == 0.0F)
-          values[row] = kFires;
+    for (; begin != end; ++begin, ++values)
+      if (!has(set, *begin))
+        *values = 0.0F;
+      else if (*values == 0.0F)
+        *values = kFires;
   }
 
  private:

@@ -239,10 +239,7 @@ float RouterPredictor::weight(std::size_t token, std::int32_t neuron) const {
 
 void RouterPredictor::weigh(std::size_t token, const std::int32_t* begin, const std::int32_t* end,
                             float* values) const {
-  for (; begin != end; ++begin, values += units_.size) {
-    const float weight = this->weight(token, units_.first(*begin));
-    for (std::int32_t row = 0; row < units_.rows(*begin); ++row) values[row] *= weight;
-  }
+  for (; begin != end; ++begin) *values++ *= weight(token, *begin);
 }
 
 void RouterPredictor::add_biases(std::size_t token, float* y) const {

@@ -30,16 +30,15 @@ void FfnGroup::unite(const FfnTokens& tokens) {
   wanted_ = &union_;
 }
 
-// Room for the values of every member's neurons.
+// Room for the values of every member's units.
 void FfnGroup::share_out_values() {
-  const auto size = static_cast<std::size_t>(units_.size);
   std::size_t total = 0;
-  for (std::size_t t = 0; t < count_; ++t) total += members_[t].active->size() * size;
-  if (values_.size() < total) values_.resize(total);
-  float* values = values_.data();
+  for (std::size_t t = 0; t < count_; ++t) total += members_[t].active->size() * num_values_;
+  values_.reset(new float[total]);
+  float* values = values_.get();
   for (std::size_t t = 0; t < count_; ++t) {
     members_[t].all_values = values;
-    values += members_[t].active->size() * size;
+    values += members_[t].active->size() * num_values_;
   }
 }
 
@@ -54,7 +53,7 @@ void FfnGroup::next_part(std::size_t end) {
     const std::int32_t *ids = member.active->data(), *all = ids + member.active->size();
     member.begin = member.end;
     member.end = last ? all : std::lower_bound(member.begin, all, (*wanted_)[end]);
-    member.values = member.all_values + (member.begin - ids) * units_.size;
+    member.values = member.all_values + static_cast<std::size_t>(member.begin - ids) * num_values_;
   }
 }
 

@@ -9,6 +9,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "ffn/predictor.h"
@@ -41,7 +42,7 @@ struct FfnMember {
   const Predictor* named_by = nullptr;  // what named its units, under `number`; nullptr: the caller
   std::size_t number = 0;
   const std::int32_t *begin = nullptr, *end = nullptr;
-  float *all_values = nullptr, *values = nullptr;  // of its neurons, and of its part's: unit after unit
+  float *all_values = nullptr, *values = nullptr;  // of its units, and of its part's, one after the other
   Positions positions;
   std::size_t rows_read = 0;  // that no token before it wanted
 
@@ -52,7 +53,7 @@ struct FfnMember {
 struct FfnShare {
   std::int32_t unit;
   std::size_t member;
-  float* values;  // of the unit's neurons
+  float* values;  // of the unit
 };
 
 enum class RowPlace { cached, prefetched, missing };
@@ -66,14 +67,15 @@ class FfnGroup {
     std::size_t prefetched = 0;  // of the missed
   };
 
-  explicit FfnGroup(RowUnits units) : units_(units) {}
+  // `values`: of a unit and a token, a neuron's value or an expert's sums.
+  FfnGroup(RowUnits units, std::size_t values) : units_(units), num_values_(values) {}
 
   // x of `width` values a token. What the predictor knows of each is for the caller to set.
   void begin(const FfnTokens& tokens, std::size_t width);
   // Gives the values' memory back, so that one layer has some at a time.
   void clear() noexcept {
     count_ = 0;
-    std::vector<float>().swap(values_);
+    values_.reset();
   }
   bool empty() const { return count_ == 0; }
   std::size_t size() const { return count_; }
@@ -83,10 +85,14 @@ class FfnGroup {
   void each(const Body& body) const {
     for (std::size_t t = 0; t < count_; ++t) body(members_[t]);
   }
-  // Each unit of the part, ascending, with the members that want it: body(shares, their number). `place`:
-  // those of some positions; nullptr: all.
+  // Each unit of the part at `place`, ascending, with the members that want it: body(shares, their number).
+  // The shares stay until the next call.
   template <typename Body>
   void each_unit(std::vector<std::int32_t> FfnMember::Positions::* place, const Body& body);
+  // Those of the unit at position p of the part.
+  float* values(const FfnMember& member, std::ptrdiff_t p) const {
+    return member.values + p * static_cast<std::ptrdiff_t>(num_values_);
+  }
   // What any of them wants, ascending.
   const std::vector<std::int32_t>& wanted() const { return *wanted_; }
 
@@ -106,12 +112,13 @@ class FfnGroup {
   void share_out_values();
 
   const RowUnits units_;
+  const std::size_t num_values_;
   std::array<FfnMember, FfnTokens::kMost> members_;
   std::size_t count_ = 0;
   const std::vector<std::int32_t>* wanted_ = nullptr;
   std::vector<std::int32_t> union_;
   std::vector<std::uint8_t> wanted_by_;  // of each unit: the first member that wants it, or kNobody
-  std::vector<float> values_;
+  std::unique_ptr<float[]> values_;
   std::vector<FfnShare> shares_;
 };
 
@@ -120,13 +127,8 @@ void FfnGroup::each_unit(std::vector<std::int32_t> FfnMember::Positions::* place
   shares_.clear();
   for (std::size_t t = 0; t < count_; ++t) {
     const FfnMember& member = members_[t];
-    const auto add = [&](std::ptrdiff_t p) {
-      shares_.push_back({member.begin[p], t, member.values + p * units_.size});
-    };
-    if (place == nullptr)
-      for (std::ptrdiff_t p = 0; p < member.part_size(); ++p) add(p);
-    else
-      for (const std::int32_t p : member.positions.*place) add(p);
+    for (const std::int32_t p : member.positions.*place)
+      shares_.push_back({member.begin[p], t, values(member, p)});
   }
   std::sort(shares_.begin(), shares_.end(), [](const FfnShare& a, const FfnShare& b) {
     return a.unit != b.unit ? a.unit < b.unit : a.member < b.member;

@@ -43,14 +43,16 @@ FfnLayer::FfnLayer(const FfnLayerOptions& options, Reader& reader, const DirectF
       pool_(pool),
       counters_(counters),
       cache_(cache_options(options), memory, bypass_memory),
-      group_(options.units()),
       // Nothing is allocated between taking slots and filling them, so nothing can fail there but a read.
-      products_(options_, pool, cache_.part_size()) {
+      neurons_(options_, pool, of_experts() ? 0 : cache_.part_size()),
+      experts_(options_, pool),
+      group_(options.units(), of_experts() ? experts_.num_sums() : 1) {
   const auto units = static_cast<std::size_t>(options.units().count());
   active_.reserve(units);
   listed_.reserve(units);
   is_listed_.resize(units);
   batch_.jobs.reserve(cache_.part_size() * source_.jobs_a_unit());
+  if (of_experts()) runs_.reserve(cache_.part_size());
 }
 
 FfnLayer::~FfnLayer() {
@@ -193,6 +195,7 @@ void FfnLayer::finish(float* y) {
     if (group_[t].named_by != nullptr) group_[t].named_by->add_biases(group_[t].number, y + t * width);
   watch.charge(counters_.compute_ns);
   group_.clear();
+  x_.reset();
   if (holds_prefetch()) end_prefetch();
   counters_.io_busy_ns += reader_.take_busy_ns();
   watch.charge(counters_.memory_ns);
@@ -201,6 +204,7 @@ void FfnLayer::finish(float* y) {
 void FfnLayer::abandon() noexcept {
   if (group_.empty()) return;
   group_.clear();
+  x_.reset();
   drafted_ = 0;
   reader_.settle(batch_);
   if (holds_prefetch()) end_prefetch();
@@ -258,6 +262,9 @@ void FfnLayer::place_rows(bool again) {
 
 void FfnLayer::multiply_part() {
   Stopwatch watch;
+  const RowFormat& format = options_.format;
+  if (of_experts() && !x_)
+    x_.emplace(group_[0].x, group_.size(), format.d_model, format.inputs, options_.simd);
   // 1. While reads fly the hits are multiplied, never summed: the sum has one order.
   up_products(&FfnMember::Positions::hits);
   watch.charge(counters_.compute_ns);
@@ -272,10 +279,11 @@ void FfnLayer::multiply_part() {
   await_missed();
   watch.restart();
   up_products(&FfnMember::Positions::missed);
-  group_.each([&](const FfnMember& member) {
-    if (member.named_by != nullptr)
-      member.named_by->weigh(member.number, member.begin, member.end, member.values);
-  });
+  if (!of_experts())
+    group_.each([&](const FfnMember& member) {
+      if (member.named_by != nullptr)
+        member.named_by->weigh(member.number, member.begin, member.end, member.values);
+    });
   watch.charge(counters_.compute_ns);
 }
 
@@ -289,15 +297,11 @@ void FfnLayer::await_missed() {
   watch.charge(counters_.memory_ns);
 }
 
-// The down sum over every neuron that really fired, in the order of ids.
+// The sum over every expert, or every neuron that really fired, in the order of ids.
 void FfnLayer::sum_part(float* y) {
   Stopwatch watch;
-  if (shares_units())
-    group_.each_unit(nullptr, [&](const FfnShare* shares, std::size_t count) {
-      products_.down(shares, count, rows(shares[0].unit), y);
-    });
-  else
-    for (std::size_t t = 0; t < group_.size(); ++t) down_sum(group_[t], y + t * options_.format.d_model);
+  for (std::size_t t = 0; t < group_.size(); ++t, y += options_.format.d_model)
+    of_experts() ? experts_.add(group_[t], y) : down_sum(group_[t], y);
   watch.charge(counters_.compute_ns);
 }
 
@@ -329,31 +333,34 @@ void FfnLayer::sum_all_parts(float* y) {
 }
 
 void FfnLayer::up_products(Place place) {
-  const RowFormat& format = options_.format;
-  if (shares_units()) {
-    const RowInputs x(group_[0].x, group_.size(), format.d_model, format.inputs, options_.simd);
-    return group_.each_unit(place, [&](const FfnShare* shares, std::size_t count) {
-      products_.up(shares, count, rows(shares[0].unit), x);
-    });
-  }
+  if (of_experts()) return multiply_experts(place);
   group_.each([&](const FfnMember& member) {
     const std::vector<std::int32_t>& positions = member.positions.*place;
     if (positions.empty()) return;
-    products_.clear();
+    neurons_.clear();
     for (const std::int32_t p : positions)
-      products_.gather(member.begin[p], rows(member.begin[p]), values(member, p));
-    products_.up(member.x, member.named_by ? member.named_by->gate_values(member.number) : nullptr);
+      neurons_.gather(member.begin[p], rows(member.begin[p]), group_.values(member, p));
+    neurons_.up(member.x, member.named_by ? member.named_by->gate_values(member.number) : nullptr);
   });
 }
 
+// Each is read from memory once, for all tokens that want it.
+void FfnLayer::multiply_experts(Place place) {
+  runs_.clear();
+  group_.each_unit(place, [&](const FfnShare* shares, std::size_t count) {
+    runs_.push_back({rows(shares[0].unit), shares, count});
+  });
+  experts_.multiply(runs_, group_, *x_);
+}
+
 void FfnLayer::down_sum(const FfnMember& member, float* y) {
-  products_.clear();
+  neurons_.clear();
   for (std::ptrdiff_t p = 0; p < member.part_size(); ++p) {
     // A neuron that was predicted and did not fire: its row is not looked for.
-    if (options_.unit_rows == 1 && member.values[p] == 0.0F) continue;
-    products_.gather(member.begin[p], rows(member.begin[p]), values(member, p));
+    if (member.values[p] == 0.0F) continue;
+    neurons_.gather(member.begin[p], rows(member.begin[p]), group_.values(member, p));
   }
-  products_.down(y);
+  neurons_.down(y);
 }
 
 // Of what was prefetched, the rows that the policy wants in the cache are copied there.

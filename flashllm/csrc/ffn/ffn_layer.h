@@ -2,8 +2,11 @@
 // is read and kept as one is a unit (io/row_source.h), a neuron or an expert; active ones are told by units.
 //
 //   predict: active ids -> begin: cache admits them, reads of the misses fly -> (the caller asks the next
-//   layer to prefetch) -> finish: up products of the hits, wait, up products of the misses, down sum over the
-//   active neurons in the order of their ids
+//   layer to prefetch) -> finish: products of the hits, wait, products of the misses, sum over the active
+//   units in the order of their ids
+//
+// Products make a neuron's value; an expert's sums too, of chunks of its neurons. A neuron's column is summed
+// last.
 //
 // A norm over all neurons (neuron_norm.h) needs each token's values before the first down column: where a
 // token's neurons exceed the rows there are, the parts pass twice, for the values and for the sum.
@@ -22,6 +25,7 @@
 
 #include "cache/neuron_cache.h"
 #include "ffn/counters.h"
+#include "ffn/expert_products.h"
 #include "ffn/experts.h"
 #include "ffn/ffn_group.h"
 #include "ffn/ffn_options.h"
@@ -141,10 +145,9 @@ class FfnLayer {
 
   void place_rows(bool again);
   using Place = std::vector<std::int32_t> FfnMember::Positions::*;
-  bool shares_units() const {
-    return group_.size() > 1 && options_.unit_rows > 1 && options_.gate == nullptr;
-  }
+  bool of_experts() const { return options_.unit_rows > 1; }
   void up_products(Place place);
+  void multiply_experts(Place place);
   void down_sum(const FfnMember& member, float* y);
   void copy_newcomers();
 
@@ -154,10 +157,6 @@ class FfnLayer {
   void end_prefetch();
   const std::byte* rows(std::int32_t unit) const {
     return prefetched(unit) ? prefetch_->rows(unit) : cache_.rows(unit);
-  }
-  // The values of the unit at position p of the part.
-  float* values(const FfnMember& member, std::ptrdiff_t p) const {
-    return member.values + p * options_.unit_rows;
   }
 
   const FfnLayerOptions options_;
@@ -173,8 +172,7 @@ class FfnLayer {
   Prefetch* prefetch_ = nullptr;  // nullptr: nothing is prefetched for this layer
   std::optional<PrefetchDepth> depth_;
 
-  FfnGroup group_;  // the tokens between `begin` and `finish`
-  std::size_t part_end_ = 0;
+  std::size_t part_end_ = 0;         // of the group
   std::size_t part_prefetched_ = 0;  // neurons of the part that were prefetched
   bool admitted_ = false;            // the part has slots
 
@@ -183,8 +181,13 @@ class FfnLayer {
   std::size_t drafted_ = 0;
   std::size_t drafted_from_ = 0;  // number of the first of them in the group
 
+  NeuronProducts neurons_;
+  ExpertProducts experts_;
+  FfnGroup group_;              // the tokens between `begin` and `finish`
+  std::optional<RowInputs> x_;  // the same tokens', of experts
+
   // Scratch, sized before slots are taken.
-  NeuronProducts products_;
+  std::vector<ExpertRun> runs_;
   ReadBatch batch_;
   std::vector<std::int32_t> active_, listed_;
   std::vector<std::uint8_t> is_listed_;  // [units]

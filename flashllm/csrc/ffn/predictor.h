@@ -27,8 +27,8 @@ class Predictor {
   // took it; else nullptr. Those of the neurons not named are zero.
   virtual const float* gate_values(std::size_t /*token*/) const { return nullptr; }
 
-  // Weighs the values of some of the units last named under this number, those of a unit's neurons one after
-  // the other.
+  // Weighs the values of some neurons of the units last named under this number. Threads may call it
+  // together.
   virtual void weigh(std::size_t /*token*/, const std::int32_t* /*begin*/, const std::int32_t* /*end*/,
                      float* /*values*/) const {}
 

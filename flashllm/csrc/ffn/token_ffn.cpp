@@ -2,11 +2,14 @@
 
 #include <algorithm>
 
+#include "kernels/levels/levels.h"
+
 namespace flashllm {
 
 namespace {
 
 constexpr std::size_t kTogether = 16;  // neurons that all tokens use while they are in the processor's cache
+constexpr std::size_t kSummed = 128;   // down columns handed to a kernel at a time, at most
 
 }  // namespace
 
@@ -70,37 +73,53 @@ void add_columns(const RowFormat& format, const std::byte* rows, std::size_t cou
                  const ScalePlane* plane, TileRows h, std::size_t tokens, float* y, ThreadPool& pool,
                  SimdLevel level) {
   const std::size_t width = format.d_model;
+  level_kernels(level);  // throws here, not in a thread
+  if (plane != nullptr) {
+    const PlaneRows columns(rows + format.down, format.stride, static_cast<std::size_t>(first), width,
+                            format.down_codec, *plane, level);
+    if (columns.can_add_codes(format.inputs)) return columns.add_codes(count, h, tokens, y, width, pool);
+  }
+  pool.parallel_for(width, column_share(width, pool), [&](std::size_t begin, std::size_t end) {
+    add_columns(format, rows, count, first, plane, h, tokens, begin, end, y, level);
+  });
+}
+
+void add_columns(const RowFormat& format, const std::byte* rows, std::size_t count, std::int32_t first,
+                 const ScalePlane* plane, TileRows h, std::size_t tokens, std::size_t begin, std::size_t end,
+                 float* y, SimdLevel level) {
+  const std::size_t width = format.d_model;
   // Columns that are not multiplied as codes are widened for all tokens, where those are enough to pay for
   // it. Whole vectors; the scalar level rounds a vector's end once.
   const bool is_whole = width % kColumnPad == 0 && level != SimdLevel::scalar;
   if (plane != nullptr) {
     const PlaneRows columns(rows + format.down, format.stride, static_cast<std::size_t>(first), width,
                             format.down_codec, *plane, level);
-    if (columns.can_add_codes(format.inputs)) return columns.add_codes(count, h, tokens, y, width, pool);
-    if (tokens >= 2 && is_whole) return add_rows(columns, count, width, h, tokens, y, width, pool, level);
+    if (columns.can_add_codes(format.inputs))
+      return columns.add_codes(count, h, tokens, begin, end, y, width);
+    if (tokens >= 2 && is_whole) return add_rows(columns, count, h, tokens, begin, end, y, width, level);
   } else if (tokens >= 3 && is_whole) {
-    return add_rows_few(format.matrix(rows, count, format.down), h, tokens, y, width, pool, level);
+    return add_rows_few(format.matrix(rows, count, format.down), h, tokens, begin, end, y, width, level);
   }
-  // A lone token's columns of value zero are not read.
-  const bool is_alone = tokens == 1;
-  std::vector<const void*> columns;
-  std::vector<std::int32_t> ids;
-  std::vector<float> values;
-  columns.reserve(count);
-  ids.reserve(count);
-  for (std::size_t i = 0; i < count; ++i) {
-    if (is_alone && h.data[i * h.step] == 0.0F) continue;
-    columns.push_back(rows + i * format.stride + format.down);
-    ids.push_back(first + static_cast<std::int32_t>(i));
-    if (is_alone) values.push_back(h.data[i * h.step]);
+  for (std::size_t t = 0; t < tokens; ++t) {
+    const void* columns[kSummed];
+    std::int32_t ids[kSummed];
+    float values[kSummed];
+    for (std::size_t i = 0; i < count;) {
+      std::size_t some = 0;
+      for (; some < kSummed && i < count; ++i) {
+        const float value = h.data[t * h.row + i * h.step];
+        if (value == 0.0F) continue;  // its column is not read
+        columns[some] = rows + i * format.stride + format.down;
+        ids[some] = first + static_cast<std::int32_t>(i);
+        values[some++] = value;
+      }
+      if (plane == nullptr)
+        sum_block({columns, some, width, format.down_codec}, values, begin, end, y + t * width, level);
+      else
+        sum_block(PlaneColumns{columns, ids, some, width, format.down_codec, plane}, values, begin, end,
+                  y + t * width, level);
+    }
   }
-  const float* scales = is_alone ? values.data() : h.data;
-  if (plane == nullptr)
-    return sum_scattered({columns.data(), columns.size(), width, format.down_codec}, scales, h.row, tokens, y,
-                         pool, level);
-  const PlaneColumns of_plane{columns.data(), ids.data(), columns.size(), width, format.down_codec, plane};
-  for (std::size_t t = 0; t < tokens; ++t)
-    sum_scattered(of_plane, scales + t * h.row, y + t * width, pool, level);
 }
 
 void TokenFfn::activations(const RowMatrix& driver, const RowMatrix* up, std::size_t begin, std::size_t end) {

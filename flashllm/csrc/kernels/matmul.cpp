@@ -358,33 +358,39 @@ void add_rows(const LinearWeights& weights, const float* scales, std::size_t pad
               float* y, std::size_t y_stride, ThreadPool& pool, SimdLevel level) {
   if (in_pairs(weights.dtype, weights.columns, level))
     return add_rows_in_pairs(weights, scales, padded, tokens, y, y_stride, pool, *pair_kernels(level));
-  add_rows(weights, {scales, 1, padded}, tokens, y, y_stride, pool, level);
+  add_rows(DtypeRows(weights, level), weights.rows, weights.columns, {scales, 1, padded}, tokens, y, y_stride,
+           pool, level);
 }
 
-void add_rows(const LinearWeights& weights, TileRows scales, std::size_t tokens, float* y,
-              std::size_t y_stride, ThreadPool& pool, SimdLevel level) {
-  add_rows(DtypeRows(weights, level), weights.rows, weights.columns, scales, tokens, y, y_stride, pool,
-           level);
+void add_rows(const LinearWeights& weights, TileRows scales, std::size_t tokens, std::size_t begin,
+              std::size_t end, float* y, std::size_t y_stride, SimdLevel level) {
+  add_rows(DtypeRows(weights, level), weights.rows, scales, tokens, begin, end, y, y_stride, level);
 }
 
 void add_rows(const WideRows& weights, std::size_t rows, std::size_t columns, TileRows scales,
               std::size_t tokens, float* y, std::size_t y_stride, ThreadPool& pool, SimdLevel level) {
-  const MultiplyAdd multiply_add = multiply_add_kernel(level);
+  multiply_add_kernel(level);  // throws here, not in a thread
   pool.parallel_for(columns, kColumns, [&](std::size_t begin, std::size_t end) {
-    alignas(64) float wide[kSummed * kColumns];
-    for (std::size_t j = begin; j < end; j += kColumns) {
-      const std::size_t count = std::min(kColumns, end - j);
-      const std::size_t width = round_up(count, kColumnPad);
-      for (std::size_t i = 0; i < rows; i += kSummed) {
-        const std::size_t together = std::min(kSummed, rows - i);
-        weights.widen(i, together, j, count, wide, kColumns);
-        for (std::size_t s = 0; s < together; ++s)
-          std::fill(wide + s * kColumns + count, wide + s * kColumns + width, 0.0F);
-        multiply_add({scales.data + i * scales.step, scales.row, scales.step}, tokens, {wide, kColumns},
-                     width, together, y + j, y_stride);
-      }
-    }
+    add_rows(weights, rows, scales, tokens, begin, end, y, y_stride, level);
   });
+}
+
+void add_rows(const WideRows& weights, std::size_t rows, TileRows scales, std::size_t tokens,
+              std::size_t begin, std::size_t end, float* y, std::size_t y_stride, SimdLevel level) {
+  const MultiplyAdd multiply_add = multiply_add_kernel(level);
+  alignas(64) float wide[kSummed * kColumns];
+  for (std::size_t j = begin; j < end; j += kColumns) {
+    const std::size_t count = std::min(kColumns, end - j);
+    const std::size_t width = round_up(count, kColumnPad);
+    for (std::size_t i = 0; i < rows; i += kSummed) {
+      const std::size_t together = std::min(kSummed, rows - i);
+      weights.widen(i, together, j, count, wide, kColumns);
+      for (std::size_t s = 0; s < together; ++s)
+        std::fill(wide + s * kColumns + count, wide + s * kColumns + width, 0.0F);
+      multiply_add({scales.data + i * scales.step, scales.row, scales.step}, tokens, {wide, kColumns}, width,
+                   together, y + j, y_stride);
+    }
+  }
 }
 
 }  // namespace flashllm

@@ -67,7 +67,10 @@ void add_rows(const LinearWeights& weights, const float* scales, std::size_t pad
 // scales.data[m * scales.row + i * scales.step].
 void add_rows(const WideRows& weights, std::size_t rows, std::size_t columns, TileRows scales,
               std::size_t tokens, float* y, std::size_t y_stride, ThreadPool& pool, SimdLevel level);
-void add_rows(const LinearWeights& weights, TileRows scales, std::size_t tokens, float* y,
-              std::size_t y_stride, ThreadPool& pool, SimdLevel level);
+// Of columns [begin, end), `begin` a multiple of 64, by the calling thread.
+void add_rows(const WideRows& weights, std::size_t rows, TileRows scales, std::size_t tokens,
+              std::size_t begin, std::size_t end, float* y, std::size_t y_stride, SimdLevel level);
+void add_rows(const LinearWeights& weights, TileRows scales, std::size_t tokens, std::size_t begin,
+              std::size_t end, float* y, std::size_t y_stride, SimdLevel level);
 
 }  // namespace flashllm

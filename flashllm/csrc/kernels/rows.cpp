@@ -323,12 +323,11 @@ void add_rows(const RowMatrix& matrix, const float* scales, std::size_t padded, 
            pool, level);
 }
 
-void add_rows_few(const RowMatrix& matrix, TileRows scales, std::size_t tokens, float* y,
-                  std::size_t y_stride, ThreadPool& pool, SimdLevel level) {
+void add_rows_few(const RowMatrix& matrix, TileRows scales, std::size_t tokens, std::size_t begin,
+                  std::size_t end, float* y, std::size_t y_stride, SimdLevel level) {
   if (is_coded(matrix.codec))
-    return add_rows(CodedRows(matrix, level), matrix.rows, matrix.columns, scales, tokens, y, y_stride, pool,
-                    level);
-  add_rows(plain(matrix), scales, tokens, y, y_stride, pool, level);
+    return add_rows(CodedRows(matrix, level), matrix.rows, scales, tokens, begin, end, y, y_stride, level);
+  add_rows(plain(matrix), scales, tokens, begin, end, y, y_stride, level);
 }
 
 void linear_by_columns(const RowMatrix& matrix, const std::byte* x, std::size_t tokens, Dtype dtype,

@@ -66,8 +66,9 @@ void product_rows(const RowMatrix& matrix, const PackedTokens& x, float* product
 void add_rows(const RowMatrix& matrix, const float* scales, std::size_t padded, std::size_t tokens, float* y,
               std::size_t y_stride, ThreadPool& pool, SimdLevel level);
 // Never in pairs, so that every token has the bits of sum_scattered, but at the scalar level.
-void add_rows_few(const RowMatrix& matrix, TileRows scales, std::size_t tokens, float* y,
-                  std::size_t y_stride, ThreadPool& pool, SimdLevel level);
+// Of columns [begin, end), `begin` a multiple of 64, by the calling thread.
+void add_rows_few(const RowMatrix& matrix, TileRows scales, std::size_t tokens, std::size_t begin,
+                  std::size_t end, float* y, std::size_t y_stride, SimdLevel level);
 
 // out[m][j] = sum_i x[m][i] * rows[i][j] (+ bias[j]), in the order of i whatever the tokens, rounded to
 // `out_dtype`: products with a matrix that lies by its inputs, as down columns do. x: [tokens, rows], of

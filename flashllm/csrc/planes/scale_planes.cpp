@@ -72,20 +72,24 @@ void TokenCodes::set(std::size_t token, std::size_t id, std::size_t count, const
   }
 }
 
+void PlaneRows::add_codes(std::size_t count, TileRows values, std::size_t tokens, std::size_t begin,
+                          std::size_t end, float* y, std::size_t y_stride) const {
+  TokenCodes all;
+  all.begin(tokens, first_ % kWindow + count, level_);
+  for (std::size_t m = 0; m < tokens; ++m)
+    all.set(m, first_, count, values.data + m * values.row, values.step);
+  CodeTokens each[kAlone];
+  for (std::size_t m = 0; m < tokens; ++m) each[m] = all.of(m);
+  kernels_.add_run({data_, stride_, first_, count}, each, tokens, plane_, k_, begin, end, y, y_stride);
+}
+
 void PlaneRows::add_codes(std::size_t count, TileRows values, std::size_t tokens, float* y,
                           std::size_t y_stride, ThreadPool& pool) const {
-  TokenCodes all;
-  if (tokens <= kAlone) {
-    all.begin(tokens, first_ % kWindow + count, level_);
-    for (std::size_t m = 0; m < tokens; ++m)
-      all.set(m, first_, count, values.data + m * values.row, values.step);
-    CodeTokens each[kAlone];
-    for (std::size_t m = 0; m < tokens; ++m) each[m] = all.of(m);
-    pool.parallel_for(k_, column_share(k_, pool), [&](std::size_t begin, std::size_t end) {
-      add_codes(count, each, tokens, begin, end, y, y_stride);
+  if (tokens <= kAlone)
+    return pool.parallel_for(k_, column_share(k_, pool), [&](std::size_t begin, std::size_t end) {
+      add_codes(count, values, tokens, begin, end, y, y_stride);
     });
-    return;
-  }
+  TokenCodes all;
   // kCodeTerms slots of all tokens, then the next ones': use(which these are, their first neuron, how many)
   const auto each_block = [&](const auto& use) {
     for (std::size_t block = 0, done = 0, some = 0; done < count; ++block, done += some) {

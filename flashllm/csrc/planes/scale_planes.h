@@ -136,11 +136,9 @@ class PlaneRows : public WideRows {
   // Wants can_add_codes(). A token's bits do not depend on how many there are.
   void add_codes(std::size_t count, TileRows values, std::size_t tokens, float* y, std::size_t y_stride,
                  ThreadPool& pool) const;
-  // The same of tokens whose values are codes already; j in [begin, end), by the calling thread.
-  void add_codes(std::size_t count, const CodeTokens* values, std::size_t tokens, std::size_t begin,
-                 std::size_t end, float* y, std::size_t y_stride) const {
-    kernels_.add_run({data_, stride_, first_, count}, values, tokens, plane_, k_, begin, end, y, y_stride);
-  }
+  // The same of a few tokens and outputs [begin, end), by the calling thread.
+  void add_codes(std::size_t count, TileRows values, std::size_t tokens, std::size_t begin, std::size_t end,
+                 float* y, std::size_t y_stride) const;
 
  private:
   const std::byte* data_;

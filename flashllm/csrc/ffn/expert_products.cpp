@@ -1,0 +1,97 @@
+#include "ffn/expert_products.h"
+
+#include <cstdint>
+#include <numeric>
+
+#include "ffn/dense_ffn.h"
+#include "ffn/token_ffn.h"
+#include "io/error.h"
+
+namespace flashllm {
+
+ExpertProducts::ExpertProducts(const FfnLayerOptions& options, ThreadPool& pool)
+    : options_(options),
+      units_(options.units()),
+      pool_(pool),
+      chunks_(static_cast<std::size_t>(units_.size)) {
+  require(units_.size == 1 || options.gate == nullptr, "the gates of experts lie in their rows");
+}
+
+void ExpertProducts::multiply(const std::vector<ExpertRun>& runs, const FfnGroup& group, const RowInputs& x) {
+  const std::size_t chunks = chunks_.count(static_cast<std::size_t>(units_.size));
+  pool_.parallel_for(runs.size() * chunks, 1, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t i = begin; i < end; ++i) multiply_chunk(runs[i / chunks], i % chunks, group, x);
+  });
+}
+
+void ExpertProducts::multiply_chunk(const ExpertRun& run, std::size_t chunk, const FfnGroup& group,
+                                    const RowInputs& x) const {
+  const RowFormat& format = options_.format;
+  const std::int32_t unit = run.shares[0].unit, neuron = units_.first(unit);
+  const std::size_t first = chunk * chunks_.size, width = format.d_model,
+                    end = std::min(first + chunks_.size, static_cast<std::size_t>(units_.rows(unit)));
+  if (first >= end) return;  // of the layer's last unit, which may be shorter
+  // The sums of several tokens lie side by side while they are added to.
+  std::vector<float> together(run.tokens == 1 ? 0 : run.tokens * width);
+  float* sums = run.shares[0].values + chunk * width;
+  if (run.tokens == 1)
+    std::fill_n(sums, width, 0.0F);
+  else
+    sums = together.data();
+  float values[FfnTokens::kMost * ExpertChunks::kBlock];
+  for (std::size_t row = first; row < end; row += ExpertChunks::kBlock) {
+    const std::size_t count = std::min(ExpertChunks::kBlock, end - row);
+    find_values(run, row, count, group, x, values);
+    add_columns(format, run.rows + row * format.stride, count, neuron + static_cast<std::int32_t>(row),
+                has_plane(format.down_codec) ? &options_.plane : nullptr, {values, ExpertChunks::kBlock, 1},
+                run.tokens, 0, width, sums, options_.simd);
+  }
+  for (std::size_t t = 0; t < run.tokens && run.tokens > 1; ++t)
+    std::copy_n(sums + t * width, width, run.shares[t].values + chunk * width);
+}
+
+// values[t * kBlock + i] of `count` neurons from the run's `first` on.
+void ExpertProducts::find_values(const ExpertRun& run, std::size_t first, std::size_t count,
+                                 const FfnGroup& group, const RowInputs& x, float* values) const {
+  const RowFormat& format = options_.format;
+  const auto rows = static_cast<std::size_t>(units_.rows(run.shares[0].unit));
+  const auto neuron = static_cast<std::size_t>(units_.first(run.shares[0].unit));
+  std::size_t members[FfnTokens::kMost];
+  for (std::size_t t = 0; t < run.tokens; ++t) members[t] = run.shares[t].member;
+  const auto multiply = [&](std::uint32_t offset, const float* bias, Activation activation, float* to) {
+    RowMatrix matrix = format.matrix(run.rows, rows, offset);
+    matrix.bias = part_of(bias, neuron);
+    dot_listed(matrix, first, count, x, members, run.tokens, to, ExpertChunks::kBlock, options_.simd);
+    for (std::size_t t = 0; t < run.tokens; ++t)
+      activate(activation, 0.0F, to + t * ExpertChunks::kBlock, count, options_.simd);
+  };
+  multiply(format.driver(), format.gated() ? options_.gate_bias : options_.up_bias, options_.activation,
+           values);
+  if (format.gated()) {
+    float ups[FfnTokens::kMost * ExpertChunks::kBlock];
+    multiply(format.up, options_.up_bias, options_.activation.of_up(), ups);
+    for (std::size_t t = 0; t < run.tokens * ExpertChunks::kBlock; t += ExpertChunks::kBlock)
+      for (std::size_t i = t; i < t + count; ++i) values[i] *= ups[i];
+  }
+  std::int32_t neurons[ExpertChunks::kBlock];
+  std::iota(neurons, neurons + count, static_cast<std::int32_t>(neuron + first));
+  for (std::size_t t = 0; t < run.tokens; ++t) {
+    const FfnMember& member = group[members[t]];
+    if (member.named_by != nullptr)
+      member.named_by->weigh(member.number, neurons, neurons + count, values + t * ExpertChunks::kBlock);
+  }
+}
+
+void ExpertProducts::add(const FfnMember& member, float* y) {
+  const std::size_t width = options_.format.d_model;
+  sums_.clear();
+  for (std::ptrdiff_t p = 0; p < member.part_size(); ++p) {
+    const float* sums = member.values + p * static_cast<std::ptrdiff_t>(num_sums());
+    const std::size_t chunks = chunks_.count(static_cast<std::size_t>(units_.rows(member.begin[p])));
+    for (std::size_t chunk = 0; chunk < chunks; ++chunk) sums_.push_back(sums + chunk * width);
+  }
+  ones_.resize(std::max(ones_.size(), sums_.size()), 1.0F);
+  sum_scattered({sums_.data(), sums_.size(), width, RowCodec::f32}, ones_.data(), y, pool_, options_.simd);
+}
+
+}  // namespace flashllm
