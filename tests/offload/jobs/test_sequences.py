@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from fakes import ALPHABET, END, VOCAB, Letters
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -9,17 +10,6 @@ from flashllm.errors import UsageError
 from flashllm.generate.logprobs import MAX_LOGPROBS
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.offload.jobs.sequences import Sequence
-
-VOCAB = 32
-LETTERS = "abcdefghijklmnopqrstuvwxyz .,!?\n"
-END = LETTERS.index("!")
-
-
-class Letters:
-    """A tokenizer of one letter a token; the end token has no text."""
-
-    def decode(self, ids):
-        return "".join(LETTERS[each] for each in ids if each != END)
 
 
 def sequence(*, prompt=(1, 2), logprobs=None, **options):
@@ -34,43 +24,33 @@ def favour(token):
 
 def say(one, text):
     for letter in text:
-        one.accept(favour(LETTERS.index(letter)))
+        one.accept(favour(ALPHABET.index(letter)))
 
 
 def test_ends_at_the_last_token_allowed():
     one = sequence(max_new_tokens=3)
     say(one, "ab")
-    assert (one.finished, one.text, one.last_token, one.length) == (False, "ab", 1, 4)
+    assert (one.finished, one.text, one.last_token, one.length) == (False, "ab", ALPHABET.index("b"), 4)
     say(one, "c")
-    assert (one.finish_reason, one.text, list(one.output)) == ("length", "abc", [0, 1, 2])
+    assert (one.finish_reason, one.text, list(one.output)) == ("length", "abc", [3, 4, 5])
     with pytest.raises(UsageError, match="finished"):
         say(one, "d")
 
 
-def test_ends_at_an_end_token_without_its_text():
-    one = sequence()
-    say(one, "hi!")
-    assert (one.finish_reason, one.text, len(one.output)) == ("eos", "hi", 3)
-
-
-def test_goes_on_after_an_end_token_where_told():
-    one = sequence(max_new_tokens=4, ignore_eos=True)
-    say(one, "hi!a")
-    assert (one.finish_reason, one.text) == ("length", "hia")
-
-
-def test_text_ends_before_a_stop_string():
-    one = sequence(stop=("cd", "x"))
-    say(one, "abc")
-    assert (one.finished, one.text) == (False, "ab")  # the c may begin a stop string
-    say(one, "d")
-    assert (one.finish_reason, one.text, len(one.output)) == ("stop", "ab", 4)
-
-
-def test_text_held_back_for_a_stop_string_is_said_at_the_end():
-    one = sequence(stop=("cd",), max_new_tokens=3)
-    say(one, "abc")
-    assert (one.finish_reason, one.text) == ("length", "abc")
+@pytest.mark.parametrize(
+    ("options", "said", "reason", "text"),
+    [
+        ({}, "hi\x01", "eos", "hi"),
+        ({"max_new_tokens": 4, "ignore_eos": True}, "hi\x01a", "length", "hia"),
+        ({"stop": ("cd", "x")}, "abcd", "stop", "ab"),
+        ({"stop": ("cd",)}, "abc", None, "ab"),  # the c may begin a stop string
+    ],
+)
+def test_ends_as_any_answer(options, said, reason, text):
+    """See tests/generate/test_answer.py."""
+    one = sequence(**options)
+    say(one, said)
+    assert (one.finish_reason, one.text, len(one.output)) == (reason, text, len(said))
 
 
 def test_logits_that_are_not_finite_end_this_sequence_alone():
