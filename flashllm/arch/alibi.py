@@ -10,8 +10,7 @@ from typing import Any
 from flashllm.arch.family import always, decoder, decoder_block, equal_part, fused, fused_tensors, linear_tensors
 from flashllm.arch.llama.names import BEFORE
 from flashllm.arch.mixers import Alibi, check_size
-from flashllm.arch.spec import BlockSpec, Config, check_number
-from flashllm.errors import UnsupportedModelError
+from flashllm.arch.spec import BlockSpec, Config, check_number, check_usual
 
 
 def bloom_slopes(heads: int) -> tuple[float, ...]:
@@ -45,8 +44,7 @@ def _mpt_slopes(heads: int) -> tuple[float, ...]:
 
 
 def _bloom(config: Config) -> BlockSpec:
-    if config["apply_residual_connection_post_layernorm"]:
-        raise UnsupportedModelError("bloom with apply_residual_connection_post_layernorm is not supported")
+    check_usual(config, {"apply_residual_connection_post_layernorm": False})
     return decoder_block(
         config,
         epsilon="layer_norm_epsilon",
@@ -95,31 +93,21 @@ BLOOM = decoder(
 # MPT (MosaicML, 2023): layer norms without biases, no biases at all.
 
 
-def _attention(config: Config) -> Mapping[str, Any]:
-    given = config.get("attn_config")
-    if given is not None and not isinstance(given, Mapping):
-        raise ValueError("attn_config must be an object")
-    return given or {}
+_MPT_ATTENTION: dict[str, Any] = {
+    "attn_type": "multihead_attention",
+    "clip_qkv": None,
+    "prefix_lm": False,
+    "qk_ln": False,
+    "attn_uses_sequence_id": False,
+    "alibi": True,
+    "alibi_bias_max": 8,
+}
 
 
 def _mpt(config: Config) -> BlockSpec:
-    attention = _attention(config)
-    usual: dict[str, Any] = {
-        "attn_type": "multihead_attention",
-        "clip_qkv": None,
-        "prefix_lm": False,
-        "qk_ln": False,
-        "attn_uses_sequence_id": False,
-        "alibi": True,
-        "alibi_bias_max": 8,
-    }
-    for key, value in usual.items():
-        if attention.get(key, value) != value:
-            raise UnsupportedModelError(f"mpt with attn_config.{key} {str(attention[key])[:80]} is not supported")
-    for key, value in {"expansion_ratio": 4, "logit_scale": None, "no_bias": True}.items():
-        if config[key] != value:
-            raise UnsupportedModelError(f"mpt with {key} {str(config[key])[:80]} is not supported; {value} is")
-    scale = attention.get("softmax_scale")
+    check_usual(config, _MPT_ATTENTION, "attn_config")
+    check_usual(config, {"expansion_ratio": 4, "logit_scale": None, "no_bias": True})
+    scale = (config.get("attn_config") or {}).get("softmax_scale")
     traits: dict[str, Any] = {} if scale is None else {"query_scale": check_number("softmax_scale", scale)}
     return decoder_block(
         config,

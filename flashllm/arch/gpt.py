@@ -27,7 +27,7 @@ from flashllm.arch.family import (
 )
 from flashllm.arch.llama.names import BEFORE, ONE_BEFORE, row
 from flashllm.arch.mixers import check_size
-from flashllm.arch.spec import BlockSpec, Config
+from flashllm.arch.spec import BlockSpec, Config, check_usual
 from flashllm.arch.tensors import ArchitectureSpec, Part, ResidentTensor
 from flashllm.errors import UnsupportedModelError
 
@@ -200,9 +200,7 @@ def _gpt2_keys(config: Config) -> Mapping[str, Any]:
 
 
 def _gpt2(config: Config) -> BlockSpec:
-    for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
-        if config[key]:
-            raise UnsupportedModelError(f"gpt2 with {key} is not supported")
+    check_usual(config, {"scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False})
     traits: dict[str, Any] = {} if config["scale_attn_weights"] else {"query_scale": 1.0}
     return _block(config, epsilon="layer_norm_epsilon", activation="activation_function", positions="learned", **traits)
 

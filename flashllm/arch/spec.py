@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from flashllm.arch.mixers import MAX_DIMENSION, Attention, Keeping, Mixer, StateSpace, check_cap, check_size
 from flashllm.arch.mixture import ExpertsSpec
-from flashllm.base.checks import check_from_zero, check_int, is_number
+from flashllm.base.checks import check_from_zero, check_int, is_number, short
 from flashllm.errors import UnsupportedModelError
 
 # Those of the ReLU family are exactly zero for most inputs, so that a predictor can leave neurons out. "drelu" is
@@ -397,6 +397,21 @@ def check_number(name: str, value: Any) -> float:
     if not is_number(value):
         raise ValueError(f"{name} must be a number, not {str(value)[:80]!r}")
     return float(value)
+
+
+def check_usual(config: Config, usual: Mapping[str, Any], part: str | None = None) -> None:
+    """UnsupportedModelError where the config, or its object `part`, says something else under one of these keys. Null
+    says what is false."""
+    said = config if part is None else config.get(part)
+    if said is not None and not isinstance(said, Mapping):
+        raise ValueError(f"{part} must be an object")
+    for key, value in usual.items():
+        given = (said or {}).get(key, value)
+        if given != value and (given is not None or value):
+            name = key if part is None else f"{part}.{key}"
+            raise UnsupportedModelError(
+                f"{config['model_type']} with {name} {short(given)} is not supported; {short(value)} is"
+            )
 
 
 def known_activation(config: Config, key: str, known: Mapping[str, str]) -> str:

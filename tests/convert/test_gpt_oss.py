@@ -167,8 +167,8 @@ def test_damaged_experts_are_said(whole, tmp_path, name, change, message):
 def test_other_models_in_mxfp4_and_other_limits_are_refused(whole, tmp_path):
     config = json.loads((whole / "config.json").read_text())
     for change, message in (
-        ({"swiglu_limit": 5.0}, r"swiglu_limit must be 7\.0"),
-        ({"hidden_act": "relu"}, "activation 'relu'"),
+        ({"swiglu_limit": 5.0}, r"swiglu_limit 5\.0 is not supported; 7\.0 is"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported; 'silu' is"),
         ({"quantization_config": {"quant_method": "awq"}}, r"in codes \(awq\)"),
     ):
         (whole / "config.json").write_text(json.dumps({**config, **change}))

@@ -40,7 +40,7 @@ from flashllm.arch.llama.windowed import exaone_block
 from flashllm.arch.mixers import check_size
 from flashllm.arch.mixture import RouterSpec
 from flashllm.arch.rotary import rotary_by_type
-from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, LayerSpec, check_number
+from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, LayerSpec, check_number, check_usual
 from flashllm.arch.tensors import ResidentTensor
 from flashllm.base.checks import check_int
 from flashllm.errors import UnsupportedModelError
@@ -215,9 +215,7 @@ AFMOE = row(
 
 
 def _laguna(config: Config) -> BlockSpec:
-    for key in ("moe_apply_router_weight_on_input", "moe_router_logit_softcapping"):
-        if config[key]:
-            raise UnsupportedModelError(f"laguna with {key} is not supported")
+    check_usual(config, {"moe_apply_router_weight_on_input": False, "moe_router_logit_softcapping": 0.0})
     count, key = num_layers(config), "shared_expert_intermediate_size"
     heads = of_layers("num_attention_heads_per_layer", config, usual=[config["num_attention_heads"]] * count)
     router = sigmoid_router(config, "moe_routed_scaling_factor", epsilon=0.0)

@@ -11,8 +11,7 @@ from flashllm.arch.family import attending, keeping, num_layers, turning
 from flashllm.arch.llama.delta import of_rule
 from flashllm.arch.llama.latent import LATENT, LATENT_NORMS, latent_block
 from flashllm.arch.mixers import DeltaRule, check_size
-from flashllm.arch.spec import BlockSpec, Config
-from flashllm.errors import UnsupportedModelError
+from flashllm.arch.spec import BlockSpec, Config, check_usual
 
 _USUAL = {  # the usual name of a key that these configs have under another
     "max_position_embeddings": "model_max_length",
@@ -54,9 +53,7 @@ def _rule(config: Config) -> DeltaRule:
 
 
 def _block(config: Config) -> BlockSpec:
-    for key, value in _ALONE.items():
-        if config[key] != value:
-            raise UnsupportedModelError(f"kimi_linear whose {key} is {str(config[key])[:80]} is not supported")
+    check_usual(config, _ALONE)
     usual = {**config, **{new: config[old] for new, old in _USUAL.items()}}
     count = num_layers(config)
 

@@ -34,7 +34,7 @@ from flashllm.arch.llama.windowed import SINKS
 from flashllm.arch.mixers import check_size
 from flashllm.arch.mixture import RouterSpec
 from flashllm.arch.rotary import rope_parameters, rotary_by_type
-from flashllm.arch.spec import BlockSpec, Config, check_number
+from flashllm.arch.spec import BlockSpec, Config, check_number, check_usual
 from flashllm.arch.tensors import ResidentTensor
 from flashllm.errors import UnsupportedModelError
 
@@ -47,8 +47,7 @@ def _softmax(config: Config) -> RouterSpec:
 
 
 def _olmoe(config: Config) -> BlockSpec:
-    if config.get("clip_qkv") is not None:
-        raise UnsupportedModelError("clip_qkv, which limits queries, keys and values, is not supported for olmoe")
+    check_usual(config, {"clip_qkv": None})
     return mixture_block(config, _softmax(config), size="intermediate_size", first=None, query_key_norm="projection")
 
 
@@ -131,8 +130,7 @@ MIXTRAL = row(
 
 
 def _phimoe(config: Config) -> BlockSpec:
-    if config["num_experts_per_tok"] != 2:
-        raise UnsupportedModelError("phimoe with another num_experts_per_tok than 2 is not supported")
+    check_usual(config, {"num_experts_per_tok": 2})
     router = RouterSpec(score="sparse_mixer", jitter=check_number("router_jitter_noise", config["router_jitter_noise"]))
     rope = rope_parameters(config)
     if rope.get("short_mscale") is not None:  # within the trained context
@@ -187,11 +185,7 @@ HUNYUAN_MOE = row(
 
 
 def _gpt_oss(config: Config) -> BlockSpec:
-    for key, value in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
-        if config[key] != value:
-            raise UnsupportedModelError(f"{key} must be {value} for gpt_oss, not {str(config[key])[:80]}")
-    if config["hidden_act"] != "silu":
-        raise UnsupportedModelError(f"activation {str(config['hidden_act'])[:80]!r} is not supported for gpt_oss")
+    check_usual(config, {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "hidden_act": "silu"})
     experts = experts_of(config, RouterSpec(score="softmax_of_chosen"), "intermediate_size")
     block = decoder_block(with_types(config, 2), theta=150_000.0, experts=experts)
     return replace(block, activation="clamped_swiglu")

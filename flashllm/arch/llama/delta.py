@@ -26,9 +26,8 @@ from flashllm.arch.llama.names import row as dense
 from flashllm.arch.mixers import DeltaRule, check_size
 from flashllm.arch.mixture import ExpertsSpec, RouterSpec
 from flashllm.arch.rotary import DEFAULT_THETA, rope_parameters
-from flashllm.arch.spec import BlockSpec, Config
+from flashllm.arch.spec import BlockSpec, Config, check_usual
 from flashllm.arch.tensors import Part, ResidentTensor, delta_rules, whole
-from flashllm.errors import UnsupportedModelError
 
 
 def _rule(config: Config) -> DeltaRule:
@@ -129,8 +128,7 @@ def _together(
 
 
 def _block(config: Config, **traits: Any) -> BlockSpec:
-    if config["hidden_act"] != "silu":
-        raise UnsupportedModelError(f"activation {str(config['hidden_act'])[:80]!r} is not supported for this model")
+    check_usual(config, {"hidden_act": "silu"})
     types, interval = config["layer_types"], check_size("full_attention_interval", config["full_attention_interval"])
     if types is None:
         types = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers(config))]

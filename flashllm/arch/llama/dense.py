@@ -23,7 +23,7 @@ from flashllm.arch.family import (
 )
 from flashllm.arch.llama.names import BEFORE, BEHIND, BIASED, FUSED_GATE, GATE_PARTS, ONE_BEFORE, row
 from flashllm.arch.mixers import check_size
-from flashllm.arch.spec import BlockSpec, Config, check_number
+from flashllm.arch.spec import BlockSpec, Config, check_number, check_usual
 from flashllm.errors import UnsupportedModelError
 
 LLAMA = row("llama", attention=BIASED, ffn_bias=says("mlp_bias"))
@@ -185,8 +185,7 @@ SEED_OSS = row(
 
 
 def _olmo(config: Config) -> BlockSpec:
-    if config["clip_qkv"] is not None:
-        raise UnsupportedModelError("clip_qkv, which limits queries, keys and values, is not supported for olmo")
+    check_usual(config, {"clip_qkv": None})
     return decoder_block({**config, "norm_eps": 1e-5}, epsilon="norm_eps", norm="layer")
 
 

@@ -24,7 +24,7 @@ from flashllm.arch.family import (
 from flashllm.arch.llama.dense import granite_block
 from flashllm.arch.llama.names import BIASED, row
 from flashllm.arch.mixers import StateSpace, check_size
-from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, check_number
+from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, check_number, check_usual
 from flashllm.arch.tensors import Part, ResidentTensor, state_spaces
 from flashllm.errors import UnsupportedModelError
 
@@ -54,8 +54,7 @@ def _space(config: Config, inner: int | None = None) -> StateSpace:
     heads, dim = check_size("mamba_n_heads", config["mamba_n_heads"]), config["mamba_d_head"]
     width = check_size("hidden_size", config["hidden_size"])
     width = check_size("mamba_expand", config["mamba_expand"]) * width if inner is None else inner
-    if config["hidden_act"] != "silu":
-        raise UnsupportedModelError(f"activation {str(config['hidden_act'])[:80]!r} is not supported for this model")
+    check_usual(config, {"hidden_act": "silu"})
     dim = width // heads if dim == "auto" else check_size("mamba_d_head", dim)
     if dim * heads != width:
         raise ValueError(f"{heads} heads of {dim} are not {width} wide")
@@ -166,8 +165,6 @@ GRANITE = granite("granitemoehybrid", _granite, attention=(*attending(BIASED), *
 
 
 def _nemotron_space(config: Config) -> StateSpace:
-    if config["mamba_hidden_act"] != "silu":
-        raise UnsupportedModelError("a mixer whose mamba_hidden_act is not silu is not supported for nemotron_h")
     return _sized(
         config,
         key_heads="n_groups",
@@ -194,8 +191,7 @@ def _nemotron(config: Config) -> BlockSpec:
             "experts that compute in a narrower space of their own (moe_latent_size: Nemotron 3 Super and Ultra) are "
             "not supported; Nemotron 3 Nano has none"
         )
-    if config["mlp_bias"]:
-        raise UnsupportedModelError("mlp_bias, biases of neurons, is not supported for nemotron_h")
+    check_usual(config, {"mlp_bias": False, "mamba_hidden_act": "silu"})
     kinds = _nemotron_kinds(config)
     block = decoder_block(
         _alike(config, num_hidden_layers=len(kinds)),
