@@ -41,15 +41,11 @@ def _interleaved(source: str, out: str, bias: Any) -> tuple[ResidentTensor, ...]
 
 
 # GPT-NeoX (Black et al., 2022) and Pythia: attention and FFN side by side, each with its norm.
-
-
-def _gpt_neox(config: Config) -> BlockSpec:
-    return _block(config, epsilon="layer_norm_eps", rotary_share=0.25, parallel=bool(config["use_parallel_residual"]))
-
-
 GPT_NEOX = decoder(
     "gpt_neox",
-    block=_gpt_neox,
+    block=lambda config: _block(
+        config, epsilon="layer_norm_eps", rotary_share=0.25, parallel=bool(config["use_parallel_residual"])
+    ),
     matrices=_4H,
     attention=_interleaved("attention.query_key_value", "attention.dense", says("attention_bias")),
     norms=BEFORE,

@@ -3,9 +3,9 @@
 Learned positions from row 2 on, layer norms, one key-value head a head, a plain FFN: ReLU, or Galactica's GELU.
 """
 
-from flashllm.arch.family import bias_tensors, defaults_of, is_untied, linear_tensors, norm_tensors, says
+from flashllm.arch.family import bias_tensors, defaults_of, is_untied, norm_tensors, num_layers, projections, says
 from flashllm.arch.mixers import Attention, check_size
-from flashllm.arch.spec import MAX_CONTEXT, MAX_LAYERS, BlockSpec, Config, LayerSpec, known_activation
+from flashllm.arch.spec import MAX_CONTEXT, BlockSpec, Config, LayerSpec, known_activation
 from flashllm.arch.tensors import ArchitectureSpec, ResidentTensor
 
 _BASE = "model.decoder."
@@ -51,17 +51,15 @@ def _block(config: Config) -> BlockSpec:
         activation=known_activation(config, "activation_function", {"relu": "relu", "gelu": "gelu"}),
         gated=False,
         tied_head=bool(config["tie_word_embeddings"]),
-        layers=(layer,) * check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS),
+        layers=(layer,) * num_layers(config),
     )
 
 
 def _norm(name: str, source: str) -> tuple[ResidentTensor, ...]:
-    when = _has_final_norm_weights if name == "final_norm" else _has_norm_weights
+    def when(config: Config) -> bool:
+        return _has_norm_weights(config) and (name != "final_norm" or _has_final_norm(config))
+
     return norm_tensors(name, source, weight=when, bias=when)
-
-
-def _has_final_norm_weights(config: Config) -> bool:
-    return _has_final_norm(config) and _has_norm_weights(config)
 
 
 OPT = ArchitectureSpec(
@@ -73,10 +71,7 @@ OPT = ArchitectureSpec(
         ResidentTensor(name="positions.weight", source=_BASE + "embed_positions.weight"),
         ResidentTensor(name="project_in.weight", source=_BASE + "project_in.weight", when=_is_projected),
         *_norm("layers.{i}.attention_norm", _LAYER + "self_attn_layer_norm"),
-        *linear_tensors("layers.{i}.query", _LAYER + "self_attn.q_proj", bias=_has_bias),
-        *linear_tensors("layers.{i}.key", _LAYER + "self_attn.k_proj", bias=_has_bias),
-        *linear_tensors("layers.{i}.value", _LAYER + "self_attn.v_proj", bias=_has_bias),
-        *linear_tensors("layers.{i}.out", _LAYER + "self_attn.out_proj", bias=_has_bias),
+        *projections(_has_bias, _has_bias, _LAYER + "self_attn", ("q_proj", "k_proj", "v_proj", "out_proj")),
         *_norm("layers.{i}.ffn_norm", _LAYER + "final_layer_norm"),
         *bias_tensors(_MATRICES, _has_bias),
         *_norm("final_norm", _BASE + "final_layer_norm"),

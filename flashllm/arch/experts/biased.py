@@ -13,7 +13,6 @@ from flashllm.arch.experts.row import (
     matrices,
     mixture_block,
     row,
-    shared_neurons,
 )
 from flashllm.arch.family import (
     always,
@@ -147,20 +146,19 @@ MINIMAX = row(
     matrices=W,
 )
 
-# Solar Open (Upstage, 2026): GLM-4.5's router.
-
-
-def _solar(config: Config) -> BlockSpec:
-    experts = experts_of(config, grouped_router(config), shared=shared_neurons(config, "n_shared_experts"))
-    return decoder_block({"intermediate_size": experts.neurons, **config}, theta=1e6, experts=experts)
-
-
+# Solar Open (Upstage, 2026): GLM-4.5's router, and no dense layer.
 SOLAR = row(
     "solar_open",
     experts=128,
     is_wide=True,
     choice=_BIAS,
-    block=_solar,
+    block=lambda config: mixture_block(
+        {"intermediate_size": config["moe_intermediate_size"], **config},
+        grouped_router(config),
+        shared="n_shared_experts",
+        first=None,
+        theta=1e6,
+    ),
     attention=projections(says("attention_bias"), never),
     shared_matrices=SHARED,
 )

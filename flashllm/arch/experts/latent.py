@@ -61,13 +61,13 @@ def _glm4_lite(config: Config) -> BlockSpec:
 GLM4_LITE = row("glm4_moe_lite", experts=64, choice="mlp.gate.e_score_correction_bias", block=_glm4_lite, **_COMMON)
 
 # Mistral 4 (Mistral AI, 2026): a softmax, groups by the sum of two; queries grow with their position.
-
-
-def _mistral4(config: Config) -> BlockSpec:
-    router = replace(grouped_router(config), score="softmax")
-    return _latent_experts(config, router, growth=growth(config))
-
-
-MISTRAL4 = row("mistral4", experts=128, block=_mistral4, **{**_COMMON, "is_wide": False})
+MISTRAL4 = row(
+    "mistral4",
+    experts=128,
+    block=lambda config: _latent_experts(
+        config, replace(grouped_router(config), score="softmax"), growth=growth(config)
+    ),
+    **{**_COMMON, "is_wide": False},
+)
 
 WITH_LATENT = (DEEPSEEK_V2, DEEPSEEK_V3, GLM4_LITE, MISTRAL4)

@@ -1,6 +1,7 @@
 """Mixtures of experts (Shazeer et al., 2017) whose routers take a softmax of their products, a row each."""
 
 from dataclasses import replace
+from functools import partial
 
 from flashllm.arch.experts.row import (
     GATED_SHARED,
@@ -38,6 +39,8 @@ from flashllm.arch.spec import BlockSpec, Config, check_number, check_usual
 from flashllm.arch.tensors import ResidentTensor
 from flashllm.errors import UnsupportedModelError
 
+_all_mixtures = partial(mixture_block, size="intermediate_size", first=None)
+
 
 def _softmax(config: Config) -> RouterSpec:
     return RouterSpec(normalized=bool(config["norm_topk_prob"]))
@@ -48,21 +51,21 @@ def _softmax(config: Config) -> RouterSpec:
 
 def _olmoe(config: Config) -> BlockSpec:
     check_usual(config, {"clip_qkv": None})
-    return mixture_block(config, _softmax(config), size="intermediate_size", first=None, query_key_norm="projection")
+    return _all_mixtures(config, _softmax(config), query_key_norm="projection")
 
 
 OLMOE = row("olmoe", experts=64, block=_olmoe, attention=BIASED)
 
-
-# FlexOlmo (Shi et al., 2025): OLMo 2's norms.
-
-
-def _flex_olmo(config: Config) -> BlockSpec:
-    experts = experts_of(config, _softmax(config), "intermediate_size")
-    return decoder_block(config, theta=500_000.0, norms="output", query_key_norm="projection", experts=experts)
-
-
-FLEX_OLMO = row("flex_olmo", experts=7, block=_flex_olmo, attention=BIASED, norms=BEHIND)
+# FlexOlmo (Shi et al., 2025): the same with OLMo 2's norms.
+FLEX_OLMO = row(
+    "flex_olmo",
+    experts=7,
+    block=lambda config: _all_mixtures(
+        config, _softmax(config), theta=500_000.0, norms="output", query_key_norm="projection"
+    ),
+    attention=BIASED,
+    norms=BEHIND,
+)
 
 # Qwen 1.5 MoE, 2 and 3 (Qwen Team, 2024, 2025). The former have shared neurons, which a gate weighs.
 
@@ -118,9 +121,7 @@ MIXTRAL = row(
     "mixtral",
     experts=8,
     router="block_sparse_moe.gate",
-    block=lambda config: mixture_block(
-        config, RouterSpec(normalized=True), size="intermediate_size", first=None, theta=1e6
-    ),
+    block=lambda config: _all_mixtures(config, RouterSpec(normalized=True), theta=1e6),
     attention=BARE,
     matrices=W,
 )

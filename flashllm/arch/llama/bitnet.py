@@ -9,7 +9,7 @@ from enum import Enum
 
 from flashllm.arch.family import always, decoder_block
 from flashllm.arch.llama.names import BEFORE, BIASED, row
-from flashllm.arch.spec import BlockSpec, Config
+from flashllm.arch.spec import Config
 from flashllm.errors import UnsupportedModelError
 
 MODEL_TYPE = "bitnet"
@@ -56,13 +56,11 @@ def form_of(config: Config) -> Form:
     return _FORMS[kind]
 
 
-def _block(config: Config) -> BlockSpec:
-    return decoder_block(config, theta=500_000.0, sub_norms=True, rounded_inputs=form_of(config) is not Form.WHOLE)
-
-
 BITNET = row(
     MODEL_TYPE,
-    block=_block,
+    block=lambda config: decoder_block(
+        config, theta=500_000.0, sub_norms=True, rounded_inputs=form_of(config) is not Form.WHOLE
+    ),
     attention=BIASED,
     norms={
         **BEFORE,

@@ -8,11 +8,11 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from flashllm.arch.family import decoder_block, linear_tensors, says
+from flashllm.arch.family import decoder_block, linear_tensors, num_layers, says
 from flashllm.arch.llama.names import row
 from flashllm.arch.mixers import Latent, check_size
 from flashllm.arch.rotary import rope_parameters
-from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, check_number
+from flashllm.arch.spec import BlockSpec, Config, check_number
 from flashllm.arch.tensors import ArchitectureSpec, Part, ResidentTensor
 
 _EPSILON = 1e-6  # of the latent norms, whatever the config says of the others: the vendors' code has it
@@ -76,17 +76,9 @@ def _has_two(config: Config) -> bool:
     return config["q_lora_rank"] is not None
 
 
-def _has_one(config: Config) -> bool:
-    return config["q_lora_rank"] is None
-
-
 def _is_apart(config: Config) -> bool:
     """Models whose `kv_b_proj` is in two: as llama.cpp multiplies it (2025), so that codes stay what they are."""
     return bool(config.get("kv_b_apart"))
-
-
-def _is_whole(config: Config) -> bool:
-    return not _is_apart(config)
 
 
 LATENT = (
@@ -96,14 +88,19 @@ LATENT = (
         source="self_attn.q_a_proj.bias",
         when=lambda config: _has_two(config) and bool(config["attention_bias"]),
     ),
-    ResidentTensor(name="layers.{i}.query.weight", source="self_attn.q_proj.weight", when=_has_one),
+    ResidentTensor(
+        name="layers.{i}.query.weight", source="self_attn.q_proj.weight", when=lambda config: not _has_two(config)
+    ),
     ResidentTensor(name="layers.{i}.query.weight", source="self_attn.q_b_proj.weight", when=_has_two),
     *linear_tensors("layers.{i}.key", "self_attn.kv_a_proj_with_mqa", bias=says("attention_bias")),
     ResidentTensor(name="layers.{i}.key_up.weight", source="self_attn.k_b_proj.weight", when=_is_apart),
     ResidentTensor(name="layers.{i}.value.weight", source="self_attn.v_b_proj.weight", when=_is_apart),
     *(
         ResidentTensor(
-            name=f"layers.{{i}}.{name}.weight", source="self_attn.kv_b_proj.weight", when=_is_whole, part=part
+            name=f"layers.{{i}}.{name}.weight",
+            source="self_attn.kv_b_proj.weight",
+            when=lambda config: not _is_apart(config),
+            part=part,
         )
         for name, part in (("key_up", _plain_rows), ("value", _value_rows))
     ),
@@ -126,13 +123,12 @@ YOUTU = _row("youtu")
 
 def _minicpm3(config: Config) -> BlockSpec:
     width = check_size("hidden_size", config["hidden_size"])
-    layers = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
     depth, base = config["scale_depth"], config["dim_model_base"]
     return latent_block(
         config,
         rotary_style="half",
         embedding_scale=check_number("scale_emb", config["scale_emb"]),
-        residual_scale=1.0 if depth is None else check_number("scale_depth", depth) / math.sqrt(layers),
+        residual_scale=1.0 if depth is None else check_number("scale_depth", depth) / math.sqrt(num_layers(config)),
         logit_scale=1.0 if base is None else check_size("dim_model_base", base) / width,
     )
 

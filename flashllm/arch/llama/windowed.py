@@ -31,20 +31,18 @@ MINISTRAL3 = row("ministral3", block=lambda config: decoder_block(config, growth
 # Code World Model (FAIR, 2025): Llama 3, with windows.
 CWM = row("cwm", block=lambda config: decoder_block(with_types(config, 4, first=True), theta=1e6))
 
-
 # OLMo 3 (Team Olmo, 2025): OLMo 2, whose layers without a window may be turned otherwise.
-
-
-def _olmo3(config: Config) -> BlockSpec:
-    return decoder_block(
+OLMO3 = row(
+    "olmo3",
+    block=lambda config: decoder_block(
         with_types(config, 4),
         norms="output",
         query_key_norm="projection",
         rotary_of=rotary_by_type(config, head_size(config), theta=500_000.0),
-    )
-
-
-OLMO3 = row("olmo3", block=_olmo3, attention=BIASED, norms=BEHIND)
+    ),
+    attention=BIASED,
+    norms=BEHIND,
+)
 
 
 # Command R7B and Command A (Cohere, 2024, 2025): layers without a window turn nothing.
