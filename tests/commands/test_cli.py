@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from damage import flip
 
 import flashllm.cli
 from flashllm import _core
@@ -261,11 +262,7 @@ def test_convert_verify_and_inspect(run, tiny, tmp_path):
     assert status == 0
     assert "float16" in out
 
-    with open(tmp_path / "model" / "ffn.safetensors", "r+b") as file:
-        file.seek(5000)
-        byte = file.read(1)
-        file.seek(5000)
-        file.write(bytes([byte[0] ^ 1]))
+    flip(tmp_path / "model" / "ffn.safetensors", 5000)
     status, out, err = run("verify", tmp_path / "model")
     assert (status, out) == (1, "")
     assert "flashllm: error: " in err

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from arch_models import LAYERS, VARIANTS, make_checkpoint, open_model
+from damage import flip
 from safetensors.torch import load_file, save_file
 
 from flashllm import _core
@@ -154,11 +155,7 @@ def test_a_wrong_byte_of_an_expert_is_found(tiny, tmp_path, monkeypatch, form):
         convert(tiny[0], model_dir := tmp_path / "model")
         first, said = 5 * SIZE, "layer 1, neurons 240 to 287: wrong checksum"
     layout = Manifest.load(model_dir).rows
-    with (model_dir / FFN).open("r+b") as file:
-        file.seek(-2 * layout.layer_nbytes + (5 * SIZE + 7) * layout.stride + 100, 2)
-        byte = file.read(1)
-        file.seek(-1, 1)
-        file.write(bytes([byte[0] ^ 1]))
+    flip(model_dir / FFN, -2 * layout.layer_nbytes + (5 * SIZE + 7) * layout.stride + 100)
     problems = verify(model_dir).problems
     assert [problem.neuron for problem in problems] == [first]
     assert said in problems[0].message

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from arch_models import VARIANTS, make_checkpoint
 from arch_reference import ReferenceDecoder
+from damage import flip
 from planned import planned
 from safetensors.numpy import load_file, save_file
 
@@ -49,11 +50,7 @@ class Tabled:
     def damage(self, path, token):
         """Flip a bit of the row of `token` in the copy `path`."""
         info = read_header(path / self.name).tensors[self.tensor]
-        with (path / self.name).open("r+b") as file:
-            file.seek(info.offset + token * (info.nbytes // self.rows) + 5)
-            byte = file.read(1)[0]
-            file.seek(-1, 1)
-            file.write(bytes([byte ^ 16]))
+        flip(path / self.name, info.offset + token * (info.nbytes // self.rows) + 5)
 
 
 def changed(name, **config):

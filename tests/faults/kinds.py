@@ -1,6 +1,5 @@
 """Kinds of inputs, each with right bytes, and with those parsers that meet such inputs first."""
 
-import hashlib
 import json
 import shutil
 import sys
@@ -12,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import gguf_files
 import predictor_files
 from arch_models import Variant, make_checkpoint
+from damage import rehash
 from profiles import profile_of, reader
 from tiny_models import make_tiny_opt
 
@@ -54,15 +54,6 @@ def at_file(path: Path, use: Callable[[Path], object]) -> Callable[[bytes], obje
     return call
 
 
-def rehash(directory: Path, name: str, raw: bytes) -> None:
-    """Put `raw` in the place of a model directory's file, and its hash into the manifest."""
-    (directory / name).write_bytes(raw)
-    manifest = json.loads((directory / "flashllm.json").read_text())
-    manifest.pop("sha256", None)
-    manifest["files"][name] = {"nbytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
-    (directory / "flashllm.json").write_text(json.dumps(manifest))
-
-
 def make_kinds(root: Path) -> dict[str, Kind]:
     """Every kind, of tiny files under `root`."""
     hf, model = make_tiny_opt(root / "hf"), root / "model"
@@ -91,7 +82,8 @@ def make_kinds(root: Path) -> dict[str, Kind]:
         copy = Path(shutil.copytree(model, root / f"of {name}"))
 
         def rehashed(raw: bytes, copy: Path = copy, name: str = name) -> None:
-            rehash(copy, name, raw)
+            (copy / name).write_bytes(raw)
+            rehash(copy, name)
             open_all(copy)
 
         kinds[f"model directory: {name}"] = Kind(

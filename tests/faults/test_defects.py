@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from damage import rehash
 from defects import DEFECTS, THIRD
 from generating import greedy, ids_of
 
@@ -54,16 +55,6 @@ def run(capfd):
 def copy(tiny, tmp_path):
     """A model directory that may be changed."""
     return Path(shutil.copytree(tiny().path("random"), tmp_path / "model"))
-
-
-def rehash(directory):
-    """Make the manifest say what the files are now: whoever makes a bad model directory does."""
-    raw = json.loads((directory / "flashllm.json").read_text())
-    raw.pop("sha256", None)
-    for name in raw["files"]:
-        data = (directory / name).read_bytes()
-        raw["files"][name] = {"nbytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    (directory / "flashllm.json").write_text(json.dumps(raw))
 
 
 def test_2_a_flipped_byte_of_any_file_is_noticed(copy):

@@ -12,8 +12,9 @@ import tools_path  # noqa: F401
 import torch
 from activity_trace import Trace
 from arch_models import Variant, make_checkpoint
+from damage import rehash
 from install_popularity import install_popularity
-from kinds import Kind, at_file, make_kinds, rehash
+from kinds import Kind, at_file, make_kinds
 from safetensors.torch import load_file
 from traces import write_trace
 
@@ -113,7 +114,8 @@ def _of_coded_models(root: Path) -> dict[str, Kind]:
     copy = Path(shutil.copytree(model, root / "of planes"))
 
     def use(raw: bytes) -> None:
-        rehash(copy, RESIDENT, raw)
+        (copy / RESIDENT).write_bytes(raw)
+        rehash(copy, RESIDENT)
         open_all(copy)
 
     kinds["model directory with planes: resident.safetensors"] = Kind(
@@ -140,7 +142,8 @@ def _of_data(root: Path) -> dict[str, Kind]:
         install_popularity(copy, trace)
 
     def shares(raw: bytes) -> None:
-        rehash(copy, POPULARITY, raw)
+        (copy / POPULARITY).write_bytes(raw)
+        rehash(copy, POPULARITY)
         read_popularity(copy, Manifest.load(copy))
 
     kinds["popularity"] = Kind((copy / POPULARITY).read_bytes(), shares, str(copy), False, copy)

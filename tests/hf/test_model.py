@@ -2,10 +2,12 @@
 
 import gc
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from damage import flip
 from generating import greedy, ids_of
 from predictor_files import make_predictors
 
@@ -13,6 +15,7 @@ from flashllm.base.processes import beside_nbytes
 from flashllm.config import RunConfig
 from flashllm.errors import BudgetError, ChecksumError, UsageError
 from flashllm.format.model_dir import ModelDir
+from flashllm.format.safetensors import read_header
 from flashllm.plan.memory import TORCH_GROWTH
 from flashllm.plan.resolve import resolve
 
@@ -181,18 +184,10 @@ def test_the_least_memory_is_the_one_that_is_named(tiny, monkeypatch):
 
 
 def test_the_neuron_named_is_the_damaged_one(tiny, load, tmp_path):
-    import shutil
-
-    from flashllm.format.safetensors import read_header
-
     path = Path(shutil.copytree(tiny().path("all"), tmp_path / "damaged"))
     header, layer, neuron = read_header(path / "ffn.safetensors"), 2, 301
     info = header.tensors[f"layers.{layer}.ffn"]
-    with open(path / "ffn.safetensors", "r+b") as file:
-        file.seek(info.offset + neuron * (info.nbytes // info.shape[0]) + 100)
-        byte = file.read(1)
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte[0] ^ 0x10]))
+    flip(path / "ffn.safetensors", info.offset + neuron * (info.nbytes // info.shape[0]) + 100)
     for mode, length in (("sparse", 3), ("sparse", 20), ("dense", 3), ("oracle", 3)):
         flash = load(path, mode=mode)
         with pytest.raises(ChecksumError, match=rf"layer {layer}, neuron {neuron}: "):

@@ -2,10 +2,12 @@
 
 import itertools
 import json
+import shutil
 
 import numpy as np
 import pytest
 from arch_models import VARIANTS, make_checkpoint
+from damage import flip
 from offload_host import PLACES
 from safetensors.numpy import load_file, save_file
 from tiny_models import make_tiny_opt
@@ -161,14 +163,8 @@ def test_tensors_of_another_dtype_are_rounded_into_the_scratch_file(folders, tmp
 
 
 def test_a_damaged_row_is_found_when_it_is_put_together(folders, tmp_path):
-    import shutil
-
     directory = shutil.copytree(folders("opt")[1], tmp_path / "model")
-    with (directory / FFN).open("r+b") as file:
-        file.seek(4096 + 700)
-        byte = file.read(1)
-        file.seek(4096 + 700)
-        file.write(bytes([byte[0] ^ 1]))
+    flip(directory / FFN, 4096 + 700)
     with (
         open_weights(directory) as source,
         Scratch(tmp_path / "s", 1 << 24) as scratch,
@@ -178,8 +174,6 @@ def test_a_damaged_row_is_found_when_it_is_put_together(folders, tmp_path):
 
 
 def test_a_file_that_shrinks_is_an_error(folders, tmp_path):
-    import shutil
-
     folder = shutil.copytree(folders("opt")[0], tmp_path / "hf")
     with open_weights(folder) as source, open_store(source, "disk", None) as store:
         with (folder / "model.safetensors").open("r+b") as file:
