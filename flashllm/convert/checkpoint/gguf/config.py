@@ -194,11 +194,7 @@ def _factored(stored: StoredTensor, theta: float, dims: int, path: Path) -> dict
     turning = int((factors == 1).sum())
     if turning < len(factors) == dims // 2 and (factors[:turning] == 1).all() and (factors[turning:] >= _STILL).all():
         return {"rope_type": "proportional", "partial_rotary_factor": turning / len(factors)}
-    low, high, trained = (
-        _LLAMA3["low_freq_factor"],
-        _LLAMA3["high_freq_factor"],
-        _LLAMA3["original_max_position_embeddings"],
-    )
+    low, high, trained = _LLAMA3.values()
     factor = float(factors.max())
     frequencies = theta ** (-np.arange(0, dims, 2) / dims)
     waves = trained * frequencies / (2 * math.pi)  # within the trained context

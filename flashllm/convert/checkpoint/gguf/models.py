@@ -56,17 +56,14 @@ def _gemma3(config: dict[str, Any], content: GgufContent) -> None:
     """As Gemma 2's, in the largest of this family; layers that slide turn by another base."""
     of_width = config["hidden_size"] // config["num_attention_heads"]
     config["query_pre_attn_scalar"] = of_width if config["num_hidden_layers"] == 62 else config["head_dim"]
-    local = content.metadata.number("gemma3.rope.freq_base_swa", 10000.0, positive=True)
-    config["rope_parameters"] = {
-        "full_attention": config["rope_parameters"],
-        "sliding_attention": {"rope_type": "default", "rope_theta": local},
-    }
+    _by_type(config, content)
 
 
 def _by_type(config: dict[str, Any], content: GgufContent) -> None:
     """Rotary parameters of layers with a window, beside those of the others."""
     metadata, size = content.metadata, config["head_dim"]
-    sliding = {"rope_type": "default", "rope_theta": metadata.number(own_key(content, "rope.freq_base_swa"), 10000.0)}
+    theta = metadata.number(own_key(content, "rope.freq_base_swa"), 10000.0, positive=True)
+    sliding = {"rope_type": "default", "rope_theta": theta}
     if (turned := metadata.integer(own_key(content, "rope.dimension_count_swa"), size)) != size:
         sliding["partial_rotary_factor"] = turned / size
     config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": sliding}
