@@ -86,6 +86,11 @@ def _bare(open_: str, close: str, quote: str) -> dict[str, Any]:
     return {"calls": (call,), "held": (held,)}
 
 
+def _section(open_: str, close: str, line: str = "", **held: Any) -> dict[str, Any]:
+    """The fields `section` and `held` of a format whose calls stand between two marks, perhaps on own lines."""
+    return {"section": (open_, close), "held": (Held(before=open_ + line, behind=line + close, **held),)}
+
+
 def _parameters(open_: str, head: str, close: str, *parameter: str) -> Call:
     before, middle, after = parameter
     until = (before, close)
@@ -138,29 +143,23 @@ FORMATS = (
     Format(
         name="kimi",
         written=("<|im_middle|>",),
-        section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         calls=(_json("<|tool_call_begin|>", _KIMI, "<|tool_call_end|>"),),
-        held=(
-            Held(
-                before="<|tool_calls_section_begin|>",
-                call="<|tool_call_begin|>functions.NAME:NUMBER<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>",
-                between="",
-                behind="<|tool_calls_section_end|>",
-            ),
+        **_section(
+            "<|tool_calls_section_begin|>",
+            "<|tool_calls_section_end|>",
+            call="<|tool_call_begin|>functions.NAME:NUMBER<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>",
+            between="",
         ),
     ),
     Format(
         name="deepseek",
         written=("<｜tool▁call▁begin｜>",),
-        section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
         calls=(_json("<｜tool▁call▁begin｜>", _DEEPSEEK, "```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>"),),
-        held=(
-            Held(
-                before="<｜tool▁calls▁begin｜>",
-                call="<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜>",
-                between="",
-                behind="<｜tool▁calls▁end｜>",
-            ),
+        **_section(
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁calls▁end｜>",
+            call="<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜>",
+            between="",
         ),
     ),
     Format(
@@ -176,16 +175,12 @@ FORMATS = (
     Format(
         name="minimax",
         written=("<minimax:tool_call>",),
-        section=("<minimax:tool_call>", "</minimax:tool_call>"),
         calls=(_parameters("<invoke name=", _NAMED, "</invoke>", "<parameter name=", ">", "</parameter>"),),
-        held=(
-            Held(
-                before="<minimax:tool_call>\n",
-                call='<invoke name="NAME">\nARGUMENTS</invoke>',
-                parameter='<parameter name="KEY">VALUE</parameter>\n',
-                between="\n",
-                behind="\n</minimax:tool_call>",
-            ),
+        **_section(
+            *("<minimax:tool_call>", "</minimax:tool_call>", "\n"),
+            call='<invoke name="NAME">\nARGUMENTS</invoke>',
+            parameter='<parameter name="KEY">VALUE</parameter>\n',
+            between="\n",
         ),
     ),
     Format(
@@ -235,7 +230,6 @@ FORMATS = (
     Format(
         name="hy3",  # its marks have a name behind them
         written=("<arg_key{}>", ":opensource"),
-        section=("<tool_calls:opensource>", "</tool_calls:opensource>"),
         thinking=(("<think:opensource>", "</think:opensource>"),),
         calls=(
             _parameters(
@@ -243,29 +237,22 @@ FORMATS = (
                 *("<arg_key:opensource>", "<arg_value:opensource>", "</arg_value:opensource>"),
             ),
         ),
-        held=(
-            Held(
-                before="<tool_calls:opensource>\n",
-                call="<tool_call:opensource>NAME<tool_sep:opensource>\nARGUMENTS</tool_call:opensource>\n",
-                parameter="<arg_key:opensource>KEY</arg_key:opensource>\n"
-                "<arg_value:opensource>VALUE</arg_value:opensource>\n",
-                between="",
-                behind="</tool_calls:opensource>",
-            ),
+        **_section(
+            *("<tool_calls:opensource>", "</tool_calls:opensource>", "\n"),
+            call="<tool_call:opensource>NAME<tool_sep:opensource>\nARGUMENTS</tool_call:opensource>",
+            parameter="<arg_key:opensource>KEY</arg_key:opensource>\n"
+            "<arg_value:opensource>VALUE</arg_value:opensource>\n",
+            between="\n",
         ),
     ),
     Format(
         name="hunyuan",
         written=("<tool_calls>", "```json"),
-        section=("<tool_calls>", "</tool_calls>"),
         calls=(_json("<tool_call>", _FENCED, "```</tool_call>", "</tool_call>"),),
-        held=(
-            Held(
-                before="<tool_calls>\n",
-                call="<tool_call>NAME\n```json\nARGUMENTS\n```</tool_call>",
-                between="\n",
-                behind="\n</tool_calls>",
-            ),
+        **_section(
+            *("<tool_calls>", "</tool_calls>", "\n"),
+            call="<tool_call>NAME\n```json\nARGUMENTS\n```</tool_call>",
+            between="\n",
         ),
         dropped=("<answer>", "</answer>"),
     ),
