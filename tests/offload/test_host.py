@@ -5,11 +5,12 @@ import itertools
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
-from arch_models import VARIANTS, Variant, make_checkpoint
+from arch_models import VARIANTS, make_checkpoint
 from offload_host import GB, HOST, PLACES, RATE, policy_of
 from tiny_models import make_tiny_opt
 
@@ -47,48 +48,35 @@ def model(tmp_path_factory):
     return folder, load_shape(str(folder))
 
 
-@pytest.fixture(scope="module")
-def mixture(tmp_path_factory):
-    """The same of a mixture of experts."""
-    variant = Variant("olmoe", {"hidden_size": 512, "intermediate_size": 512})
-    folder = make_checkpoint(tmp_path_factory.mktemp("mixture") / "hf", variant, dtype="bfloat16")
-    return folder, load_shape(str(folder))
+# The same of mixtures of experts: with one dense and smaller layer of three; with a shared expert that is resident.
+MIXTURES = {
+    "mixture": ("olmoe", {"intermediate_size": 512}),
+    "mixed": ("qwen2_moe and a dense layer", {"intermediate_size": 1024, "moe_intermediate_size": 512}),
+    "beside": ("qwen2_moe shared beside", {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 2048}),
+}
+# The mixture as a model directory in 4 bits; and with neurons in 8 bits, which are rounded again where 4 are asked for.
+CODED = {"coded": "int4_32", "partly": "int8_32"}
 
 
 @pytest.fixture(scope="module")
-def mixed(tmp_path_factory):
-    """The same, where one of three layers is dense and smaller."""
-    made = VARIANTS["qwen2_moe and a dense layer"]
-    sizes = {"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 512}
-    variant = dataclasses.replace(made, config=made.config | sizes)
-    folder = make_checkpoint(tmp_path_factory.mktemp("mixed") / "hf", variant, dtype="bfloat16")
-    return folder, load_shape(str(folder))
+def model_of(tmp_path_factory, model):
+    """The same of a kind, made once."""
 
+    @cache
+    def get(kind):
+        if kind == "model":
+            return model
+        folder = tmp_path_factory.mktemp(kind) / "model"
+        if kind in CODED:
+            convert(get("mixture")[0], folder, encoding=CODED[kind], resident_encoding="int4_32")
+        else:
+            name, sizes = MIXTURES[kind]
+            variant = VARIANTS[name]
+            variant = dataclasses.replace(variant, config=variant.config | {"hidden_size": 512} | sizes)
+            make_checkpoint(folder, variant, dtype="bfloat16")
+        return folder, load_shape(str(folder))
 
-@pytest.fixture(scope="module")
-def beside(tmp_path_factory):
-    """The same with a shared expert that is resident."""
-    made = VARIANTS["qwen2_moe shared beside"]
-    sizes = {"hidden_size": 512, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 2048}
-    variant = dataclasses.replace(made, config=made.config | sizes)
-    folder = make_checkpoint(tmp_path_factory.mktemp("beside") / "hf", variant, dtype="bfloat16")
-    return folder, load_shape(str(folder))
-
-
-@pytest.fixture(scope="module")
-def coded(mixture, tmp_path_factory):
-    """The mixture as a model directory in 4 bits."""
-    folder = tmp_path_factory.mktemp("coded") / "model"
-    convert(mixture[0], folder, encoding="int4_32", resident_encoding="int4_32")
-    return folder, load_shape(str(folder))
-
-
-@pytest.fixture(scope="module")
-def partly(mixture, tmp_path_factory):
-    """The same with neurons in 8 bits, which are rounded again where 4 are asked for."""
-    folder = tmp_path_factory.mktemp("partly") / "model"
-    convert(mixture[0], folder, encoding="int8_32", resident_encoding="int4_32")
-    return folder, load_shape(str(folder))
+    return get
 
 
 def host(shape, policy, work=WORK, hardware=HOST):
@@ -99,10 +87,10 @@ def host(shape, policy, work=WORK, hardware=HOST):
 
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("compress", [False, True])
-@pytest.mark.parametrize("kind", ["model", "mixture", "mixed", "beside", "coded", "partly"])
+@pytest.mark.parametrize("kind", ["model", *MIXTURES, *CODED])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_weights_take_what_the_store_plans(request, kind, where, compress, overlap):
-    folder, shape = request.getfixturevalue(kind)
+def test_weights_take_what_the_store_plans(model_of, kind, where, compress, overlap):
+    folder, shape = model_of(kind)
     policy = policy_of(where, compress_weights=compress, overlap=overlap)
     with open_weights(folder) as source:
         plan = plan_weights(source, policy, bits=4 if compress else None)
@@ -181,8 +169,8 @@ def test_what_a_late_layer_takes_more_is_planned_for(memory):
     assert not plan.prediction.over
 
 
-def test_one_layer_in_memory_at_a_time_where_two_are_too_many(mixture):
-    _, shape = mixture
+def test_one_layer_in_memory_at_a_time_where_two_are_too_many(model_of):
+    _, shape = model_of("mixture")
     work = Workload(prompt_len=20, gen_len=8)
     both, one = (
         predict(shape, HOST, work, policy_of("disk", gpu_batch=1, num_batches=1, overlap=overlap)).peak_device
@@ -244,8 +232,8 @@ def test_a_step_is_the_runtimes_work(model):
     assert with_square.decode_s == pytest.approx(prediction.decode_s + steps * 3 * shape.layers)
 
 
-def test_a_token_costs_the_products_of_its_experts(mixture):
-    _, shape = mixture
+def test_a_token_costs_the_products_of_its_experts(model_of):
+    _, shape = model_of("mixture")
     quick = dataclasses.replace(HOST, cpu_attention=RATE(1e30), bmm=RATE(1e30), elementwise=RATE(1e30), square_s=0.0)
     prediction = predict(shape, quick, WORK, policy_of("device", gpu_batch=1, num_batches=12))
     params = shape.layer_params - shape.ffn_params + shape.hidden * shape.ffn_active * 3
