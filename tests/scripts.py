@@ -1,5 +1,5 @@
 """Scripts of `tools/` and `bench/` run as a user runs them, but in the tests' own process: what they import (torch,
-transformers) would take longer than what they do."""
+transformers) would take longer than what they do. And what needs a process of its own."""
 
 import contextlib
 import io
@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 REPOSITORY = Path(__file__).parents[1]
@@ -30,3 +31,11 @@ def run_script(script: str, *arguments: object) -> subprocess.CompletedProcess[s
             if isinstance(end.code, str):
                 complained.write(end.code)
     return subprocess.CompletedProcess(command, code, said.getvalue(), complained.getvalue())
+
+
+def run_python(*arguments: object, status: int = 0, **options: Any) -> subprocess.CompletedProcess[Any]:
+    """A Python with these arguments, and with the options of `subprocess.run`; it must have ended with `status`."""
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, check=False, **{"capture_output": True, "text": True, "timeout": 120, **options})
+    assert done.returncode == status, (done.stdout, done.stderr)
+    return done

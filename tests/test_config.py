@@ -1,11 +1,10 @@
 """`RunConfig`: what cannot be is refused where it is written down, in the words of the command line."""
 
 import dataclasses
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from scripts import run_python
 
 from flashllm.config import MAX_THREADS, RunConfig
 from flashllm.errors import UsageError
@@ -82,5 +81,4 @@ def test_it_is_a_value():
 
 def test_it_costs_nothing_to_import():
     code = "import sys, flashllm.config; print(sorted({'numpy', 'torch', 'flashllm._core'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert run_python("-c", code).stdout.strip() == "[]"

@@ -2,12 +2,11 @@
 
 import ast
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from scripts import run_python
 
 import flashllm
 
@@ -144,5 +143,4 @@ def test_lazy_imports_are_for_the_command_line_alone():
 )
 def test_importing_loads_neither_torch_nor_transformers(module):
     code = f"import {module}, sys; print([m for m in ('torch', 'transformers') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert run_python("-c", code).stdout.strip() == "[]"

@@ -5,13 +5,13 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nanobind
 import pytest
+from scripts import run_python
 
 from flashllm import _core
 
@@ -146,7 +146,6 @@ def test_the_product_cannot_be_made_to_fail():
         "from flashllm import _core; print(hasattr(_core.DirectFile, 'inject'), hasattr(_core, 'hang_reads'), "
         "hasattr(_core.FfnLayer, 'set_trace'))"
     )
-    product = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert product.stdout.split() == ["False"] * 3
+    assert run_python("-c", code).stdout.split() == ["False"] * 3
     assert hasattr(_core.DirectFile, "inject")
     assert hasattr(_core.FfnLayer, "set_trace")

@@ -2,9 +2,9 @@
 
 import ast
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+from scripts import run_python
 
 import flashllm
 
@@ -30,8 +30,7 @@ def test_the_stub_is_of_this_module():
     tree = ast.parse(STUB.read_text(encoding="utf-8"))
     defined = {node.name: node for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
     defined |= {node.target.id: node for node in tree.body if isinstance(node, ast.AnnAssign)}
-    done = subprocess.run([sys.executable, "-c", PUBLIC_NAMES], capture_output=True, text=True, check=True)
-    there = json.loads(done.stdout)
+    there = json.loads(run_python("-c", PUBLIC_NAMES).stdout)
     assert public(defined) == set(there), f"make it again: {ADVICE}"
     for name, node in defined.items():
         if isinstance(node, ast.ClassDef):

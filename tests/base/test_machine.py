@@ -2,11 +2,10 @@
 
 import os
 import platform
-import subprocess
-import sys
 
 import psutil
 import pytest
+from scripts import run_python
 
 from flashllm.base import machine
 
@@ -111,5 +110,4 @@ print(before - psutil.Process().memory_info().rss)
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries have no such call")
 def test_what_is_free_in_a_heap_goes_back():
-    run = subprocess.run([sys.executable, "-c", _FREED], capture_output=True, text=True, check=True, timeout=60)
-    assert int(run.stdout) > 50 * 2**20
+    assert int(run_python("-c", _FREED).stdout) > 50 * 2**20

@@ -15,6 +15,7 @@ import torch
 from arch_models import VARIANTS, make_checkpoint
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from scripts import run_python
 from tiny_models import make_tiny_opt
 
 import flashllm.convert.run
@@ -295,11 +296,8 @@ def killed_at(number, target, with_torn_writes):
 
 def _drive(source, targets, body):
     """Run `body` in a process in which `killed_at(number, target, torn)` converts up to the number-th system call."""
-    arguments = [sys.executable, "-c", _DRIVER + body, str(ROOT), str(source), str(targets)]
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-    result = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False, env=environment)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    return run_python("-c", _DRIVER + body, ROOT, source, targets, env=environment).stdout
 
 
 def test_killed_at_any_moment_it_resumes_to_the_same_bytes(tmp_path, source, converted, monkeypatch):
@@ -559,9 +557,7 @@ def test_peak_memory_does_not_grow_with_the_model(tmp_path, dtype):
     with open(source / "model.safetensors", "wb") as file:
         file.write(header)
         file.truncate(len(header) + sum(4 * rows * columns for rows, columns in shapes.values()))  # zeros, sparse
-    arguments = [sys.executable, "-c", _PEAK, str(ROOT), str(source), str(tmp_path / "model"), dtype]
-    result = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 0, result.stderr
+    result = run_python("-c", _PEAK, ROOT, source, tmp_path / "model", dtype)
     layer = 2 * d_model * d_ff * WEIGHT_DTYPES[dtype or "float32"].itemsize
     total = (tmp_path / "model" / "ffn.safetensors").stat().st_size
     grown = int(result.stdout)

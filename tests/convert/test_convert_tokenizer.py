@@ -2,12 +2,11 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import tokenizers
 from old_tokenizers import as_published
+from scripts import run_python
 from tiny_models import make_tiny_opt
 from tokenizers import models, pre_tokenizers, processors
 from transformers import AutoTokenizer
@@ -118,9 +117,7 @@ def test_the_same_source_gives_the_same_bytes_and_the_caller_neither_torch_nor_t
         "assert make_tokenizer(folder, companion_files(folder)) == Path(sys.argv[2]).read_bytes();"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
-    command = [sys.executable, "-c", code, published, converted / TOKENIZER]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert run_python("-c", code, published, converted / TOKENIZER).stdout.strip() == "[]"
 
 
 def test_a_child_that_dies_says_how(published, monkeypatch):

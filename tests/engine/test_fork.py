@@ -1,9 +1,7 @@
 """A forked child that touches a model gets an error, and ends as other processes do: no fault, no hang."""
 
-import subprocess
-import sys
-
 import pytest
+from scripts import run_python
 
 from flashllm.convert.named import demo_path
 
@@ -62,12 +60,7 @@ ERROR = "UsageError: this process was forked from the one that loaded the model"
 
 
 def run(script, *arguments):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", START + script, *map(str, arguments)],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_python("-W", "ignore::DeprecationWarning", "-c", START + script, *arguments).stdout
 
 
 def test_the_latency_engine():

@@ -17,6 +17,7 @@ import pytest
 from damage import rehash
 from defects import DEFECTS, THIRD
 from generating import greedy, ids_of
+from scripts import run_python
 
 from flashllm import FlashModel
 from flashllm.chat.conversation import Chat, Memory
@@ -109,24 +110,11 @@ def test_4_a_stat_that_fails_is_an_error_or_changes_nothing(tiny, monkeypatch, k
 
 def test_6_generate_accepts_the_minimum_that_plan_names(tiny):
     """In processes of their own, as a user has them: once what `plan` names, and once a twentieth less."""
-
-    def command(*argv):
-        return subprocess.run(
-            [sys.executable, "-m", "flashllm", *map(str, argv)],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-
-    path = tiny("bfloat16").path("random")
-    minimum = json.loads(command("plan", path, "--json", *OPTIONS).stdout)["minimum_bytes"]
-    run = ["generate", path, "--prompt", "The little dog", "--max-new-tokens", "2", *OPTIONS, "--memory"]
-    done = command(*run, minimum)
-    assert done.returncode == 0, done.stderr
-    refused = command(*run, minimum * 95 // 100)
-    assert refused.returncode == 1
-    assert "MB or more" in refused.stderr
+    path, flashllm = tiny("bfloat16").path("random"), ["-m", "flashllm"]
+    minimum = json.loads(run_python(*flashllm, "plan", path, "--json", *OPTIONS).stdout)["minimum_bytes"]
+    run = [*flashllm, "generate", path, "--prompt", "The little dog", "--max-new-tokens", "2", *OPTIONS, "--memory"]
+    run_python(*run, minimum)
+    assert "MB or more" in run_python(*run, minimum * 95 // 100, status=1).stderr
 
 
 # Files changed in place: (name, what to make of its JSON or text). What a message must name is the file.
@@ -216,10 +204,9 @@ def test_8_small_files_cost_little(copy, kind):
     if kind == "labels":
         rehash(copy)
     began = time.monotonic()
-    command = [sys.executable, "-c", PEAK, "generate", copy, "--prompt", "The", "--max-new-tokens", "1", *OPTIONS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    command = ["-c", PEAK, "generate", copy, "--prompt", "The", "--max-new-tokens", "1", *OPTIONS]
+    done = run_python(*command, status=1)
     assert time.monotonic() - began < 20  # a start of Python beside other tests; it had been 90 s
-    assert done.returncode == 1, done.stderr
     peak = int(done.stderr.split()[-1]) * 1024
     assert peak < 256e6
     assert name in done.stderr
@@ -325,15 +312,8 @@ def test_third_1_a_long_line_of_a_batch_costs_little(tiny, tmp_path):
         {"custom_id": "short", "prompt": "dog", "max_tokens": 2},
     ]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    command = [sys.executable, "-c", PEAK, "offload", "run", tiny().path("random"), "--threads", "1", "-i"]
-    done = subprocess.run(
-        [*command, tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    command = ["-c", PEAK, "offload", "run", tiny().path("random"), "--threads", "1", "-i"]
+    done = run_python(*command, tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl")
     answers = {each["custom_id"]: each for each in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}
     assert "tokens or more" in answers["long"]["error"]["message"]
     assert answers["short"]["completion_tokens"] == 2

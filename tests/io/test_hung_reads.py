@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scripts import run_python
 
 from flashllm import _core
 from flashllm.errors import FlashIOError
@@ -112,12 +113,7 @@ print(json.dumps(said), flush=True)
 
 
 def run(script, *arguments):
-    done = subprocess.run(
-        [sys.executable, "-c", START + script, str(TESTS), *map(str, arguments)],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(run_python("-c", START + script, TESTS, *arguments, timeout=60).stdout)
 
 
 def backends():

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scripts import run_python
 
 from flashllm import _core
 from flashllm.errors import ChecksumError, FlashIOError, FormatError
@@ -391,16 +392,9 @@ print("alive")
 @pytest.mark.parametrize("spare_mib", [300, 3000])
 def test_threads_that_cannot_start_are_an_error(what, option, spare_mib):
     """Address space for some threads only: an error, and a process that can go on with fewer."""
-    result = subprocess.run(
-        [sys.executable, "-c", LIMITED, what, str(200 + spare_mib)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.endswith("alive\n")
-    assert re.search(rf"FlashIOError cannot start 1000 .*{option}|MemoryError", result.stdout)
+    out = run_python("-c", LIMITED, what, 200 + spare_mib, timeout=60).stdout
+    assert out.endswith("alive\n")
+    assert re.search(rf"FlashIOError cannot start 1000 .*{option}|MemoryError", out)
 
 
 NO_MORE_THREADS = """
@@ -422,13 +416,8 @@ print("ok")
 
 
 def test_the_users_limit_on_threads():
-    result = subprocess.run(
-        [sys.executable, "-c", "import flashllm.errors\n" + NO_MORE_THREADS],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    command = [sys.executable, "-c", "import flashllm.errors\n" + NO_MORE_THREADS]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     if "PermissionError" in result.stderr:
         pytest.skip("needs the right to become a user without threads")
     assert result.returncode == 0, result.stderr
@@ -520,12 +509,6 @@ def test_an_ordinary_user_has_a_ring(tmp_path_factory, data, memlock):
     path = folder / "data.bin"
     data[: 32 * 4096].tofile(path)
     path.chmod(0o444)
-    result = subprocess.run(
-        [sys.executable, "-c", "import flashllm.errors\n" + AS_USER, path, str(memlock)],
-        input=data[: 32 * 4096].tobytes(),
-        capture_output=True,
-        check=False,
-        timeout=60,
-    )
-    assert result.returncode == 0, result.stderr.decode()
-    assert result.stdout == b"65534 io_uring\n"
+    code, stored = "import flashllm.errors\n" + AS_USER, data[: 32 * 4096].tobytes()
+    done = run_python("-c", code, path, memlock, input=stored, text=False, timeout=60)
+    assert done.stdout == b"65534 io_uring\n"

@@ -1,11 +1,10 @@
 """`flashllm offload plan`: one JSON document, exit statuses, and a parser that loads nothing heavy."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from offload_host import HOST
+from scripts import run_python
 
 from flashllm.cli import main
 from flashllm.offload.machine.machines import T4
@@ -110,8 +109,7 @@ def test_parser_loads_nothing_heavy():
         "import sys; from flashllm.cli import make_parser; make_parser('offload');"
         "print([m for m in ('torch', 'numpy', 'scipy', 'psutil') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert run_python("-c", code).stdout.strip() == "[]"
 
 
 def test_t4_is_the_default_and_says_so(capsys):

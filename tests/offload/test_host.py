@@ -3,8 +3,6 @@
 import dataclasses
 import itertools
 import json
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 from arch_models import VARIANTS, make_checkpoint
 from offload_host import GB, HOST, PLACES, RATE, policy_of
+from scripts import run_python
 from tiny_models import make_tiny_opt
 
 from flashllm import _core
@@ -304,7 +303,6 @@ print(peak_process_nbytes() - before)
 def test_a_run_stays_within_the_predicted_memory(model, tmp_path, where, compress):
     folder, shape = model
     policy = policy_of(where, gpu_batch=24, num_batches=2, compress_weights=compress, compress_cache=compress)
-    arguments = [sys.executable, "-c", RUN, str(folder), str(tmp_path), json.dumps(policy.to_json())]
-    peak = int(subprocess.run(arguments, capture_output=True, text=True, check=True).stdout)
+    peak = int(run_python("-c", RUN, folder, tmp_path, json.dumps(policy.to_json())).stdout)
     predicted = predict(shape, HOST, Workload(prompt_len=100, gen_len=6), policy).peak_device
     assert 0.5 * predicted < peak < predicted

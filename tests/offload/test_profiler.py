@@ -1,11 +1,10 @@
 """What a machine computes with: every rate gets a curve, and the profile becomes the planner's constants."""
 
 import dataclasses
-import subprocess
-import sys
 
 import pytest
 from profiles import BATCHES, profile_of, reader
+from scripts import run_python
 
 from flashllm import _core
 from flashllm.offload.machine.here import hardware_of, read_curve, this_machine
@@ -53,8 +52,7 @@ def test_measuring_a_cpu_needs_no_torch():
         "import sys; import flashllm.offload.machine.measure, flashllm.commands.calibrate; "
         "print('torch' in sys.modules, 'transformers' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "False"]
+    assert run_python("-c", code).stdout.split() == ["False", "False"]
 
 
 def test_a_profile_becomes_the_planners_constants(tmp_path):

@@ -3,13 +3,12 @@
 import dataclasses
 import json
 import shutil
-import subprocess
-import sys
 from datetime import UTC, datetime
 
 import pytest
 from offload_host import policy_of
 from profiles import BATCHES, TINY, profile_of
+from scripts import run_python
 from tiny_models import make_tiny_opt
 
 from flashllm.base.files import locked_directory
@@ -141,9 +140,7 @@ def test_a_run_that_reads_takes_one_and_the_next_takes_none(model, tmp_path):
         # So small a model leaves less than what is measured with, and a machine with other work takes longer.
         code = "import sys; from flashllm.profile import quick; quick._LEAST_NBYTES = 0; quick._PATIENCE_S = 99;"
         code += "from flashllm.cli import main; sys.exit(main(sys.argv[1:]))"
-        command = [sys.executable, "-P", "-c", code, *arguments]
-        done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+        done = run_python("-P", "-c", code, *arguments, cwd=here)
         return json.loads(done.stdout), done.stderr
 
     least = flashllm("plan", *common)[0]["minimum_bytes"]

@@ -49,12 +49,8 @@ def test_the_page_needs_no_key(tiny, model):
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 def test_the_pages_own_tests():
-    done = subprocess.run(
-        ["node", "--test", str(Path(__file__).with_name("events.test.mjs"))],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["node", "--test", str(Path(__file__).with_name("events.test.mjs"))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "# pass 9" in done.stdout
 
