@@ -1,4 +1,4 @@
-"""Models whose memory plan is changed, and ids for tiny models."""
+"""Models whose memory plan is changed, passes that are watched, and ids for tiny models."""
 
 import dataclasses
 
@@ -45,3 +45,18 @@ def with_rows(plan, rows, **changes):
     """The memory plan with other rows in each layer's cache, however long the context is."""
     levels = np.array([rows], np.int32)
     return dataclasses.replace(plan, levels=levels, level_blocks=plan.max_kv_blocks, **changes)
+
+
+class Watched:
+    """A pass that calls `before` with the number of each slice, before that is computed."""
+
+    def __init__(self, work, before):
+        self._work, self._before, self._slices = work, before, 0
+
+    def advance(self, seconds):
+        self._before(self._slices)
+        self._slices += 1
+        return self._work.advance(seconds)
+
+    def close(self):
+        self._work.close()

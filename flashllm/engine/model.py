@@ -240,7 +240,7 @@ class Model(OneProcess, Closing):
         plan = self.plan.memory
         parts = -(-tokens // plan.prompt_tokens)
         added = sum(sequence.nbytes_to_add(len(ids)) for sequence, ids in entries)
-        reads = parts > 1 and self._reads_prompts()
+        reads = parts > 1 and self.reads_prompts
         stretches = 1 if reads or self.manifest.architecture.experts else parts
         alone = self._memory.passes == 0
         while stretches < parts:
@@ -275,7 +275,8 @@ class Model(OneProcess, Closing):
         self._memory.claim(claimed + nbytes)
         return 1, nbytes
 
-    def _reads_prompts(self) -> bool:
+    @property
+    def reads_prompts(self) -> bool:
         """False where every row that a prompt reads stays in memory: its parts read nothing twice."""
         if self.parts.ffns and (not self.manifest.architecture.experts or self.plan.memory.cache_policy == "window"):
             return True

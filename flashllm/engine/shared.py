@@ -1,6 +1,10 @@
 """A model that several threads use at once, each as if it were its own: their passes are joined, and a long prompt
 waits between its parts so that no answer stands still (`flashllm.engine.turns`).
 
+Prompts that wait when the pass of one begins, or come in its first slice, share it where the model reads: each streamed
+layer, and each expert that they want, is read once for all of them. They are about as long, so that none waits long for
+another. Who is cancelled in a pass that is others' too stays in it until its end.
+
 No thread computes but those that ask: one of them takes the turns, its own and the others', until it has what it wants.
 """
 
@@ -18,7 +22,7 @@ from numpy.typing import NDArray
 from flashllm.engine.meter import COUNTS, StepTimes
 from flashllm.engine.model import Model
 from flashllm.engine.passes import Pass, StepOptions
-from flashllm.engine.turns import PATIENCE_S, SLICE_S, Turn, Turns
+from flashllm.engine.turns import MOST_LONGER, PATIENCE_S, SLICE_S, Turn, Turns
 from flashllm.errors import BudgetError, Cancelled, ContextFull
 from flashllm.plan.memory import MAX_VERIFIED
 
@@ -65,7 +69,8 @@ class _Member:
     meter: ShareMeter
     entries: Entries = ()
     options: StepOptions = field(default_factory=StepOptions)  # of its step
-    running: Pass | None = None
+    length: int = 0  # of its prompt, where others' may share its pass
+    running: "_Prompts | None" = None
     watch: Callable[[int, int], None] | None = None  # of its prompts
     logits: Logits | None = None
     error: Exception | None = None
@@ -73,6 +78,25 @@ class _Member:
     @property
     def has_answer(self) -> bool:
         return self.logits is not None or self.error is not None
+
+    @property
+    def together(self) -> "tuple[_Member, ...]":
+        """Whose pass it has part in, itself among them."""
+        return (self,) if self.running is None else self.running.members
+
+    @property
+    def may_share(self) -> bool:
+        """True where others' prompts may come into its pass."""
+        return self.length > 0 and not self.cancelled.is_set() and (self.running is None or self.running.can_grow)
+
+
+@dataclass(slots=True, eq=False)
+class _Prompts:
+    """A pass of prompts under way."""
+
+    members: tuple[_Member, ...]
+    work: Pass
+    can_grow: bool  # in its first slice, which is then done again, but once
 
 
 class SharedModel:
@@ -131,13 +155,15 @@ class SharedModel:
         tokens = sum(len(ids) for _, ids in entries)  # others join few of them; more go by slices, as a prompt's do
         prompt = bool(options.get("as_prompt")) or self._model.is_prompt(tokens) or tokens > MAX_VERIFIED
         member.entries, member.options, member.logits, member.error = entries, options, None, None
+        member.length = tokens if options == {"as_prompt": True} else 0
         patience_ends = time.perf_counter() + PATIENCE_S
         with self._changed:
             self._turns.ask(member, prompt=prompt)
             self._changed.notify_all()
-            # A turn has its members until it is over, also those that have their answer.
+            # A turn has its members until it is over, also those that have their answer; a prompt's pass, until it ends
+            # or nobody wants it.
             while (is_computed := self._turn is not None and member in self._turn.members) or not member.has_answer:
-                if member.cancelled.is_set() and not is_computed:
+                if not is_computed and all(each.cancelled.is_set() for each in member.together):
                     member.error = Cancelled("the computation was ended by another thread")
                     break
                 left = patience_ends - time.perf_counter()
@@ -145,11 +171,11 @@ class SharedModel:
                 if turn is None:
                     self._changed.wait(left if self._turn is None and self._turns.are_awaited and left > 0 else None)
                     continue
-                self._take(turn)
+                self._take(Turn(self._with(turn.members[0]), is_slice=True) if turn.is_slice else turn)
             self._turns.drop(member)
             running, member.running = member.running, None
         if running is not None:
-            running.close()
+            running.work.close()
         if member.error is not None:
             raise member.error
         assert member.logits is not None
@@ -163,13 +189,14 @@ class SharedModel:
             self._model.cancel()
         self._changed.release()
         try:
+            members = turn.members
             if turn.is_slice:
-                self._go_on(turn.members[0])
+                members = self._go_on(members)
             else:
-                self._share(turn.members)
+                self._share(members)
             times = self._model.meter.take()
-            for part, each in enumerate(turn.members):
-                each.meter.add(times, part, len(turn.members))
+            for part, each in enumerate(members):
+                each.meter.add(times, part, len(members))
         finally:
             self._changed.acquire()
             self._turn = None
@@ -184,21 +211,80 @@ class SharedModel:
         together = [each for each in members if not each.options]
         if len(together) > 1:
             with contextlib.suppress(Exception):
-                rows = self._model.step([entry for each in together for entry in each.entries])
-                for each in together:
-                    each.logits, rows = rows[: len(each.entries)], rows[len(each.entries) :]
+                _give(together, self._model.step([entry for each in together for entry in each.entries]))
         for each in members:
             if not each.has_answer:
                 self._attempt(each, functools.partial(self._model.step, each.entries, **each.options))
 
-    def _go_on(self, member: _Member) -> None:
-        def advance() -> Logits | None:
-            self._model.watch(member.watch)
-            if member.running is None:
-                member.running = self._model.begin(member.entries, **member.options)
-            return member.running.advance(SLICE_S)
+    def _with(self, first: _Member) -> tuple[_Member, ...]:
+        """Whose prompts go on with that of `first`: those of its pass and, where it can grow, others' that wait."""
+        first = next((each for each in first.together if each.may_share), first)
+        if not first.may_share or not self._model.reads_prompts:
+            return first.together
+        members = first.together
+        for each in self._turns.prompts:
+            if each not in members and each.may_share:
+                lengths = [one.length for one in (*members, *each.together)]
+                if max(lengths) <= MOST_LONGER * min(lengths):
+                    members += each.together
+        return tuple(each for each in members if not each.cancelled.is_set())
 
-        self._attempt(member, advance)
+    def _go_on(self, members: tuple[_Member, ...]) -> tuple[_Member, ...]:
+        """A slice of their prompts, and whose it was."""
+        first = members[0]
+        if set(members) != set(first.together):
+            self._begin_together(members)
+        elif first.running is not None:
+            first.running.can_grow = False
+        together, running = first.together, first.running
+        if running is not None and len(together) > 1:
+            try:
+                rows = running.work.advance(SLICE_S)
+            except Exception:  # each has a pass of its own, so that none fails for another
+                running.work.close()
+                for each in together:
+                    each.running, each.length = None, 0
+            else:
+                if rows is not None:
+                    _give(together, rows)
+        else:
+            self._attempt(first, functools.partial(self._advance, first))
+        return together
+
+    def _begin_together(self, members: tuple[_Member, ...]) -> None:
+        """One pass for as many of them as have room, in the place of those they had; the others' are apart."""
+        begun = {each.running for each in members if each.running is not None}
+        for old in begun:
+            old.work.close()
+            for each in old.members:
+                each.running = None
+        while len(members) > 1:
+            try:
+                self._begin(members, can_grow=not begun)
+                break
+            except Exception as error:
+                if not isinstance(error, (ContextFull, BudgetError)) or not self._make_room():
+                    members[-1].length = 0
+                    members = members[:-1]
+
+    def _begin(self, members: tuple[_Member, ...], *, can_grow: bool) -> None:
+        def told(done: int, total: int) -> None:
+            for each in members:
+                if each.watch is not None:
+                    each.watch(done, total)
+
+        self._model.watch(told)
+        work = self._model.begin([entry for each in members for entry in each.entries], **members[0].options)
+        running = _Prompts(members, work, can_grow)
+        for each in members:
+            each.running = running
+
+    def _advance(self, member: _Member) -> Logits | None:
+        """A slice of a prompt that is alone."""
+        if member.running is None:
+            self._begin((member,), can_grow=True)
+        assert member.running is not None
+        return member.running.work.advance(SLICE_S)
 
     def _attempt(self, member: _Member, compute: Callable[[], Logits | None]) -> None:
         while True:
@@ -215,3 +301,9 @@ class SharedModel:
             except Exception as error:
                 member.error = error
             return
+
+
+def _give(members: Sequence[_Member], rows: Logits) -> None:
+    """To each the logits of its entries."""
+    for each in members:
+        each.logits, rows = rows[: len(each.entries)], rows[len(each.entries) :]

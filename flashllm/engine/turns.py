@@ -2,7 +2,8 @@
 
 Whoever wants few tokens computed shares the next pass with all others who do. Prompts take turns, a slice of time each,
 and after every slice a shared pass has its turn: so no answer stands still for longer than a slice, and prompts get all
-of the rest. Where memory is missing for one of them, it waits until another one leaves.
+of the rest; a pass of several has the slices of each. Where memory is missing for one of them, it waits until another
+one leaves.
 """
 
 from collections import deque
@@ -16,6 +17,9 @@ SLICE_S = 0.2
 # That a shared pass waits for those who had part in the one before and have not asked again: they choose a token, which
 # takes about a millisecond, and are late where they do more than that. They come to the pass after it then.
 PATIENCE_S = 0.02
+# Of prompts that share a pass: where arithmetic takes the time and not reads, so many times the time that turns would
+# take is the most that the shortest of them waits.
+MOST_LONGER = 2
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -41,6 +45,11 @@ class Turns(Generic[Key]):
 
     def __len__(self) -> int:
         return len(self._members)
+
+    @property
+    def prompts(self) -> list[Key]:
+        """Those who ask for many tokens, in their order, but for those who wait for memory."""
+        return [member for member in self._prompts if member not in self._blocked]
 
     def join(self, member: Key) -> None:
         """From now on `member` may ask."""
@@ -79,7 +88,7 @@ class Turns(Generic[Key]):
     def next(self, *, patient: bool) -> Turn[Key] | None:
         """Begin the next turn. None: no member asks, or `patient` waits for those that are about to ask."""
         few = tuple(member for member in self._few if member not in self._blocked)
-        prompts = [member for member in self._prompts if member not in self._blocked]
+        prompts = self.prompts
         if prompts and (not few or not self._sliced):
             self._prompts.remove(prompts[0])
             self._prompts.append(prompts[0])

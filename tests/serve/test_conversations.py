@@ -77,6 +77,7 @@ class PlacesModel:
     """Its logits are a hash of all tokens so far and of how each was computed: densely ("d") or sparsely ("s")."""
 
     context, vocab_size = 120, VOCAB
+    reads_prompts = False
 
     def __init__(self, room=10**6):
         self.meter = Meter()

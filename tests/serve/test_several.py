@@ -1,5 +1,7 @@
 """Several requests at once: each has the answer that it would have alone, whoever comes, fails or leaves beside it."""
 
+import http.client
+import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -7,11 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import numpy as np
 import pytest
+from planned import Watched, ids_of
 from serving import running
 
 from flashllm.config import RunConfig
+from flashllm.engine import shared as shared_module
 from flashllm.engine.model import Model
-from flashllm.engine.shared import SharedModel
+from flashllm.engine.shared import SharedModel, ShareMeter
 from flashllm.errors import BudgetError, ContextFull
 from flashllm.generate.lookup import PromptLookup
 from flashllm.generate.speculation import Speculation
@@ -74,6 +78,54 @@ def test_answers_are_those_alone(tiny, model):
         assert max(shared) > 1
     finally:
         del model.step
+
+
+def test_prompts_that_come_together_are_read_for_once(tiny, model, monkeypatch):
+    """And nobody is harmed by a client that leaves while its prompt is computed with the others'."""
+    bodies = [{"prompt": ids_of(count), "max_tokens": 1, "temperature": 0, "logprobs": 3} for count in (40, 50, 60)]
+    with running(model, tiny().path(), keep=0) as (address, _), httpx.Client(base_url=address, timeout=60) as client:
+        alone = [answer(client, body) for body in bodies]
+    nbytes, begun, begins = [], [], model.begin
+    come, leave, gone = threading.Event(), threading.Event(), threading.Event()
+
+    def before(slices):
+        if slices == 5:
+            leave.set()
+            assert gone.wait(60)
+
+    def begin(entries, **options):
+        begun.append(sorted(len(ids) for _, ids in entries))
+        return Watched(begins(entries, **options), before)
+
+    def leaving(address):
+        connection = http.client.HTTPConnection(address.removeprefix("http://"))
+        connection.request("POST", "/v1/completions", json.dumps(bodies[2]), {"Content-Type": "application/json"})
+        assert leave.wait(60)
+        connection.close()
+
+    monkeypatch.setattr(ShareMeter, "add", lambda self, times, part, of: nbytes.append(times.bytes_read * (part == 0)))
+    monkeypatch.setattr(shared_module, "SLICE_S", 0)
+    monkeypatch.setattr(model, "begin", begin)
+    with (
+        running(model, tiny().path(), parallel=3, keep=0) as (address, worker),
+        httpx.Client(base_url=address, timeout=60) as client,
+        ThreadPoolExecutor(3) as pool,
+    ):
+        turns, cancel = worker._shared._turns, worker.cancel
+        going_on = turns.next
+
+        def next_turn(*, patient):
+            if len(turns._prompts) == 3:
+                come.set()
+            return going_on(patient=patient) if come.is_set() else None
+
+        monkeypatch.setattr(turns, "next", next_turn)
+        monkeypatch.setattr(worker, "cancel", lambda job: (cancel(job), gone.set()))
+        left = pool.submit(leaving, address)
+        assert list(pool.map(lambda body: answer(client, body), bodies[:2])) == alone[:2]
+        left.result()
+    assert begun == [[40, 50, 60]]
+    assert sum(nbytes) == model.manifest.rows.layer_nbytes * model.manifest.architecture.num_layers
 
 
 def test_by_default_as_many_requests_begin_as_the_plan_has_room_for(tiny, model):
