@@ -242,22 +242,29 @@ class SequenceState(Closing):
 
         `pages`: how many spans of each list there were; `prompted`: as of the sequence that was saved. Raises
         ContextFull, UsageError where this model's sequences have no such pages, and what `fill` raises; the sequence is
-        then empty.
+        then empty. While `fill` goes on others may compute, and nobody may close the sequence.
         """
         self._check_open()
         with self._memory.lock:
             self.keep(0)
             self._memory.claim(self.nbytes_to_add(length))
             try:
-                try:
-                    spans = self.native.restore(length, pages, prompted)
-                except ValueError as error:
-                    raise UsageError(str(error)) from error
-                fill(spans)
-                self.native.commit(length)
-            except BaseException:
+                spans = self.native.restore(length, pages, prompted)
+            except ValueError as error:
                 self.keep(0)
-                raise
+                raise UsageError(str(error)) from error
+            self.in_pass = True
+        filled = False
+        try:
+            fill(spans)  # others pass meanwhile
+            filled = True
+        finally:
+            with self._memory.lock:
+                self.in_pass = False
+                if filled:
+                    self.native.commit(length)
+                else:
+                    self.keep(0)
 
     def close(self) -> None:
         """Give the memory back. Once more is harmless."""

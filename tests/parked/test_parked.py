@@ -1,9 +1,11 @@
 """Parked conversations: taken up again, also by another process, they go on with the tokens they would have had."""
 
+import itertools
 import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -131,6 +133,25 @@ def test_a_fill_that_fails_leaves_an_empty_sequence(opened):
         assert (sequence.length, model._memory.pool.nbytes) == (0, 0)
         with pytest.raises(ContextFull):
             sequence.restore(CONTEXT + 1, [3], fail)
+
+
+def test_others_pass_while_a_conversation_is_read(opened):
+    """And nobody changes the sequence that it is read for."""
+    model = opened()
+    with model.new_sequence() as sequence, model.new_sequence() as other, ThreadPoolExecutor(1) as pool:
+        expected = model.step([(sequence, ids_of(70))])
+        saved = [page.copy() for pages in sequence.save() for page in pages]
+
+        def fill(kinds):
+            passed = pool.submit(model.step, [(other, ids_of(70))])
+            assert np.array_equal(passed.result(timeout=60), expected)
+            with pytest.raises(UsageError, match="under way"):
+                model.step([(sequence, [5])])
+            for page, kept in zip(itertools.chain(*kinds), saved, strict=True):
+                page[:] = kept
+
+        sequence.restore(70, [len(saved)], fill)
+        assert np.array_equal(model.step([(sequence, [5])]), model.step([(other, [5])]))
 
 
 def chat_of(model, directory, shelf, **options):
