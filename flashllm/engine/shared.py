@@ -1,7 +1,7 @@
 """A model that several threads use at once, each as if it were its own: their passes are joined, and a long prompt
 waits between its parts so that no answer stands still (`flashllm.engine.turns`).
 
-Prompts that wait when the pass of one begins, or come in its first slice, share it where the model reads: each streamed
+Prompts that wait when the pass of one begins, or come soon after, share it where the model reads: each streamed
 layer, and each expert that they want, is read once for all of them. They are about as long, so that none waits long for
 another. Who is cancelled in a pass that is others' too stays in it until its end.
 
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from flashllm.engine.meter import COUNTS, StepTimes
 from flashllm.engine.model import Model
 from flashllm.engine.passes import Pass, StepOptions
-from flashllm.engine.turns import MOST_LONGER, PATIENCE_S, SLICE_S, Turn, Turns
+from flashllm.engine.turns import JOINED_SLICES, MOST_LONGER, PATIENCE_S, SLICE_S, Turn, Turns
 from flashllm.errors import BudgetError, Cancelled, ContextFull
 from flashllm.plan.memory import MAX_VERIFIED
 
@@ -87,7 +87,7 @@ class _Member:
     @property
     def may_share(self) -> bool:
         """True where others' prompts may come into its pass."""
-        return self.length > 0 and not self.cancelled.is_set() and (self.running is None or self.running.can_grow)
+        return self.length > 0 and not self.cancelled.is_set() and (self.running is None or self.running.grows > 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -96,7 +96,7 @@ class _Prompts:
 
     members: tuple[_Member, ...]
     work: Pass
-    can_grow: bool  # in its first slice, which is then done again, but once
+    grows: int  # slices before which others may still come in; then it begins again, but once
 
 
 class SharedModel:
@@ -235,7 +235,7 @@ class SharedModel:
         if set(members) != set(first.together):
             self._begin_together(members)
         elif first.running is not None:
-            first.running.can_grow = False
+            first.running.grows -= 1
         together, running = first.together, first.running
         if running is not None and len(together) > 1:
             try:
@@ -260,14 +260,14 @@ class SharedModel:
                 each.running = None
         while len(members) > 1:
             try:
-                self._begin(members, can_grow=not begun)
+                self._begin(members, grows=0 if begun else JOINED_SLICES)
                 break
             except Exception as error:
                 if not isinstance(error, (ContextFull, BudgetError)) or not self._make_room():
                     members[-1].length = 0
                     members = members[:-1]
 
-    def _begin(self, members: tuple[_Member, ...], *, can_grow: bool) -> None:
+    def _begin(self, members: tuple[_Member, ...], *, grows: int = JOINED_SLICES) -> None:
         def told(done: int, total: int) -> None:
             for each in members:
                 if each.watch is not None:
@@ -275,14 +275,14 @@ class SharedModel:
 
         self._model.watch(told)
         work = self._model.begin([entry for each in members for entry in each.entries], **members[0].options)
-        running = _Prompts(members, work, can_grow)
+        running = _Prompts(members, work, grows)
         for each in members:
             each.running = running
 
     def _advance(self, member: _Member) -> Logits | None:
         """A slice of a prompt that is alone."""
         if member.running is None:
-            self._begin((member,), can_grow=True)
+            self._begin((member,))
         assert member.running is not None
         return member.running.work.advance(SLICE_S)
 

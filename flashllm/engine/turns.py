@@ -20,6 +20,9 @@ PATIENCE_S = 0.02
 # Of prompts that share a pass: where arithmetic takes the time and not reads, so many times the time that turns would
 # take is the most that the shortest of them waits.
 MOST_LONGER = 2
+# Of a pass, that are done again where others come in them: who comes in the first asks in the second, as a slice holds
+# the model's lock.
+JOINED_SLICES = 2
 
 Key = TypeVar("Key", bound=Hashable)
 

@@ -109,8 +109,8 @@ def test_prompts_that_wait_together_are_read_for_once(variant_of, monkeypatch, n
             assert read == whole
 
 
-@pytest.mark.parametrize(("slices", "begun"), [(0, [[60], [60, 70]]), (1, [[60], [70]])])
-def test_who_comes_in_the_first_slice_of_a_pass_shares_it(model, monkeypatch, slices, begun):
+@pytest.mark.parametrize(("slices", "begun"), [(0, [[60], [60, 70]]), (1, [[60], [60, 70]]), (2, [[60], [70]])])
+def test_who_comes_in_the_first_slices_of_a_pass_shares_it(model, monkeypatch, slices, begun):
     """What it has done then is done again."""
     expected = [alone(model, ids)[0] for ids in PROMPTS[:2]]
     members, comes = Members(model, monkeypatch), threading.Event()
@@ -150,7 +150,7 @@ def test_a_pass_that_began_again_does_so_once(model, monkeypatch):
 
 
 def test_who_is_cancelled_leaves_the_others_as_they_are(model, monkeypatch):
-    """In the first slice its tokens leave the pass, later it waits for the pass' end."""
+    """In the first slices its tokens leave the pass, later it waits for the pass' end."""
     expected = [alone(model, ids)[0] for ids in PROMPTS]
     members = Members(model, monkeypatch, together=3)
 
