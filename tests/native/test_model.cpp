@@ -2,9 +2,11 @@
 // interrupts a pass, the next one is right.
 #include "model/model.h"
 
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <stdexcept>
+#include <thread>
 
 #include "ffn_fixture.h"
 #include "io/error.h"
@@ -17,6 +19,7 @@ using namespace ffn_tests;
 constexpr std::size_t kLayers = 2, kVocab = 37, kHeads = 6, kKvHeads = 3, kHeadDim = 20, kContext = 150,
                       kRank = 4;
 constexpr std::size_t kBlockRows = 16, kAhead = 2;
+constexpr std::size_t kBeside = 24;  // neurons of a shared expert
 
 // Exactly as much memory as may be touched: an address sanitizer sees a load beyond it.
 struct Matrix {
@@ -257,6 +260,61 @@ void interrupted_passes_leave_no_trace(const Flash& flash) {
   CHECK(conversation(whole, 5) == expected);
 }
 
+// Between the start of a layer's reads and their end; its outputs are added where they are without reads.
+void a_shared_expert_is_computed_while_reads_fly(const Flash& flash) {
+  std::mt19937 random(4);
+  Block block(flash, 1, 12, random);
+  const Matrix up(kBeside, kWidth, random), down(kWidth, kBeside, random);
+  std::vector<BlockWeights> weights = {block.weights(Norm::Kind::layer)};
+  weights[0].format = flash.options(1, 1).format;
+  weights[0].spec.attention.heads = 0;
+  weights[0].spec.beside = kBeside;
+  weights[0].beside_up = up.weights;
+  weights[0].beside_down = down.weights;
+  ModelSpec spec;
+  spec.block.d_model = kWidth;
+  RowStream stream(block.ffn.reader, *flash.file, {Whole::layers(flash)[0]}, kBlockRows, kAhead);
+  FfnCounters counters;
+  Stopwatch watch;
+  Arithmetic arithmetic(Dtype::f32, block.ffn.pool, best_simd_level());
+  SequenceMemory memory(block.ffn.pool, best_simd_level());
+  FeedForward ffn(spec, weights, stream, counters, watch, arithmetic);
+  flashllm::Layer layer(spec.block, spec.rotary, arithmetic, memory, ffn);
+  const std::vector<Token> tokens(FfnTokens::kMost + 1);  // in two groups
+  const Part part{tokens.data(), tokens.size(), Pass::sparse};
+  const std::vector<float> states = random_floats(tokens.size() * kWidth, random);
+  std::vector<float> expected = states, found = states;
+  layer.run(0, weights[0], part, expected.data());
+  block.ffn.layer.cache().forget(block.ffn.layer.cached());
+
+  auto held = std::make_shared<FaultPlan>(Fault{Fault::Kind::hold, 0, 1, 0});
+  inject(*flash.file, held);
+  constexpr int kPatience = 5000;  // ms
+  const auto wait_for = [](const auto& is_so) {
+    for (int i = 0; i < kPatience && !is_so(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    return is_so();
+  };
+  std::atomic<int> times{0};
+  std::atomic<bool> is_late{false};
+  std::thread releasing([&] {  // until then `finish` cannot end
+    is_late = !wait_for([&] { return times != 0; });
+    held->release();
+  });
+  arithmetic.set_watch([&](const float*, std::size_t count, std::size_t width, std::ptrdiff_t) {
+    if (width != kBeside) return;
+    CHECK(!is_late && count == tokens.size() && wait_for([&] { return held->calls() != 0; }));
+    ++times;
+  });
+  layer.run(0, weights[0], part, found.data());
+  releasing.join();
+  inject(*flash.file, nullptr);
+  CHECK(times == 1 && same_bits(found, expected) && !same_bits(found, states));
+  weights[0].spec.beside = 0;
+  found = states;
+  layer.run(0, weights[0], part, found.data());
+  CHECK(!same_bits(found, expected));
+}
+
 // The interruption is seen in a layer's attention, when the read that never ends is of its rows.
 void an_interruption_does_not_wait_for_a_read_that_never_ends(const Flash& flash) {
   Settings settings;
@@ -321,6 +379,7 @@ void test_model(const std::string& directory, int scale) {
   for (const bool rotary : {false, true}) waiting_changes_nothing(flash, rotary);
   interrupted_passes_leave_no_trace(flash);
   wrong_tokens_are_refused(flash);
+  a_shared_expert_is_computed_while_reads_fly(flash);
   // Last: from then on memory is kept. So is this file, from which that read still reads once it may go on.
   static const auto* const kept = new Flash(directory + "/kept");
   an_interruption_does_not_wait_for_a_read_that_never_ends(*kept);

@@ -2,8 +2,8 @@
 // is read and kept as one is a unit (io/row_source.h), a neuron or an expert; active ones are told by units.
 //
 //   predict: active ids -> begin: cache admits them, reads of the misses fly -> (the caller asks the next
-//   layer to prefetch) -> finish: products of the hits, wait, products of the misses, sum over the active
-//   units in the order of their ids
+//   layer to prefetch, and computes what wants no rows) -> finish: products of the hits, wait, products of
+//   the misses, sum over the active units in the order of their ids
 //
 // Products make a neuron's value; an expert's sums too, of chunks of its neurons. A neuron's column is summed
 // last.

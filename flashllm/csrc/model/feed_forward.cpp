@@ -130,6 +130,11 @@ void FeedForward::run_sets(const FfnTurn& turn, bool predicted, FfnLayer* next) 
     const std::size_t group = std::min(count - t, FfnTokens::kMost);
     ffn.begin({turn.x + t * width, active_.data() + t, group, t, turn.part.drafted, predicted});
     if (next != nullptr) next->prefetch(turn.x, count);
+    if (t == 0 && turn.meanwhile != nullptr) {
+      watch_.restart();  // the layers have counted their own time
+      (*turn.meanwhile)();
+      watch_.charge(counters_.compute_ns);
+    }
     ffn.finish(turn.y + t * width);
   }
   watch_.restart();  // the layer has counted its own time

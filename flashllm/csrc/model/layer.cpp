@@ -25,8 +25,14 @@ void Layer::run(std::size_t layer, const BlockWeights& weights, const Part& part
   if (weights.spec.parallel) attended_.resize(part.count * spec_.d_model);
   const float* input = attend(layer, weights, part, states, attended_.data());
   if (weights.spec.neurons == 0) return;
-  ffn_.run({layer, part, input, states, projected_.data()});
-  add_ffn(layer, weights, part, states, attended_.data(), input);
+  const float* beside = nullptr;
+  const std::function<void()> meanwhile = [&] {
+    second_.resize(part.count * spec_.d_model);
+    make_beside(weights, part, states, input, second_.data());
+    beside = second_.data();
+  };
+  ffn_.run({layer, part, input, states, projected_.data(), weights.spec.beside != 0 ? &meanwhile : nullptr});
+  add_ffn(layer, weights, part, states, attended_.data(), input, beside);
 }
 
 const float* Layer::attend(std::size_t layer, const BlockWeights& weights, const Part& part, float* states,
@@ -80,10 +86,10 @@ void Layer::mix(const BlockWeights& weights, const Part& part, float* states, fl
 }
 
 void Layer::add_ffn(std::size_t layer, const BlockWeights& weights, const Part& part, float* states,
-                    const float* attended, const float* input) {
+                    const float* attended, const float* input, const float* beside) {
   const std::size_t count = part.count, n = count * spec_.d_model;
   const float scale = weights.spec.ffn_scale;
-  if (weights.spec.beside != 0) add_beside(weights, part, states, input);
+  if (weights.spec.beside != 0) add_beside(weights, part, states, input, beside);
   for (std::size_t i = 0; scale != 1.0F && i < n; ++i) projected_[i] *= scale;
   if (norms_output(weights.spec.norms)) {
     arithmetic_.round(projected_.data(), n);
@@ -110,25 +116,20 @@ void Layer::activate_rows(const BlockWeights& weights, std::size_t count, std::s
   arithmetic_.round(values, count * width);
 }
 
-// projected_: of the experts' outputs, the sum of these and of the dense part's; each behind its norm, or the
-// dense part a shared expert, which reads what the experts read, `input`; nullptr: it is made again.
-void Layer::add_beside(const BlockWeights& weights, const Part& part, const float* states,
-                       const float* input) {
+// to [tokens, d_model]: the dense part's outputs, behind its norms, or those of a shared expert, which reads
+// what the experts read, `input`; nullptr: it is made again. `to` may be the input.
+void Layer::make_beside(const BlockWeights& weights, const Part& part, const float* states,
+                        const float* input, float* to) {
   const LayerSpec& spec = weights.spec;
-  const std::size_t count = part.count, width = spec.beside, n = count * spec_.d_model;
+  const std::size_t count = part.count, width = spec.beside;
   const bool gated = weights.beside_gate.data != nullptr;
-  normed_.resize(std::max(normed_.size(), n));
   up_.resize(count * width);
-  if (spec.beside_norms) {
-    arithmetic_.round(projected_.data(), n);
-    arithmetic_.normalize(weights.experts_output_norm, count, projected_.data(), projected_.data());
-  }
   if (input == nullptr || spec.beside_norms) {
     const Norm& norm = spec.beside_norms  ? weights.beside_norm
                        : spec.shared_norm ? weights.attention_norm
                                           : weights.ffn_norm;
-    input = norms_input(spec.norms) ? normed_.data() : states;
-    if (input != states) arithmetic_.normalize(norm, count, states, normed_.data());
+    input = norms_input(spec.norms) ? to : states;
+    if (input != states) arithmetic_.normalize(norm, count, states, to);
   }
   arithmetic_.take_inputs(input, count, spec_.d_model, part.is_prompt());
   arithmetic_.project(weights.beside_up, count, up_.data());
@@ -143,20 +144,34 @@ void Layer::add_beside(const BlockWeights& weights, const Part& part, const floa
   }
   activate_rows(weights, count, width, gated ? gate_.data() : up_.data());
   if (gated) arithmetic_.multiply(up_.data(), gate_.data(), count * width);
-  arithmetic_.project(weights.beside_down, up_.data(), count, part.is_prompt(), normed_.data());
-  if (spec.beside_norms)
-    arithmetic_.normalize(weights.beside_output_norm, count, normed_.data(), normed_.data());
-  if (weighed) weigh_by_gate(count);
-  for (std::size_t i = 0; i < n; ++i) projected_[i] += normed_[i];
+  arithmetic_.project(weights.beside_down, up_.data(), count, part.is_prompt(), to);
+  if (spec.beside_norms) arithmetic_.normalize(weights.beside_output_norm, count, to, to);
+  if (weighed) weigh_by_gate(count, to);
 }
 
-// normed_: times the sigmoid of each token's product in routed_, rounded.
-void Layer::weigh_by_gate(std::size_t count) {
+// projected_: of the experts' outputs, the sum of these, behind their norm, and of what is beside them.
+void Layer::add_beside(const BlockWeights& weights, const Part& part, const float* states, const float* input,
+                       const float* beside) {
+  const std::size_t count = part.count, n = count * spec_.d_model;
+  if (beside == nullptr) {
+    normed_.resize(std::max(normed_.size(), n));
+    make_beside(weights, part, states, input, normed_.data());
+    beside = normed_.data();
+  }
+  if (weights.spec.beside_norms) {
+    arithmetic_.round(projected_.data(), n);
+    arithmetic_.normalize(weights.experts_output_norm, count, projected_.data(), projected_.data());
+  }
+  for (std::size_t i = 0; i < n; ++i) projected_[i] += beside[i];
+}
+
+// Times the sigmoid of each token's product in routed_, rounded.
+void Layer::weigh_by_gate(std::size_t count, float* outputs) {
   const std::size_t width = spec_.d_model;
   for (float& weight : routed_) weight = sigmoid(weight);
   arithmetic_.round(routed_.data(), count);
-  for (std::size_t i = 0; i < count * width; ++i) normed_[i] *= routed_[i / width];
-  arithmetic_.round(normed_.data(), count * width);
+  for (std::size_t i = 0; i < count * width; ++i) outputs[i] *= routed_[i / width];
+  arithmetic_.round(outputs, count * width);
 }
 
 // routed_: what each of the streams counts by these states.

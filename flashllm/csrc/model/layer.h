@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <vector>
 
 #include "model/arithmetic.h"
@@ -20,6 +21,8 @@ struct FfnTurn {
   const float* x;       // what goes in
   const float* states;  // what the norm before the FFN was applied to
   float* y;             // what comes out
+  // Where it is something, it may be called once: while reads fly, to compute what does not want their rows.
+  const std::function<void()>* meanwhile = nullptr;
 };
 
 // Computes a layer's feed-forward part.
@@ -54,16 +57,20 @@ class Layer {
   const float* attend(std::size_t layer, const BlockWeights& weights, const Part& part, float* states,
                       float* attended);
   // The FFN's outputs are in outputs(). `input`: what the first half returned, where that still holds.
+  // `beside`: what the dense part beside the experts gives, where it is made.
   void add_ffn(std::size_t layer, const BlockWeights& weights, const Part& part, float* states,
-               const float* attended, const float* input = nullptr);
+               const float* attended, const float* input = nullptr, const float* beside = nullptr);
   float* outputs() { return projected_.data(); }
 
  private:
   void mix(const BlockWeights& weights, const Part& part, float* states, float* attended);
   void add_projected(std::size_t count, float* states);
   void activate_rows(const BlockWeights& weights, std::size_t count, std::size_t width, float* values);
-  void add_beside(const BlockWeights& weights, const Part& part, const float* states, const float* input);
-  void weigh_by_gate(std::size_t count);
+  void make_beside(const BlockWeights& weights, const Part& part, const float* states, const float* input,
+                   float* to);
+  void add_beside(const BlockWeights& weights, const Part& part, const float* states, const float* input,
+                  const float* beside);
+  void weigh_by_gate(std::size_t count, float* outputs);
   void add_per_layer(std::size_t layer, const BlockWeights& weights, const Part& part, float* states);
   void route_streams(const BlockWeights& weights, const Part& part, const float* states);
   void predict_streams(const BlockWeights& weights, const Part& part, float* states);
