@@ -86,8 +86,8 @@ def _latent_floats(mixer: Attention) -> int:
         return 0
     rank, plain, value = mixer.latent.rank, mixer.latent.plain_dim, mixer.latent.value_dim
     of_head = 2 * (rank + max(plain, value))  # a head's, with the packed
-    # Of a position that is expanded: its row, its inputs, what comes of them, and that in the dtype.
-    expanded = mixer.head_dim + rank + mixer.heads * (plain + value + max(plain, value))
+    # Of a position that is expanded: its row, its inputs, and what comes of them, in the dtype.
+    expanded = mixer.head_dim + rank + mixer.heads * max(plain, value)
     return mixer.projected_dim + (mixer.latent.query_rank or 0) + mixer.mixed_dim + of_head + expanded
 
 

@@ -46,6 +46,23 @@ def test_bits_do_not_depend_on_threads_or_tokens(dtype, simd, rows, columns):
     assert torch.equal(_bits(backwards.flip(1)), _bits(alone))
 
 
+@pytest.mark.skipif("avx512_amx" not in SIMD, reason="the processor has no tiles")
+@pytest.mark.parametrize(("rows", "columns"), [(1, 32), (16, 64), (53, 320), (115, 288)])
+def test_a_prompts_bfloat16_is_summed_in_tiles_of_32_terms(rows, columns):
+    weight, x = _random(rows, columns, dtype="bfloat16"), _random(37, columns, dtype="bfloat16", seed=1)
+    expected = np.zeros((37, rows), np.float32)
+    for first in range(0, columns, 32):
+        halves = np.zeros((2, 37, rows), np.float32)
+        for j in range(first, first + 32):
+            halves[j % 2] += np.outer(x[:, j].float().numpy(), weight[:, j].float().numpy())
+        expected += halves[0] + halves[1]
+    for threads, tokens in ((1, 37), (3, 37), (1, 5)):
+        native = _core.Linear(weight, None, "bfloat16", _core.ThreadPool(threads), "avx512_amx")
+        found = np.empty((tokens, rows), np.float32)
+        native.forward(x[:tokens].contiguous(), found, many=True)
+        np.testing.assert_array_equal(found, expected[:tokens])
+
+
 def test_no_tokens_and_no_rows():
     assert _linear(_random(4, 8), None, _random(0, 8)).shape == (0, 4)
     assert _linear(_random(0, 8), None, _random(2, 8)).shape == (2, 0)

@@ -7,10 +7,7 @@
 #include "attention/attention.h"
 #include "attention/kv_block.h"
 #include "kernels/scratch.h"
-
-#if defined(__x86_64__)
-#include <xmmintrin.h>
-#endif
+#include "kernels/transpose.h"
 
 namespace flashllm {
 
@@ -23,22 +20,6 @@ static_assert(kTileColumns % kKvBlock == 0, "a tile's positions are whole pages"
 constexpr std::size_t kPad = 16;    // floats: a width the kernels take
 constexpr std::size_t kStairs = 6;  // queries added up together where each sees one key more
 constexpr std::size_t kPairNbytes = 4;
-
-// to[j][i] = from[i][first + j] for i, j < 4; rows of `to` are `row` floats apart.
-void transpose(const float* const* from, std::size_t first, float* to, std::size_t row) {
-#if defined(__x86_64__)
-  __m128 a = _mm_loadu_ps(from[0] + first), b = _mm_loadu_ps(from[1] + first);
-  __m128 c = _mm_loadu_ps(from[2] + first), d = _mm_loadu_ps(from[3] + first);
-  _MM_TRANSPOSE4_PS(a, b, c, d);
-  _mm_storeu_ps(to, a);
-  _mm_storeu_ps(to + row, b);
-  _mm_storeu_ps(to + 2 * row, c);
-  _mm_storeu_ps(to + 3 * row, d);
-#else
-  for (std::size_t i = 0; i < 4; ++i)
-    for (std::size_t j = 0; j < 4; ++j) to[j * row + i] = from[i][first + j];
-#endif
-}
 
 // Queries of one KV head: `positions` consecutive tokens from `first` on, by `heads` heads.
 struct Tile {

@@ -150,10 +150,10 @@ using MultiplyBytes = void (*)(const WeightBytes& a, std::size_t rows, const Inp
                                std::size_t terms, float* c, std::size_t c_row);
 MultiplyBytes multiply_bytes_kernel(SimdLevel level);  // nullptr where the level has none
 
-// MultiplyCodes and MultiplyBytes in tiles, for a level that has them, between `open` and `close` of the
-// thread. Rows come by sixteens, of which those from `rows` on may be anything. Codes are prepared, bytes
-// made signed; of columns of codes every row of pairs is two, of the higher and of the lower halves of the
-// codes.
+// MultiplyCodes and MultiplyBytes in tiles, and pairs of bf16, for a level that has them, between `open` and
+// `close` of the thread. Rows come by sixteens, of which those from `rows` on may be anything. Codes are
+// prepared, bytes made signed; of columns of codes every row of pairs is two, of the higher and of the lower
+// halves of the codes.
 struct TileKernels {
   static constexpr std::size_t kRows = 16;
   void (*open)();
@@ -166,6 +166,10 @@ struct TileKernels {
   // Takes `zero` away; n is a multiple of 64.
   void (*make_signed)(std::uint8_t* codes, std::size_t n, int zero);
   MultiplyBytes multiply_bytes;
+  // As PairKernels::multiply_add of at most kPairs, a row's in one run of memory; but each kPairsOfTile pairs
+  // from the first on are summed by themselves, lower and upper halves apart, before they are added to c.
+  static constexpr std::size_t kPairs = 128, kPairsOfTile = 16;
+  decltype(PairKernels::multiply_add) multiply_pairs;
 };
 const TileKernels* tile_kernels(SimdLevel level);  // nullptr where the level has none
 

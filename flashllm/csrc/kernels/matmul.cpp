@@ -6,6 +6,7 @@
 #include "io/error.h"
 #include "kernels/row_codecs.h"
 #include "kernels/scratch.h"
+#include "kernels/transpose.h"
 
 namespace flashllm {
 
@@ -26,6 +27,7 @@ constexpr std::size_t kLineColumns = 32;  // bf16 ones in a cache line
 constexpr std::size_t kFewTokens = 12;    // whole tiles, between which the next rows are fetched
 static_assert(kRowsTogether % kWidened == 0 && kColumns % kColumnPad == 0, "blocks must be whole");
 static_assert(kTerms % 2 == 0 && kColumns % 2 == 0, "pairs must be whole");
+static_assert(kTerms == 2 * TileKernels::kPairs, "terms of a tile are the same from every block on");
 
 // Weights of a dtype.
 class DtypeRows : public WideRows {
@@ -153,15 +155,18 @@ void multiply_block(const WideRows& weights, const PackedTokens& x, const Produc
 
 // The same of bf16 weights in pairs.
 void multiply_pairs(const LinearWeights& weights, const PackedTokens& x, const ProductBlock& block,
-                    const PairKernels& kernels) {
+                    SimdLevel level) {
+  const TileKernels* tiles = tile_kernels(level);
+  const auto multiply = tiles == nullptr ? pair_kernels(level)->multiply_add : tiles->multiply_pairs;
+  const OpenTiles open(tiles);
   block.clear();
   for (std::size_t j = 0; j < weights.columns; j += kTerms) {
     const PairRows rows{weights.data + block.begin * weights.stride + j * dtype_nbytes(weights.dtype),
                         weights.stride, kPairNbytes};
     const std::size_t pairs = std::min(kTerms, weights.columns - j) / 2;
     for_each_strip(x, block, [&](std::size_t first, std::size_t width, std::size_t at) {
-      kernels.multiply_add(rows, block.end - block.begin, {x.row_of_pairs(first, j / 2), width}, width, pairs,
-                           block.products + at, block.width);
+      multiply(rows, block.end - block.begin, {x.row_of_pairs(first, j / 2), width}, width, pairs,
+               block.products + at, block.width);
     });
   }
 }
@@ -170,10 +175,23 @@ void multiply_pairs(const LinearWeights& weights, const PackedTokens& x, const P
 template <typename Use>
 void with_multiply(const LinearWeights& weights, const PackedTokens& x, SimdLevel level, const Use& use) {
   if (x.in_pairs()) {
-    use([&](const ProductBlock& block) { multiply_pairs(weights, x, block, *pair_kernels(level)); });
+    use([&](const ProductBlock& block) { multiply_pairs(weights, x, block, level); });
   } else {
     const DtypeRows rows(weights, level);
     use([&](const ProductBlock& block) { multiply_block(rows, x, block, level); });
+  }
+}
+
+// values [kColumnPad, kRowsTogether]: the block's products of tokens from `first` on, token by token.
+void take_tokens(const ProductBlock& block, std::size_t first, float* values) {
+  constexpr std::size_t kSide = 4;
+  const std::size_t count = block.end - block.begin;
+  for (std::size_t i = 0; i < count; i += kSide) {
+    const float* from[kSide];
+    for (std::size_t k = 0; k < kSide; ++k)
+      from[k] = block.products + std::min(i + k, count - 1) * block.width + first;
+    for (std::size_t m = 0; m < std::min(kColumnPad, block.width - first); m += kSide)
+      transpose(from, m, values + m * kRowsTogether + i, kRowsTogether);
   }
 }
 
@@ -191,14 +209,14 @@ void linear_blocks(std::size_t rows, const float* bias, const PackedTokens& x, c
       std::unique_ptr<float[]> products(new float[kRowsTogether * width]);
       for (std::size_t r = begin; r < end; r += kRowsTogether) {
         const std::size_t count = std::min(kRowsTogether, end - r);
-        multiply({r, r + count, first, width, products.get()});
+        const ProductBlock block{r, r + count, first, width, products.get()};
+        multiply(block);
+        alignas(64) float values[kColumnPad * kRowsTogether];
         for (std::size_t m = 0; m < tokens; ++m) {
-          float values[kRowsTogether];
-          for (std::size_t i = 0; i < count; ++i) {
-            values[i] = products[i * width + m];
-            if (bias != nullptr) values[i] += bias[r + i];
-          }
-          kernels.from_f32(values, count, out + ((first + m) * rows + r) * element);
+          if (m % kColumnPad == 0) take_tokens(block, m, values);
+          float* of_token = values + m % kColumnPad * kRowsTogether;
+          for (std::size_t i = 0; bias != nullptr && i < count; ++i) of_token[i] += bias[r + i];
+          kernels.from_f32(of_token, count, out + ((first + m) * rows + r) * element);
         }
       }
     });

@@ -33,7 +33,7 @@ PackedTokens::PackedTokens(const std::byte* x, std::size_t tokens, std::size_t c
       columns_(columns),
       padded_(padded_tokens(tokens, level)),
       form_(form),
-      tiles_(has_codes() || has_bytes() ? tile_kernels(level) : nullptr),
+      tiles_(form == TokenForm::floats ? nullptr : tile_kernels(level)),
       halves_(has_codes() && tiles_ != nullptr ? 2 : 1) {
   strip_ = strip_tokens(level, tiles_ != nullptr);
   if (form == TokenForm::pairs) {

@@ -64,7 +64,7 @@ class PackedTokens {
 
   std::size_t tokens_, columns_, padded_, strip_;
   TokenForm form_;
-  const TileKernels* tiles_;         // that multiply codes or bytes, or nullptr
+  const TileKernels* tiles_;         // that multiply them, or nullptr
   std::size_t halves_;               // rows of a pair
   std::unique_ptr<float[]> values_;  // one of these two
   std::unique_ptr<std::uint32_t[]> pairs_;

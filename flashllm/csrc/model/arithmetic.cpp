@@ -58,15 +58,25 @@ void Arithmetic::project(const RowMatrix& weights, std::size_t count, float* out
     if (rounded) round(out, n);
     return;
   }
+  if (!rounded)
+    return linear_many(weights, packed(weights, count), Dtype::f32, reinterpret_cast<std::byte*>(out), pool_,
+                       level_);
+  widen(project_narrow(weights, count), n, out);
+}
+
+const std::byte* Arithmetic::project_narrow(const RowMatrix& weights, std::size_t count) {
+  products_.resize(count * weights.rows * dtype_nbytes(dtype_));
+  linear_many(weights, packed(weights, count), dtype_, products_.data(), pool_, level_);
+  return products_.data();
+}
+
+// The inputs taken, as the weights want them of many.
+const PackedTokens& Arithmetic::packed(const RowMatrix& weights, std::size_t count) {
   const TokenForm form = form_of_many(weights.codec, weights.inputs, dtype_, width_, level_);
   if (packed_ == nullptr || packed_->form() != form)
     packed_ = std::make_unique<PackedTokens>(narrowed(inputs_, count * width_), count, width_, dtype_, form,
                                              pool_, level_);
-  if (!rounded)
-    return linear_many(weights, *packed_, Dtype::f32, reinterpret_cast<std::byte*>(out), pool_, level_);
-  products_.resize(n * dtype_nbytes(dtype_));
-  linear_many(weights, *packed_, dtype_, products_.data(), pool_, level_);
-  widen(products_.data(), n, out);
+  return *packed_;
 }
 
 void Arithmetic::project_heads(const RowMatrix& weights, std::size_t heads, const float* x,

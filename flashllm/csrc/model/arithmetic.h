@@ -43,6 +43,8 @@ class Arithmetic {
   void set_inputs(const float* x, std::size_t width, bool many);
   // out [count, rows]: the inputs taken times the weights; rounded, or as they are summed.
   void project(const RowMatrix& weights, std::size_t count, float* out, bool rounded = true);
+  // The same of a prompt's, rounded and in the dtype; until the next products.
+  const std::byte* project_narrow(const RowMatrix& weights, std::size_t count);
   // The same of inputs x [count, columns], which are taken.
   void project(const RowMatrix& weights, const float* x, std::size_t count, bool many, float* out,
                bool rounded = true) {
@@ -73,6 +75,7 @@ class Arithmetic {
 
  private:
   bool as_many(RowCodec codec) const { return many_ || (batches_ && !is_coded(codec)); }
+  const PackedTokens& packed(const RowMatrix& weights, std::size_t count);
   template <typename Body>
   void each_share(std::size_t n, const Body& body);
 

@@ -179,23 +179,25 @@ void LatentAttention::expand(const BlockWeights& weights, const KvView& view, bo
     count = std::min(kExpanded, end - first);
     rows_.resize(count * row);
     latent_.resize(count * rank);
-    plain_.resize(count * keys.rows);
-    values_.resize(count * values.rows);
     latent_rows(view, row, spec_.dtype, packed, first, count, arithmetic_.level(), rows_.data());
     for (std::size_t i = 0; i < count; ++i)
       std::copy_n(rows_.data() + i * row, rank, latent_.data() + i * rank);
     arithmetic_.set_inputs(latent_.data(), rank, true);
-    arithmetic_.project(keys, count, plain_.data());
-    arithmetic_.project(values, count, values_.data());
-    arithmetic_.pool().parallel_for(count, Arithmetic::kTokenGrain, [&](std::size_t begin, std::size_t stop) {
-      for (std::size_t i = begin; i < stop; ++i)
-        for (std::size_t h = 0; h < heads; ++h) {
-          std::byte* key = to.key(h, first + i);
-          kernels.from_f32(plain_.data() + i * keys.rows + h * plain, plain, key);
-          kernels.from_f32(rows_.data() + i * row + rank, row - rank, key + plain * item);
-          kernels.from_f32(values_.data() + i * values.rows + h * value, value, to.value(h, first + i));
-        }
+    const auto put = [&](const RowMatrix& weights, std::size_t width, const auto& place) {
+      const std::byte* made = arithmetic_.project_narrow(weights, count);
+      arithmetic_.pool().parallel_for(
+          count, Arithmetic::kTokenGrain, [&](std::size_t begin, std::size_t stop) {
+            for (std::size_t i = begin; i < stop; ++i)
+              for (std::size_t h = 0; h < heads; ++h)
+                std::copy_n(made + (i * weights.rows + h * width) * item, width * item, place(h, i));
+          });
+    };
+    put(keys, plain, [&](std::size_t h, std::size_t i) {
+      std::byte* key = to.key(h, first + i);
+      kernels.from_f32(rows_.data() + i * row + rank, row - rank, key + plain * item);
+      return key;
     });
+    put(values, value, [&](std::size_t h, std::size_t i) { return to.value(h, first + i); });
   }
 }
 

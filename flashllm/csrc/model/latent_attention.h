@@ -52,9 +52,8 @@ class LatentAttention {
   // Scratch of a part: latent rows [tokens, head_dim]; queries before they meet keys, what these come from,
   // of the query's rank; queries and outputs in the space of latent rows, or of some heads.
   std::vector<float> keys_, projected_, low_, query_, mixed_;
-  // Of positions that are expanded, kExpanded at most: rows as they are kept, their first `rank` elements,
-  // what comes of these.
-  std::vector<float> rows_, latent_, plain_, values_;
+  // Of positions that are expanded, kExpanded at most: rows as they are kept, their first `rank` elements.
+  std::vector<float> rows_, latent_;
   Expanded expanded_;
 };
 

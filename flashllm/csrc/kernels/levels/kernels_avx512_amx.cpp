@@ -1,5 +1,5 @@
-// Products in tiles (AMX: Sapphire Rapids and later): prompts of coded weights. Bytes are multiplied as they
-// are.
+// Products in tiles (AMX: Sapphire Rapids and later): prompts of coded weights, and of bf16. Bytes are
+// multiplied as they are.
 //
 // Codes of 16 bits are multiplied as bf16, which has all integers up to 256: a code of an input is 256 h + l,
 // and the tile's fp32 sums of 256 h times a code and l times a code are whole numbers of magnitude at most
@@ -21,7 +21,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
+
+namespace flashllm::avx512_bf16 {
+extern const PairKernels kPairs;
+}
 
 namespace flashllm::avx512_amx {
 
@@ -225,6 +230,62 @@ void multiply_bytes(const WeightBytes& a, std::size_t rows, const InputBytes& b,
   }
 }
 
+// Of sixteen rows for each of `kTiles` tiles.
+template <std::size_t kTiles>
+inline void multiply_pair_rows(PairRows a, PairColumns b, std::size_t pairs, float* c, std::size_t c_row) {
+  const std::size_t c_nbytes = c_row * sizeof(float), b_nbytes = b.row * sizeof(std::uint32_t);
+  const auto rows = [&](std::size_t tile, std::size_t pair) {
+    return a.data + tile * kRows * a.row + pair * a.step;
+  };
+  _tile_loadd(0, c, c_nbytes);
+  if constexpr (kTiles == 3) {
+    _tile_loadd(1, c + kRows * c_row, c_nbytes);
+    _tile_loadd(2, c + 2 * kRows * c_row, c_nbytes);
+  }
+  for (std::size_t s = 0; s < pairs; s += TileKernels::kPairsOfTile) {
+    _tile_loadd(7, b.data + s * b.row, b_nbytes);
+    _tile_loadd(3, rows(0, s), a.row);
+    _tile_dpbf16ps(0, 3, 7);
+    if constexpr (kTiles == 3) {
+      _tile_loadd(4, rows(1, s), a.row);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_loadd(3, rows(2, s), a.row);
+      _tile_dpbf16ps(2, 3, 7);
+    }
+  }
+  _tile_stored(0, c, c_nbytes);
+  if constexpr (kTiles == 3) {
+    _tile_stored(1, c + kRows * c_row, c_nbytes);
+    _tile_stored(2, c + 2 * kRows * c_row, c_nbytes);
+  }
+}
+
+// Rows that are no whole tile are copied into one. What is left of pairs goes without tiles.
+void multiply_pairs(PairRows a, std::size_t rows, PairColumns b, std::size_t width, std::size_t pairs,
+                    float* c, std::size_t c_row) {
+  const std::size_t in_tiles = pairs / TileKernels::kPairsOfTile * TileKernels::kPairsOfTile;
+  const std::size_t whole = rows / kRows * kRows, left = rows - whole;
+  alignas(64) std::byte copied[kRows][TileKernels::kPairs * sizeof(std::uint32_t)];
+  alignas(64) float sums[kRows][kWidth];
+  for (std::size_t r = 0; r < left; ++r)
+    std::memcpy(copied[r], a.data + (whole + r) * a.row, in_tiles * a.step);
+  for (std::size_t n = 0; n < width; n += kWidth) {
+    const PairColumns columns{b.data + n, b.row};
+    std::size_t r = 0;
+    const auto from = [&] { return PairRows{a.data + r * a.row, a.row, a.step}; };
+    for (; r + 3 * kRows <= whole; r += 3 * kRows)
+      multiply_pair_rows<3>(from(), columns, in_tiles, c + r * c_row + n, c_row);
+    for (; r < whole; r += kRows) multiply_pair_rows<1>(from(), columns, in_tiles, c + r * c_row + n, c_row);
+    if (left == 0) continue;
+    for (std::size_t i = 0; i < left; ++i) std::copy_n(c + (whole + i) * c_row + n, kWidth, sums[i]);
+    multiply_pair_rows<1>({copied[0], sizeof copied[0], a.step}, columns, in_tiles, sums[0], kWidth);
+    for (std::size_t i = 0; i < left; ++i) std::copy_n(sums[i], kWidth, c + (whole + i) * c_row + n);
+  }
+  if (in_tiles == pairs) return;
+  avx512_bf16::kPairs.multiply_add({a.data + in_tiles * a.step, a.row, a.step}, rows,
+                                   {b.data + in_tiles * b.row, b.row}, width, pairs - in_tiles, c, c_row);
+}
+
 }  // namespace
 
 bool permit() {
@@ -236,7 +297,8 @@ bool permit() {
 }
 
 extern const TileKernels kTiles;
-const TileKernels kTiles = {open, close, prepare, split, multiply_codes, make_signed, multiply_bytes};
+const TileKernels kTiles = {open,           close,       prepare,        split,
+                            multiply_codes, make_signed, multiply_bytes, multiply_pairs};
 
 }  // namespace flashllm::avx512_amx
 
