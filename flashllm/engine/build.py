@@ -98,6 +98,7 @@ class _Builder:
             block_tokens=self._plan.memory.prompt_tokens,
             fill_tokens=self._plan.memory.window if self._sparse or self._model.block.experts else 0,
             prefetch=self._plan.prefetch,
+            loads=self._plan.loads,
         )
         cached = [ffn for ffn in native.ffns if ffn is not None]
         if self._sparse and PREDICTORS in self._manifest.files:

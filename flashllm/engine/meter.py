@@ -31,6 +31,7 @@ class StepTimes:
     prefetch_used: int = 0  # those of them that were misses
     united: int = 0  # active neurons, counted once for tokens that go through a layer together
     rejected_bytes: int = 0  # of rows that only drafted tokens wanted which turned out wrong
+    behind_bytes: int = 0  # read while nothing else was, of what no token wanted yet; in no other count
 
 
 COUNTS = tuple(each.name for each in fields(StepTimes) if each.type is int)

@@ -97,6 +97,8 @@ class TurnStats:
             kinds = ("io", "memory", "compute", "other")
             rows += [(f"{kind} a token", f"{self.mean_ms(kind):.2f} ms") for kind in kinds]
             rows.append(("read a token", format_size(self.nbytes_per_token)))
+            if behind := sum(record.times.behind_bytes for record in self._later):
+                rows.append(("read behind them", format_size(behind)))
         if self.hit_rate is not None:
             rows.append(("cache hits", f"{self.hit_rate:.1%}"))
         if self.tokens_per_pass is not None:

@@ -33,6 +33,7 @@ class Plan:
     threads: int  # of compute
     mode: Mode
     prefetch: bool  # the next layer's rows are read before its turn
+    loads: bool  # where every row has room, what no token wanted yet is read behind those that come
     profile: Profile | None  # the drive's profile; None where it has none
     popularity: Popularity | None  # by which the neuron caches were shared out
     notices: tuple[str, ...]  # what the user should know, a line each
@@ -101,6 +102,7 @@ def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int)
         threads=config.threads if config.threads is not None else num_cores(),
         mode=mode,
         prefetch=prefetch,
+        loads=memory.cache_policy == "frequency",  # another one's caches forget what no token wants
         profile=profile,
         popularity=popularity,
         notices=tuple(notices),

@@ -15,6 +15,7 @@ _COUNTS = {
     "accepted_tokens": "drafted tokens that were right",
     "rejected_bytes": "bytes read for drafted tokens that were wrong",
     "read_bytes": "bytes read from flash",
+    "behind_bytes": "bytes read from flash behind the tokens, of what none wanted yet",
     "cache_hits": "active neurons found in the cache",
     "cache_misses": "active neurons read from flash",
 }
@@ -50,7 +51,8 @@ class Metrics:
     def see(self, event: Event) -> None:
         if not isinstance(event, Began | Chosen):
             return
-        times, found = event.record.times, {"read_bytes": event.record.times.bytes_read}
+        times = event.record.times
+        found = {"read_bytes": times.bytes_read, "behind_bytes": times.behind_bytes}
         found |= {"cache_hits": times.hits, "cache_misses": times.misses}
         if isinstance(event.record, PrefillRecord):
             found |= {"prompt_tokens": event.record.tokens, "cached_tokens": event.record.reused_tokens}

@@ -45,7 +45,7 @@ def opened(directory, *, cache_rows=None, prompt_tokens=256, guessed=0, **config
     plan = dataclasses.replace(plan, memory=dataclasses.replace(plan.memory, prompt_tokens=prompt_tokens))
     if guessed:
         memory = dataclasses.replace(plan.memory, prefetch_rows=guessed * SIZE)
-        plan = dataclasses.replace(plan, memory=memory, prefetch=True)
+        plan = dataclasses.replace(plan, memory=memory, prefetch=True, loads=False)
     if cache_rows is not None:
         levels = np.full((1, LAYERS), cache_rows, np.int32)
         memory = dataclasses.replace(

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstring>
 #include <numeric>
+#include <thread>
 
 #include "ffn_fixture.h"
 #include "io/error.h"
@@ -338,6 +339,71 @@ void units_are_runs_of_neurons(const Flash& flash, int tokens) {
   }
 }
 
+void await_load(Layer& layer) {
+  while (layer.layer.is_loading()) std::this_thread::yield();
+}
+
+// Behind tokens the cache takes what they did not want: each unit is read once and no bit changes, wherever
+// that is broken off.
+void loading_behind_tokens_changes_no_bit(const Flash& flash, int rounds) {
+  std::mt19937 random(12);
+  for (int round = 0; round < rounds; ++round) {
+    Layer whole(flash, kNeurons, 3, 1, 1), scarce(flash, kNeurons - 1, 1, 1, 1, 5);
+    Layer neurons(flash, kNeurons, 1, 2, 3, 5), units(flash, flash.units(6, 1, 7, 0, "frequency"), 2, 1);
+    scarce.forward(flash, {1});
+    CHECK(!scarce.layer.load() && !scarce.layer.is_loading() && scarce.layer.cached().size() == 1);
+    for (Layer* each : {&neurons, &units}) {
+      const std::int32_t rows = each->layer.units().size, capacity = each->layer.capacity();
+      const auto forward = [&](unsigned rarity) {
+        std::vector<std::int32_t> active;
+        for (std::int32_t unit = 0; unit < each->layer.units().count(); ++unit)
+          if (random() % rarity == 0) active.push_back(unit);
+        CHECK(same_bits(each->forward(flash, active), whole.forward(flash, neurons_of(active, rows))));
+      };
+      for (int token = 0; token < 5; ++token) {
+        forward(6);
+        each->layer.load();
+        const unsigned next = random() % 4;
+        if (next == 0) await_load(*each);
+        if (next == 1) each->layer.end_load();
+        if (next == 2) each->layer.abandon_fill();
+        if (round % 4 != 3) continue;
+        each->layer.set_capacity(capacity - 6);
+        each->layer.set_capacity(capacity);
+      }
+      while (each->layer.load()) await_load(*each);
+      CHECK(each->layer.cached().size() == kNeurons);
+      const std::uint64_t misses = each->counters.misses;
+      forward(1);
+      CHECK(each->counters.misses == misses);
+      const std::uint64_t read = each->counters.bytes_read + each->counters.behind_bytes;
+      CHECK(round % 4 == 3 ? read >= kNeurons * kStride : read == kNeurons * kStride);
+    }
+  }
+}
+
+// A read that fails behind tokens fails none; who wants the unit meets the error.
+void a_failed_load_is_met_by_who_wants_the_unit(Flash& flash) {
+  Layer whole(flash, kNeurons, 3, 1, 1);
+  for (const Fault::Kind kind : {Fault::Kind::error, Fault::Kind::flip}) {
+    Layer layer(flash, kNeurons, 1, 2, 3, 5);
+    layer.forward(flash, {1});
+    inject(*flash.file, std::make_shared<FaultPlan>(Fault{kind, 0, 1000, EIO}));
+    CHECK(layer.layer.load());
+    await_load(layer);
+    CHECK(same_bits(layer.forward(flash, {1}), whole.forward(flash, {1})));
+    CHECK(!layer.layer.load() && layer.layer.cached() == (std::vector<std::int32_t>{1}));
+    try {
+      layer.forward(flash, {1, 2});
+      CHECK(false);
+    } catch (const CoreError& error) {
+      CHECK(error.kind() == (kind == Fault::Kind::error ? ErrorKind::io : ErrorKind::checksum));
+    }
+    inject(*flash.file, nullptr);
+    CHECK(same_bits(layer.forward(flash, {1, 2}), whole.forward(flash, {1, 2})));
+  }
+}
+
 // By a trace a neuron's value counts where the trace says so and nowhere else; the cache sees the active set.
 void a_trace_decides_what_fires(const Flash& flash) {
   Layer layer(flash, 12, 3, 1, 1), right(flash, kNeurons, 3, 1, 1);
@@ -430,6 +496,8 @@ void test_ffn_layer(const std::string& directory, int scale) {
   the_unlikely_leave_first(flash);
   a_trace_decides_what_fires(flash);
   units_are_runs_of_neurons(flash, 60 * scale);
+  loading_behind_tokens_changes_no_bit(flash, 20 * scale);
+  a_failed_load_is_met_by_who_wants_the_unit(flash);
   prefetching_experts_changes_no_bit(flash, 80 * scale);
   prefetching_for_several_changes_no_bit(flash, 40 * scale);
   for (const std::int32_t bypass : {0, 6}) {

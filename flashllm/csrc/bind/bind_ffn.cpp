@@ -28,7 +28,7 @@ nb::dict take(FfnCounters& counters) {
                   NAMED_MEMBER(taken, requests), NAMED_MEMBER(taken, retries), NAMED_MEMBER(taken, active),
                   NAMED_MEMBER(taken, hits), NAMED_MEMBER(taken, misses), NAMED_MEMBER(taken, united),
                   NAMED_MEMBER(taken, rejected_bytes), NAMED_MEMBER(taken, prefetched),
-                  NAMED_MEMBER(taken, prefetch_used)});
+                  NAMED_MEMBER(taken, prefetch_used), NAMED_MEMBER(taken, behind_bytes)});
 }
 
 }  // namespace

@@ -70,7 +70,7 @@ class PyModel {
           const std::vector<FileRows>& layers, const std::vector<std::optional<LayerCache>>& caches,
           std::shared_ptr<TokenTable> table, std::shared_ptr<ThreadPool> pool,
           std::shared_ptr<FfnCounters> counters, std::size_t block_tokens, std::size_t fill_tokens,
-          bool prefetch)
+          bool prefetch, bool loads)
       : parts_{std::move(tensors), std::move(source), std::move(pool), std::move(counters)},
         stream_(std::move(stream)),
         table_(std::move(table)) {
@@ -79,6 +79,7 @@ class PyModel {
     spec.block_tokens = block_tokens;
     spec.fill_tokens = fill_tokens;
     spec.prefetch = prefetch;
+    spec.loads = loads;
     d_model_ = spec.block.d_model;
     require(rows.size() == of.layers.size() && layers.size() == rows.size() && caches.size() == rows.size(),
             "every layer needs its rows and their format, and a cache or None");
@@ -248,11 +249,11 @@ void init_model(nb::module_& m) {
       .def(nb::init<nb::handle, std::shared_ptr<NamedTensors>, const std::vector<RowFormat>&,
                     std::shared_ptr<RowStream>, std::shared_ptr<NeuronSource>, const std::vector<FileRows>&,
                     const std::vector<std::optional<LayerCache>>&, std::shared_ptr<TokenTable>,
-                    std::shared_ptr<ThreadPool>, std::shared_ptr<FfnCounters>, std::size_t, std::size_t,
+                    std::shared_ptr<ThreadPool>, std::shared_ptr<FfnCounters>, std::size_t, std::size_t, bool,
                     bool>(),
            nb::kw_only(), "block"_a, "tensors"_a, "row_formats"_a, "stream"_a, "source"_a, "layers"_a,
            "caches"_a, "table"_a.none(), "pool"_a, "counters"_a, "block_tokens"_a, "fill_tokens"_a,
-           "prefetch"_a)
+           "prefetch"_a, "loads"_a)
       .def_prop_ro("ffns", &PyModel::ffns)
       .def(
           "accept", [](PyModel& self, std::size_t count) { self.model().accept(count); }, "count"_a,

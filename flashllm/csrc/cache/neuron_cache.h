@@ -59,6 +59,12 @@ class NeuronCache {
   void end_part() { slots_.end_bypass(); }
   void discard_part();
   void forget(const std::vector<std::int32_t>& units) { exchange(units, {}); }  // cached ones
+  // Free slots for `units`, none of them cached, which the caller reads into theirs, or forgets.
+  void take(const std::vector<std::int32_t>& units) { exchange({}, units); }
+  // Whose row of the cache's memory this is.
+  std::int32_t unit_at(const std::byte* row) const {
+    return slots_.pointers()[static_cast<std::size_t>(row - memory_) / unit_nbytes_];
+  }
 
   // A prompt's rows stream by, ascending: `observe` its tokens, `begin_fill`, then `fill_from` with the
   // `count` rows from `first_row` on takes those of units that the policy wants. `passing`: the units that

@@ -25,6 +25,7 @@ struct FfnCounters {
   std::uint64_t united = 0;          // active neurons, each once for tokens that go through a layer together
   std::uint64_t rejected_bytes = 0;  // rows that only drafted tokens wanted which turned out wrong
   std::uint64_t prefetched = 0, prefetch_used = 0;  // rows prefetched, and the misses that found theirs there
+  std::uint64_t behind_bytes = 0;  // read behind the tokens (FfnLayer::load), in no other count
 };
 
 }  // namespace flashllm

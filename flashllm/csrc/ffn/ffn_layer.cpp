@@ -11,6 +11,7 @@ namespace flashllm {
 namespace {
 
 constexpr std::size_t kCopyGrain = 4;  // units a thread copies at a time
+constexpr std::size_t kLoaded = 512;   // units whose reads begin together behind tokens: experts of a layer
 
 RowSource source_of(const FfnLayerOptions& options) {
   RowSource source = options.rows;
@@ -57,6 +58,7 @@ FfnLayer::FfnLayer(const FfnLayerOptions& options, Reader& reader, const DirectF
 
 FfnLayer::~FfnLayer() {
   if (holds_prefetch()) prefetch_->abandon();
+  drop_load();
   reader_.settle(batch_);
 }
 
@@ -132,6 +134,7 @@ void FfnLayer::list_guesses(std::size_t tokens) {
 // Tokens
 
 void FfnLayer::begin(const FfnTokens& tokens) {
+  end_load();
   Stopwatch watch;
   abandon();
   accept(0);
@@ -382,7 +385,69 @@ void FfnLayer::end_prefetch() {
 
 // The cache between tokens
 
+bool FfnLayer::load() {
+  end_load();
+  if (load_failed_ || !has_room() || cache_.slots().num_used() == cache_.num_units()) return false;
+  Stopwatch watch;
+  listed_.clear();
+  for (std::int32_t unit = 0; unit < cache_.num_units() && listed_.size() < kLoaded; ++unit)
+    if (!cache_.contains(unit)) listed_.push_back(unit);
+  cache_.take(listed_);
+  try {
+    behind_.jobs.clear();
+    for (const std::int32_t unit : listed_) source_.add_jobs(unit, cache_.rows(unit), behind_.jobs);
+    reader_.submit(behind_, file_, ReadPriority::idle);
+  } catch (const std::exception&) {  // a lost reader, or no memory
+    cache_.forget(listed_);
+    load_failed_ = true;
+    return false;
+  }
+  reader_.start();
+  watch.charge(counters_.memory_ns);
+  return true;
+}
+
+bool FfnLayer::is_loading() { return behind_.in_flight() && !reader_.is_lost() && !reader_.poll(behind_); }
+
+void FfnLayer::end_load() {
+  if (!behind_.in_flight()) return;
+  Stopwatch watch;
+  reader_.cancel(behind_);
+  try {
+    reader_.wait(behind_);
+  } catch (const CoreError&) {
+    load_failed_ = true;
+  }
+  watch.charge(counters_.io_ns);
+  keep_loaded();
+  watch.charge(counters_.memory_ns);
+}
+
+void FfnLayer::drop_load() noexcept {
+  if (!behind_.in_flight()) return;
+  reader_.cancel(behind_);
+  reader_.settle(behind_);
+  keep_loaded();
+}
+
+// No unit counts that did not come whole; none at all where a read may still be under way.
+void FfnLayer::keep_loaded() noexcept {
+  const bool lost = reader_.is_lost();
+  forget_busy();
+  counters_.behind_bytes += behind_.stats().bytes;
+  listed_.clear();
+  for (const ReadJob& job : behind_.jobs) {
+    const std::int32_t unit = cache_.unit_at(job.destination);
+    if ((lost || !job.landed) && std::exchange(is_listed_[static_cast<std::size_t>(unit)], 1) == 0)
+      listed_.push_back(unit);
+  }
+  cache_.forget(listed_);
+  for (const std::int32_t unit : listed_) is_listed_[static_cast<std::size_t>(unit)] = 0;
+  behind_ = {};  // its memory, too: every layer has one
+}
+
 void FfnLayer::begin_fill(const float* x, std::size_t tokens, const std::vector<std::int32_t>* passing) {
+  end_load();
   Stopwatch watch;
   abandon();
   if (holds_prefetch()) end_prefetch();  // for a token that never came here
@@ -412,6 +477,7 @@ void FfnLayer::fill_from(const std::byte* rows, std::int32_t first_neuron, std::
 }
 
 void FfnLayer::set_capacity(std::int32_t rows) {
+  drop_load();
   Stopwatch watch;
   abandon();
   cache_.set_capacity(rows / options_.unit_rows);

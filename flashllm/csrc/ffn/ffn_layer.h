@@ -92,6 +92,18 @@ class FfnLayer {
   // A pass was interrupted: reads that never end do not hold up what gives it up (reader.h).
   void interrupt() noexcept { reader_.interrupt(); }
 
+  // Behind the tokens: where the cache has room for every unit, begins to read those that it lacks, in file
+  // order, into their slots, while nothing else is read; false where it begins nothing. `end_load`, or the
+  // layer's next token, caches what has landed and drops the rest; it waits for what is under way alone, a
+  // few requests (ReaderOptions::idle_nbytes). A read that fails ends the layer's loading and no token: who
+  // wants the unit reads it, and meets the error.
+  bool load();
+  bool has_room() const { return cache_.capacity() == cache_.num_units(); }
+  bool is_loading();
+  void end_load();  // throws what the reader's `look` throws
+  // Time of reads that went on between passes is nobody's.
+  void forget_busy() { reader_.take_busy_ns(); }
+
   // A token: x and y [d_model]; `active`: ascending units.
   void forward(const float* x, std::size_t token, const std::vector<std::int32_t>& active, float* y) {
     begin({x, &active, 1, token, 0});
@@ -104,7 +116,10 @@ class FfnLayer {
   // never came; so does the next `begin`.
   void begin_fill(const float* x, std::size_t tokens, const std::vector<std::int32_t>* passing = nullptr);
   void fill_from(const std::byte* rows, std::int32_t first_neuron, std::int32_t count);
-  void abandon_fill() { cache_.abandon_fill(); }
+  void abandon_fill() {
+    drop_load();
+    cache_.abandon_fill();
+  }
   // The policy hears which units a prompt's tokens went to.
   void observe(const std::vector<std::vector<std::int32_t>>& active);
   // The rows of a unit that is cached, or nullptr; until a row that comes after them is filled in.
@@ -143,6 +158,8 @@ class FfnLayer {
   template <typename Step>
   void guarded(const Step& step);
 
+  void drop_load() noexcept;
+  void keep_loaded() noexcept;
   void place_rows(bool again);
   using Place = std::vector<std::int32_t> FfnMember::Positions::*;
   bool of_experts() const { return options_.unit_rows > 1; }
@@ -188,7 +205,8 @@ class FfnLayer {
 
   // Scratch, sized before slots are taken.
   std::vector<ExpertRun> runs_;
-  ReadBatch batch_;
+  ReadBatch batch_, behind_;
+  bool load_failed_ = false;
   std::vector<std::int32_t> active_, listed_;
   std::vector<std::uint8_t> is_listed_;  // [units]
   std::array<std::vector<std::int32_t>, FfnTokens::kMost> guesses_;

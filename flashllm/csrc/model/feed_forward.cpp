@@ -1,6 +1,7 @@
 #include "model/feed_forward.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "io/error.h"
 
@@ -79,7 +80,24 @@ void FeedForward::run_active(const FfnTurn& turn) {
       spec_.prefetch && count <= FfnTokens::kMost && next != nullptr && next->can_prefetch();
   active_.resize(std::max(active_.size(), count));
   for (std::size_t t = 0; t < count; ++t) active_[t] = ffn.predict(seen(turn) + t * width, t);
+  if (loading_ != nullptr) ffn.forget_busy();
   run_sets(turn, true, prefetches ? next : nullptr);
+  if (spec_.loads) load_behind(turn);
+}
+
+// Where every unit of the model has room: layer by layer, each once its tokens have left it, which is when
+// the next ones are farthest. The first tokens of a sequence read what they want alone.
+void FeedForward::load_behind(const FfnTurn& turn) {
+  const Token* tokens = turn.part.tokens;
+  const bool begins =
+      std::any_of(tokens, tokens + turn.part.count, [](const Token& each) { return each.position == 0; });
+  if (begins || (loading_ != nullptr && loading_->is_loading())) return;
+  const bool has_room = std::all_of(blocks_.begin(), blocks_.end(), [](const BlockWeights& each) {
+    return each.ffn == nullptr || each.ffn->has_room();
+  });
+  FfnLayer* ffn = blocks_[turn.layer].ffn;
+  loading_ = has_room && ffn->load() ? ffn : nullptr;
+  watch_.restart();
 }
 
 // The neurons that really fire, computed as the sparse pass does. A resident gate names them; without one
@@ -240,6 +258,7 @@ void FeedForward::resume_rows(FfnStretch& stretch, std::size_t layer, const Part
 
 // The rows from the stretch's next block on.
 void FeedForward::stream_rows(const FfnStretch& stretch, std::size_t layer, const Part& last) {
+  if (loading_ != nullptr) std::exchange(loading_, nullptr)->end_load();  // the drive is the prompt's
   if (is_routed(layer)) {
     std::vector<RowRun> runs;
     for (const RowRun& run : stretch.experts.runs()) add_units(*blocks_[layer].ffn, run, runs);

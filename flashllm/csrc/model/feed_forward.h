@@ -68,6 +68,7 @@ class FeedForward final : public FfnPart {
   void run_active(const FfnTurn& turn);
   void run_firing(const FfnTurn& turn);
   void run_every(const FfnTurn& turn);
+  void load_behind(const FfnTurn& turn);
   void stream_rows(const FfnStretch& stretch, std::size_t layer, const Part& last);
   void add_neurons(FfnStretch& stretch, std::size_t layer, const Part& last, const RowRun& block,
                    const std::function<void()>& look);
@@ -98,6 +99,7 @@ class FeedForward final : public FfnPart {
   TokenFfn few_;
   FfnStretch alone_;                               // of a part that passes one layer
   std::vector<std::vector<std::int32_t>> active_;  // of tokens that go through an FFN together
+  FfnLayer* loading_ = nullptr;                    // the last one to load
 };
 
 }  // namespace flashllm

@@ -25,6 +25,7 @@ struct ModelSpec {
   std::size_t fill_tokens =
       0;                 // the last tokens of a prompt, from which the neuron caches are filled; 0: never
   bool prefetch = true;  // the rows of the next layer are read before its turn
+  bool loads = false;    // what no token wanted yet is read behind those that come
 };
 
 struct ModelWeights {
