@@ -5,10 +5,9 @@
 // inputs in 16 (`multiply_codes_kernel`), where kCodeTerms inputs of a token share a scale.
 //
 // Every output is one chain of additions in the order of its terms, or, in tiles of pairs, of sums of 32 of
-// them, so bits depend neither on the number of
-// threads nor on which tokens are computed together. They do differ from the one-token kernels' (kernels.h),
-// and between processors with and without pairs, with and without tiles of them, with and without products
-// of codes.
+// them, so bits depend neither on the number of threads nor on which tokens are computed together. They do
+// differ from the one-token kernels' (kernels.h), and between processors with and without pairs, with and
+// without tiles of them, with and without products of codes.
 #pragma once
 
 #include "kernels/packed_tokens.h"
