@@ -41,9 +41,9 @@ _THROUGH_NBYTES = 64 << 10  # of a request that reads through gaps: kMaxThrough 
 LIBRARY_GROWTH = 16_000_000
 # Bytes of a layer's bookkeeping (csrc/cache/, csrc/ffn/): for each unit, a neuron or an expert, slot, counts, last
 # request, the token that wants it; for each of a token's units places, of MAX_VERIFIED tokens; for each slot its unit,
-# its candidate, its hole; for each unit that few tokens want together lists and reads. Of one layer at a time: a value
-# of each of a token's neurons, or the sums of its experts' chunks, of MAX_VERIFIED tokens.
-_UNIT_NBYTES, _TOKEN_NBYTES, _SLOT_NBYTES, _WANTED_NBYTES = 17, 48, 20, 120
+# its candidate, its hole; for each unit that few tokens want together lists and reads. Of one layer at a time: for each
+# of a token's neurons, where these are units, values, of MAX_VERIFIED tokens.
+_UNIT_NBYTES, _TOKEN_NBYTES, _SLOT_NBYTES, _WANTED_NBYTES, _VALUES_NBYTES = 17, 48, 20, 120, 32
 _CHUNK, _MOST_CHUNKS = 256, 8  # neurons, at least; of an expert (csrc/ffn/expert_products.h)
 _WANTED_TOKENS = 2.5  # times a token's neurons: what few tokens want together (paper A: 24 % in five, of 10 % in one)
 ASSUMED_SHARE = 0.1  # of the neurons active where nothing is known (paper A, section 3.1)
@@ -292,6 +292,7 @@ def _run_parts(
         + (io_threads * _THROUGH_NBYTES if conditions.max_gap else 0)
         + (0 if table is None else io_threads * (table.stride + 2 * PAGE_NBYTES)),
         "workspace": _workspace_nbytes(block, context, max(verified, MOST_PARALLEL if config.serves else 1))
+        + _sums_nbytes(manifest)
         + expansion.fixed_nbytes
         + of_head,
         "expanded_heads": expansion.heads,
@@ -366,8 +367,7 @@ def _bookkeeping_nbytes(manifest: Manifest, slots: int) -> int:
     wanted = min(units, MAX_VERIFIED * cycle or int(_WANTED_TOKENS * of_token))
     own = slots + layers * (cycle or units // _BYPASS_SHARE)  # every layer may use the bypass slots
     layer = _UNIT_NBYTES * units + _TOKEN_NBYTES * of_token
-    sums = architecture.d_model * min(-(-unit // _CHUNK), _MOST_CHUNKS)
-    values = 4 * MAX_VERIFIED * of_token * (1 if unit == 1 else sums)
+    values = _VALUES_NBYTES * of_token if unit == 1 else 0
     return layers * layer + values + _SLOT_NBYTES * own + _WANTED_NBYTES * min(own, layers * wanted)
 
 
@@ -376,6 +376,15 @@ def _workspace_nbytes(block: BlockSpec, context: int, verified: int) -> int:
     scores = block.heads * context
     logits = (_LOGITS_ROWS + 2 * (verified - 1)) * block.vocab_size  # the pass's, and those of the one before
     return 4 * (scores + logits)
+
+
+def _sums_nbytes(manifest: Manifest) -> int:
+    """Of the chunks of experts that few tokens want together, sums of one layer at a time."""
+    architecture = manifest.architecture
+    if (unit := architecture.unit_rows) == 1:
+        return 0
+    chunks = min(-(-unit // _CHUNK), _MOST_CHUNKS) * -(-architecture.cycle // unit)
+    return 4 * MAX_VERIFIED * architecture.d_model * chunks
 
 
 def _refusal(plan: MemoryPlan, available: int) -> str:
