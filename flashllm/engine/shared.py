@@ -227,7 +227,7 @@ class SharedModel:
                 lengths = [one.length for one in (*members, *each.together)]
                 if max(lengths) <= MOST_LONGER * min(lengths):
                     members += each.together
-        return tuple(each for each in members if not each.cancelled.is_set())
+        return tuple(each for each in members if not each.cancelled.is_set()) or first.together
 
     def _go_on(self, members: tuple[_Member, ...]) -> tuple[_Member, ...]:
         """A slice of their prompts, and whose it was."""
