@@ -61,7 +61,7 @@ class NeuronCache {
   void forget(const std::vector<std::int32_t>& units) { exchange(units, {}); }  // cached ones
   // Free slots for `units`, none of them cached, which the caller reads into theirs, or forgets.
   void take(const std::vector<std::int32_t>& units) { exchange({}, units); }
-  // Whose row of the cache's memory this is.
+  // The unit that has this row of the cache's memory.
   std::int32_t unit_at(const std::byte* row) const {
     return slots_.pointers()[static_cast<std::size_t>(row - memory_) / unit_nbytes_];
   }

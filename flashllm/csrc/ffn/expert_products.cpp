@@ -20,24 +20,22 @@ ExpertProducts::ExpertProducts(const FfnLayerOptions& options, ThreadPool& pool)
 void ExpertProducts::multiply(const std::vector<ExpertRun>& runs, const FfnGroup& group, const RowInputs& x) {
   const std::size_t chunks = chunks_.count(static_cast<std::size_t>(units_.size));
   pool_.parallel_for(runs.size() * chunks, 1, [&](std::size_t begin, std::size_t end) {
-    for (std::size_t i = begin; i < end; ++i) multiply_chunk(runs[i / chunks], i % chunks, group, x);
+    std::vector<float> together;  // the sums of several tokens, side by side while they are added to
+    for (std::size_t i = begin; i < end; ++i)
+      multiply_chunk(runs[i / chunks], i % chunks, group, x, together);
   });
 }
 
 void ExpertProducts::multiply_chunk(const ExpertRun& run, std::size_t chunk, const FfnGroup& group,
-                                    const RowInputs& x) const {
+                                    const RowInputs& x, std::vector<float>& together) const {
   const RowFormat& format = options_.format;
   const std::int32_t unit = run.shares[0].unit, neuron = units_.first(unit);
   const std::size_t first = chunk * chunks_.size, width = format.d_model,
                     end = std::min(first + chunks_.size, static_cast<std::size_t>(units_.rows(unit)));
   if (first >= end) return;  // of the layer's last unit, which may be shorter
-  // The sums of several tokens lie side by side while they are added to.
-  std::vector<float> together(run.tokens == 1 ? 0 : run.tokens * width);
-  float* sums = run.shares[0].values + chunk * width;
-  if (run.tokens == 1)
-    std::fill_n(sums, width, 0.0F);
-  else
-    sums = together.data();
+  if (run.tokens > 1) together.resize(std::max(together.size(), run.tokens * width));
+  float* sums = run.tokens > 1 ? together.data() : run.shares[0].values + chunk * width;
+  std::fill_n(sums, run.tokens * width, 0.0F);
   float values[FfnTokens::kMost * ExpertChunks::kBlock];
   for (std::size_t row = first; row < end; row += ExpertChunks::kBlock) {
     const std::size_t count = std::min(ExpertChunks::kBlock, end - row);

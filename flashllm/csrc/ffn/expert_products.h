@@ -48,8 +48,8 @@ class ExpertProducts {
   void add(const FfnMember& member, float* y);
 
  private:
-  void multiply_chunk(const ExpertRun& run, std::size_t chunk, const FfnGroup& group,
-                      const RowInputs& x) const;
+  void multiply_chunk(const ExpertRun& run, std::size_t chunk, const FfnGroup& group, const RowInputs& x,
+                      std::vector<float>& together) const;
   void find_values(const ExpertRun& run, std::size_t first, std::size_t count, const FfnGroup& group,
                    const RowInputs& x, float* values) const;
 

@@ -387,7 +387,7 @@ void FfnLayer::end_prefetch() {
 
 bool FfnLayer::load() {
   end_load();
-  if (load_failed_ || !has_room() || cache_.slots().num_used() == cache_.num_units()) return false;
+  if (load_failed_ || !has_room() || is_whole()) return false;
   Stopwatch watch;
   listed_.clear();
   for (std::int32_t unit = 0; unit < cache_.num_units() && listed_.size() < kLoaded; ++unit)

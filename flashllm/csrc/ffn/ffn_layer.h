@@ -99,9 +99,10 @@ class FfnLayer {
   // wants the unit reads it, and meets the error.
   bool load();
   bool has_room() const { return cache_.capacity() == cache_.num_units(); }
+  bool is_whole() const { return cache_.slots().num_used() == cache_.num_units(); }  // or is being loaded
   bool is_loading();
   void end_load();  // throws what the reader's `look` throws
-  // Time of reads that went on between passes is nobody's.
+  // Drops the time of reads that went on between passes: no token's statistics have it.
   void forget_busy() { reader_.take_busy_ns(); }
 
   // A token: x and y [d_model]; `active`: ascending units.

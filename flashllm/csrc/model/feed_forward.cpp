@@ -88,15 +88,17 @@ void FeedForward::run_active(const FfnTurn& turn) {
 // Where every unit of the model has room: layer by layer, each once its tokens have left it, which is when
 // the next ones are farthest. The first tokens of a sequence read what they want alone.
 void FeedForward::load_behind(const FfnTurn& turn) {
+  FfnLayer* ffn = blocks_[turn.layer].ffn;
+  if (loading_ != nullptr && loading_->is_loading()) return;
+  loading_ = nullptr;
+  if (ffn->is_whole()) return;
   const Token* tokens = turn.part.tokens;
   const bool begins =
       std::any_of(tokens, tokens + turn.part.count, [](const Token& each) { return each.position == 0; });
-  if (begins || (loading_ != nullptr && loading_->is_loading())) return;
   const bool has_room = std::all_of(blocks_.begin(), blocks_.end(), [](const BlockWeights& each) {
     return each.ffn == nullptr || each.ffn->has_room();
   });
-  FfnLayer* ffn = blocks_[turn.layer].ffn;
-  loading_ = has_room && ffn->load() ? ffn : nullptr;
+  if (!begins && has_room && ffn->load()) loading_ = ffn;
   watch_.restart();
 }
 

@@ -26,11 +26,12 @@ void Layer::run(std::size_t layer, const BlockWeights& weights, const Part& part
   const float* input = attend(layer, weights, part, states, attended_.data());
   if (weights.spec.neurons == 0) return;
   const float* beside = nullptr;
-  const std::function<void()> meanwhile = [&] {
+  const auto make = [&] {
     second_.resize(part.count * spec_.d_model);
     make_beside(weights, part, states, input, second_.data());
     beside = second_.data();
   };
+  const std::function<void()> meanwhile = std::ref(make);  // by reference nothing is allocated
   ffn_.run({layer, part, input, states, projected_.data(), weights.spec.beside != 0 ? &meanwhile : nullptr});
   add_ffn(layer, weights, part, states, attended_.data(), input, beside);
 }

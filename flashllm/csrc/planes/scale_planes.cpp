@@ -72,23 +72,31 @@ void TokenCodes::set(std::size_t token, std::size_t id, std::size_t count, const
   }
 }
 
-void PlaneRows::add_codes(std::size_t count, TileRows values, std::size_t tokens, std::size_t begin,
-                          std::size_t end, float* y, std::size_t y_stride) const {
+// Calls use(add), where add(begin, end) adds to these outputs: the values become codes once.
+template <typename Use>
+void PlaneRows::with_codes(std::size_t count, TileRows values, std::size_t tokens, float* y,
+                           std::size_t y_stride, const Use& use) const {
   TokenCodes all;
   all.begin(tokens, first_ % kWindow + count, level_);
   for (std::size_t m = 0; m < tokens; ++m)
     all.set(m, first_, count, values.data + m * values.row, values.step);
   CodeTokens each[kAlone];
   for (std::size_t m = 0; m < tokens; ++m) each[m] = all.of(m);
-  kernels_.add_run({data_, stride_, first_, count}, each, tokens, plane_, k_, begin, end, y, y_stride);
+  use([&](std::size_t begin, std::size_t end) {
+    kernels_.add_run({data_, stride_, first_, count}, each, tokens, plane_, k_, begin, end, y, y_stride);
+  });
+}
+
+void PlaneRows::add_codes(std::size_t count, TileRows values, std::size_t tokens, std::size_t begin,
+                          std::size_t end, float* y, std::size_t y_stride) const {
+  with_codes(count, values, tokens, y, y_stride, [&](const auto& add) { add(begin, end); });
 }
 
 void PlaneRows::add_codes(std::size_t count, TileRows values, std::size_t tokens, float* y,
                           std::size_t y_stride, ThreadPool& pool) const {
   if (tokens <= kAlone)
-    return pool.parallel_for(k_, column_share(k_, pool), [&](std::size_t begin, std::size_t end) {
-      add_codes(count, values, tokens, begin, end, y, y_stride);
-    });
+    return with_codes(count, values, tokens, y, y_stride,
+                      [&](const auto& add) { pool.parallel_for(k_, column_share(k_, pool), add); });
   TokenCodes all;
   // kCodeTerms slots of all tokens, then the next ones': use(which these are, their first neuron, how many)
   const auto each_block = [&](const auto& use) {

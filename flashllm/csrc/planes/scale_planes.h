@@ -141,6 +141,10 @@ class PlaneRows : public WideRows {
                  float* y, std::size_t y_stride) const;
 
  private:
+  template <typename Use>
+  void with_codes(std::size_t count, TileRows values, std::size_t tokens, float* y, std::size_t y_stride,
+                  const Use& use) const;
+
   const std::byte* data_;
   const std::size_t stride_, first_, k_;
   const ScalePlane& plane_;
