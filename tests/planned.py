@@ -16,11 +16,13 @@ def ids_of(count, seed=0):
     return np.random.default_rng(seed).integers(5, 290, count).tolist()
 
 
-def planned(directory, config, **memory):
-    """The model of a directory, on a machine with room for all; `memory`: fields of its plan that are otherwise."""
+def planned(directory, config, *, loads=True, **memory):
+    """The model of a directory, on a machine with room for all; `loads`: the plan may say so; `memory`: fields of its
+    plan that are otherwise."""
     model_dir = ModelDir.open(directory)
     plan = resolve(config, model_dir, available=10**12, process=10**8)
-    return Model(model_dir, dataclasses.replace(plan, memory=dataclasses.replace(plan.memory, **memory)), config)
+    memory = dataclasses.replace(plan.memory, **memory)
+    return Model(model_dir, dataclasses.replace(plan, memory=memory, loads=plan.loads and loads), config)
 
 
 def memory_plan(

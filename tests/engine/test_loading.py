@@ -1,21 +1,19 @@
 """Behind the tokens of a model that fits, what none of them wanted is read: soon nothing is missing. No bit changes."""
 
-import dataclasses
 import time
 
 import numpy as np
 import pytest
 from arch_models import LAYERS
+from damage import flip
+from planned import planned
 
 from flashllm import _core
 from flashllm.config import RunConfig
 from flashllm.convert.run import convert
-from flashllm.engine.model import Model
 from flashllm.errors import ChecksumError, FlashIOError
 from flashllm.format.manifest import Manifest
-from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import FFN
-from flashllm.plan.resolve import resolve
 
 COUNT, SIZE = 8, 48  # of arch_models' tiny mixtures
 FOREVER = 2**60
@@ -34,14 +32,10 @@ def directory(tiny):
 
 def opened(directory, *, cache_rows=None, loads=True, **config):
     """The model; with `cache_rows`, every layer caches so many rows."""
-    run = RunConfig(**{"threads": 2, "io_threads": 4, **config})
-    model_dir = ModelDir.open(directory)
-    plan = resolve(run, model_dir, available=10**12, process=10**8)
-    plan = dataclasses.replace(plan, loads=plan.loads and loads)
+    rows = {}
     if cache_rows is not None:
-        levels = np.full((1, LAYERS), cache_rows, np.int32)
-        plan = dataclasses.replace(plan, memory=dataclasses.replace(plan.memory, levels=levels, level_blocks=10))
-    return Model(model_dir, plan, run)
+        rows = {"levels": np.full((1, LAYERS), cache_rows, np.int32), "level_blocks": 10}
+    return planned(directory, RunConfig(threads=2, io_threads=4, **config), loads=loads, **rows)
 
 
 def begun(model):
@@ -157,11 +151,7 @@ def test_a_wrong_byte_is_found_by_who_wants_it(tiny, tmp_path):
         sequence, expected = begun(model)
         absent = sorted(set(range(COUNT)) - {neuron // SIZE for neuron in model.parts.ffns[1].cached()})[-1]
     layout = Manifest.load(directory).rows
-    with (directory / FFN).open("r+b") as file:
-        file.seek(-2 * layout.layer_nbytes + absent * SIZE * layout.stride + 100, 2)
-        byte = file.read(1)
-        file.seek(-1, 1)
-        file.write(bytes([byte[0] ^ 1]))
+    flip(directory / FFN, -2 * layout.layer_nbytes + absent * SIZE * layout.stride + 100)
     with opened(directory) as model:
         sequence, _ = begun(model)
         loaded(model, sequence, expected)
