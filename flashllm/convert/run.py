@@ -94,7 +94,7 @@ def convert_checkpoint(
 
 
 def partial_path(dst: Path) -> Path:
-    """Where the conversion into `dst` is under way."""
+    """The folder in which the conversion into `dst` is under way."""
     return dst.with_name(dst.name + PARTIAL_SUFFIX)
 
 

@@ -81,7 +81,7 @@ class _Member:
 
     @property
     def together(self) -> "tuple[_Member, ...]":
-        """Whose pass it has part in, itself among them."""
+        """The members of its pass, itself among them."""
         return (self,) if self.running is None else self.running.members
 
     @property
@@ -217,7 +217,7 @@ class SharedModel:
                 self._attempt(each, functools.partial(self._model.step, each.entries, **each.options))
 
     def _with(self, first: _Member) -> tuple[_Member, ...]:
-        """Whose prompts go on with that of `first`: those of its pass and, where it can grow, others' that wait."""
+        """The members of one pass: those of `first`'s and, where it can grow, others whose prompts wait."""
         first = next((each for each in first.together if each.may_share), first)
         if not first.may_share or not self._model.reads_prompts:
             return first.together

@@ -379,7 +379,7 @@ def _workspace_nbytes(block: BlockSpec, context: int, verified: int) -> int:
 
 
 def _sums_nbytes(manifest: Manifest) -> int:
-    """Of the chunks of experts that few tokens want together, sums of one layer at a time."""
+    """Bytes of the sums that few tokens' experts have, a sum for each chunk; one layer has them at a time."""
     architecture = manifest.architecture
     if (unit := architecture.unit_rows) == 1:
         return 0
