@@ -2,18 +2,18 @@
 // make weights such codes; included, as kernels_impl.h is, by the levels of x86, behind
 // row_codecs_inputs_impl.h and eight_x86.h. `Vec`: of kernels_impl.h. `Ints` (row_codecs_inputs_impl.h) has
 // load and everywhere (one word) besides. `Words` and `Bytes`: products of a word's codes, two or four; Code,
-// kStep (codes a word), kTogether (words whose products are summed together), kApart (whether compilers keep
-// sums of six rows in registers only in a function of their own), begin, add, and end, which adds such a sum
-// to others.
+// kStep (codes a word), kTogether (words whose products are summed together), begin, add, and end, which adds
+// such a sum to others.
 //
 // Every index of a tile's sums is a constant from the start: of loops a compiler stores the sums at every
 // step. Totals are in memory, at constant places.
 
 // Adds the sums of some rows by V vectors over some words of terms, one for each I.
 template <typename Form, std::size_t V, std::size_t... I>
-__attribute__((always_inline)) inline void sum_here(const typename Form::Code* codes,
-                                                    const std::uint32_t* columns, std::size_t row,
-                                                    std::size_t words, Ints* to, std::index_sequence<I...>) {
+__attribute__((always_inline)) inline void sum_code_products(const typename Form::Code* codes,
+                                                             const std::uint32_t* columns, std::size_t row,
+                                                             std::size_t words, Ints* to,
+                                                             std::index_sequence<I...>) {
   Ints sum[sizeof...(I)];
   ((sum[I] = Form::begin(to[I])), ...);
   for (std::size_t s = 0; s < words; ++s) {
@@ -23,17 +23,6 @@ __attribute__((always_inline)) inline void sum_here(const typename Form::Code* c
     ((sum[I] = Form::add(Ints::everywhere(word + I / V * kCodeTerms), column[I % V], sum[I])), ...);
   }
   ((to[I] = Form::end(to[I], sum[I])), ...);
-}
-template <typename Form, std::size_t V, typename... Of>
-__attribute__((noinline)) void sum_apart(Of... of) {
-  sum_here<Form, V>(of...);
-}
-template <typename Form, std::size_t V, typename... Of>
-__attribute__((always_inline)) inline void sum_code_products(Of... of) {
-  if constexpr (Form::kApart)
-    sum_apart<Form, V>(of...);
-  else
-    sum_here<Form, V>(of...);
 }
 
 // A tile of rows by V vectors.

@@ -268,6 +268,13 @@ struct Ints {
   }
 #endif
   static Ints each_row(const std::int32_t* p) { return {each_sixteen(p)}; }
+  // The same, made before what follows: compilers turn sums of integers around, and then have too few
+  // registers.
+  Ints in_order() const {
+    __m256i sum = v;
+    asm("" : "+x"(sum));
+    return {sum};
+  }
 
  private:
   static __m128i sixteen(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
@@ -283,13 +290,12 @@ inline Ints operator*(Ints a, Ints b) { return {_mm256_mullo_epi32(a.v, b.v)}; }
 struct Words {
   using Code = std::int16_t;
   static constexpr std::size_t kStep = 2;
-  static constexpr bool kApart = true;
   static Ints begin(Ints sum) { return sum; }
   static Ints add(Ints a, Ints b, Ints sum) {
 #if defined(__AVXVNNI__)
     return {_mm256_dpwssd_avx_epi32(sum.v, a.v, b.v)};
 #else
-    return {_mm256_add_epi32(sum.v, _mm256_madd_epi16(a.v, b.v))};
+    return Ints{_mm256_add_epi32(sum.v, _mm256_madd_epi16(a.v, b.v))}.in_order();
 #endif
   }
   static Ints end(Ints, Ints sum) { return sum; }
@@ -298,7 +304,6 @@ struct Words {
 struct Bytes : Words {
   using Code = std::uint8_t;
   static constexpr std::size_t kStep = 4, kTogether = 8;
-  static constexpr bool kApart = false;
   static Ints add(Ints a, Ints b, Ints sum) { return {_mm256_dpbusd_avx_epi32(sum.v, a.v, b.v)}; }
 };
 #else
@@ -306,11 +311,10 @@ struct Bytes : Words {
 struct Bytes {
   using Code = std::uint8_t;
   static constexpr std::size_t kStep = 4, kTogether = 4;
-  static constexpr bool kApart = true;
   static_assert(2 * kTogether * kLargestByte * 127 < 1 << 15, "sums must fit 16 bits");
   static Ints begin(Ints) { return Ints::zero(); }
   static Ints add(Ints a, Ints b, Ints sum) {
-    return {_mm256_add_epi16(sum.v, _mm256_maddubs_epi16(a.v, b.v))};
+    return Ints{_mm256_add_epi16(sum.v, _mm256_maddubs_epi16(a.v, b.v))}.in_order();
   }
   static Ints end(Ints all, Ints sum) {
     return {_mm256_add_epi32(all.v, _mm256_madd_epi16(sum.v, _mm256_set1_epi16(1)))};

@@ -291,7 +291,6 @@ inline Ints operator*(Ints a, Ints b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
 struct Words {
   using Code = std::int16_t;
   static constexpr std::size_t kStep = 2;
-  static constexpr bool kApart = false;
   static Ints begin(Ints sum) { return sum; }
   static Ints add(Ints a, Ints b, Ints sum) { return {_mm512_dpwssd_epi32(sum.v, a.v, b.v)}; }
   static Ints end(Ints, Ints sum) { return sum; }
