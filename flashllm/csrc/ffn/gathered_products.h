@@ -42,7 +42,8 @@ class GatheredProducts {
     FfnLayerOptions options;
     options.format = format;
     options.num_neurons = options.capacity = neurons;
-    options.window = INT32_MAX;  // nothing leaves
+    options.window = INT32_MAX;                   // nothing leaves
+    options.activation = {Activation::identity};  // every down column is read, whatever the rows are
     options.simd = best_simd_level();
     return options;
   }
