@@ -375,7 +375,9 @@ void add_scaled_rows_coded(const void* const* rows, const float* scales, std::si
     const bool more = i + 2 * kRows <= n;
     for (std::size_t r = 0; r < kRows; ++r) {
       row[r] = G::at(rows[i + r], k);
-      if (more) next[r] = G::at(rows[i + kRows + r], k);
+      if (!more) continue;
+      next[r] = G::at(rows[i + kRows + r], k);
+      G::prefetch_groups(next[r]);
     }
     add_coded<G, kRows>(row, more ? next : nullptr, scales + i, begin, end, y);
   }
