@@ -65,7 +65,7 @@ def gathered_bps(encoding: str, *, nbytes: int, pool: _core.ThreadPool, file: Pa
     """
     layout = RowLayout(encoding=encoding, d_model=_D_MODEL, d_ff=1)
     neurons = max(1, nbytes // layout.stride)
-    vector = _encoded(np.full(_D_MODEL, _INPUT, np.float32), encoding)[None]
+    vector = _vector(encoding)[None]
     row = np.empty((1, layout.stride), np.uint8)
     pack_rows(layout, {"up": vector, "down": vector}, row)
     products = _core.GatheredProducts(layout.native(_inputs(encoding)), row, neurons, str(file), pool)
@@ -89,8 +89,5 @@ def _inputs(encoding: str) -> str:
 
 def _vector(encoding: str) -> NDArray[Any]:
     """A row of random weights as the encoding stores it."""
-    return _encoded(np.random.default_rng(0).standard_normal(_D_MODEL, np.float32), encoding)
-
-
-def _encoded(values: NDArray[np.float32], encoding: str) -> NDArray[Any]:
-    return np.ascontiguousarray(ROW_ENCODINGS[encoding].stored(values[None], WEIGHT_DTYPES["float32"])[0])
+    values = np.random.default_rng(0).standard_normal((1, _D_MODEL), np.float32)
+    return np.ascontiguousarray(ROW_ENCODINGS[encoding].stored(values, WEIGHT_DTYPES["float32"])[0])
