@@ -293,7 +293,7 @@ struct Words {
   static Ints begin(Ints sum) { return sum; }
   static Ints add(Ints a, Ints b, Ints sum) {
 #if defined(__AVXVNNI__)
-    return {_mm256_dpwssd_avx_epi32(sum.v, a.v, b.v)};
+    return Ints{_mm256_dpwssd_avx_epi32(sum.v, a.v, b.v)}.in_order();
 #else
     return Ints{_mm256_add_epi32(sum.v, _mm256_madd_epi16(a.v, b.v))}.in_order();
 #endif
