@@ -46,7 +46,7 @@ def copy_in_the_papers_groups(model: Path, out: Path, bits: int) -> Path:
     """`model` with every matrix of its layers in the paper's groups."""
     with open_weights(model) as source:
         changed = {}
-        for name in (matrix_name(layer, one) for layer in range(source.num_layers) for one in source.matrices):
+        for name in (matrix_name(layer, one) for layer in range(source.num_layers) for one in source.matrices(layer)):
             stored = np.empty(source.shapes[name], source.dtype.storage)
             source.read({name: stored})
             changed[name] = in_the_papers_groups(cast(stored, source.dtype, WEIGHT_DTYPES["float32"]), bits)

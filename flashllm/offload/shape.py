@@ -10,9 +10,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from flashllm.arch.mixers import Attention
 from flashllm.arch.registry import block_spec, resolve, spec_of
 from flashllm.arch.spec import Architecture, BlockSpec, LayerSpec
-from flashllm.arch.tensors import tensor_shape
+from flashllm.arch.tensors import delta_rules, state_spaces, tensor_shape
 from flashllm.base.codes.carried import SCALE_FORMS, plane_shapes
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.files import is_there, read_json_object
@@ -29,6 +30,7 @@ from flashllm.offload.planner.packing import CODES, WeightPacking
 
 # The paper plans every model in 16 bit, whatever dtype its config was saved in (section 3).
 _PLAN_DTYPE_BYTES = 2
+PLAIN = ("query", "key", "value", "out")  # matrices of most mixers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +38,7 @@ class ModelShape:
     """Sizes of a decoder-only model: attention, then an FFN of two or three matrices, in each layer.
 
     Where layers differ, neurons are the average's, and `largest` has the others; heads are those of the layer that is
-    widest in them.
+    widest in them, and matrices of a mixer those of the layer that has most of them.
     """
 
     name: str
@@ -54,7 +56,13 @@ class ModelShape:
     most_active: int = 0  # of the layer of which a token uses most
     experts: int = 0  # of a layer
     beside: int = 0  # neurons of a layer beside its experts, which have no tier
-    latent: tuple[tuple[str, int, int], ...] = ()  # name, outputs, inputs of latent attention's matrices
+    # Name, outputs, inputs of a mixer's matrices that have a tier, where they are not query, key, value and out; and
+    # numbers of a token that it works with besides queries, keys, values and what is made of them.
+    mixer: tuple[tuple[str, int, int], ...] = ()
+    mixer_values: int = 0
+    latent: bool = False  # a position keeps a key alone
+    keeping: int = 0  # layers that keep keys and values; 0: all
+    state_bytes: int = 0  # of a sequence's recurrent states, over all layers
     gated: bool = False
     assembled: bool = False  # matrices of the FFN are nowhere in the model's files as they are
     tied: bool = True
@@ -78,19 +86,14 @@ class ModelShape:
         outputs = {"query": self.query_dim, "key": self.kv_dim, "value": self.kv_heads * value}
         attention = {name: (rows, self.hidden) for name, rows in outputs.items()}
         attention |= {"out": (self.hidden, self.heads * value)}
-        if self.latent:
-            attention = {name: (rows, columns) for name, rows, columns in self.latent}
+        if self.mixer:
+            attention = {name: (rows, columns) for name, rows, columns in self.mixer}
         ffn = dict.fromkeys(("gate", "up") if self.gated else ("up",), (self.ffn, self.hidden))
         return attention | ffn | {"down": (self.hidden, self.ffn)}
 
     @property
     def matrix_params(self) -> tuple[int, ...]:
         return tuple(rows * columns for rows, columns in self.matrices.values())
-
-    @property
-    def latent_dim(self) -> int:
-        """Outputs of latent attention's matrices, but for those that any attention has room for."""
-        return sum(rows for name, rows, _ in self.latent if name not in ("key", "key_up", "out"))
 
     @property
     def layer_params(self) -> int:
@@ -153,21 +156,27 @@ class ModelShape:
         return (1 if self.latent else 2) * self.kv_dim * self.dtype_bytes
 
     @property
+    def kept_layers(self) -> int:
+        """Layers that keep keys and values."""
+        return self.keeping or self.layers
+
+    @property
     def activation_token_bytes(self) -> int:
         return self.hidden * self.dtype_bytes
 
+    def share(self, stages: int) -> "ModelShape":
+        """What the largest of a pipeline's stages has of it, its layers taken for alike."""
+        layers, keeping, state = (-(-each // stages) for each in (self.layers, self.keeping, self.state_bytes))
+        return dataclasses.replace(self, layers=layers, keeping=keeping, state_bytes=state)
+
 
 def check_mixers(block: BlockSpec, name: str) -> None:
-    """UnsupportedModelError where layers of the model of this name do not attend to keys and values of their own."""
-    if block.recurrent:
-        lacks = (
-            "layers keep a state in the place of keys and values (delta rule, state space, short convolution), which "
-            "the throughput engine does not do for a batch"
-        )
-    elif block.per_layer is not None:
+    """UnsupportedModelError where layers of the model of this name take more of a token than its states, or attend to
+    another layer's keys and values."""
+    if block.per_layer is not None:
         lacks = "has per-layer embeddings, which the throughput engine does not read"
-    elif any(mixer.shared is not None or mixer.key_is_value or mixer.value_norm for mixer in block.attentions):
-        lacks = "values are normalized, or another layer's, or the keys, which the throughput engine does not do"
+    elif any(mixer.shared is not None for mixer in block.attentions):
+        lacks = "layers attend to another's keys and values, which the throughput engine does not do"
     else:
         return
     raise UnsupportedModelError(
@@ -183,9 +192,11 @@ def shape_of(
     used = [architecture.cycle if layer in architecture.mixtures else architecture.width(layer) for layer in layers]
     average = [-(-sum(each) // len(layers)) for each in (widths, used)]
     check_mixers(block, name)
-    own = (block.layers[layer] for layer in layers)
-    widest = max(own, key=lambda each: each.attention.query_dim + each.attention.kv_dim)
-    mixer = widest.attention
+    own = [block.layers[layer] for layer in layers]
+    attending = [each.mixer for each in own if isinstance(each.mixer, Attention)]
+    # A stage of a pipeline may have none: then it keeps nothing of this width.
+    mixer = max(attending or block.attentions, key=lambda each: each.query_dim + each.kv_dim)
+    sizes = max((_mixer_sizes(block, each) for each in own), key=lambda each: sum(rows * n for _, rows, n in each))
     differ = len(set(widths)) + len(set(used)) > 2
     return ModelShape(
         name=name,
@@ -201,7 +212,11 @@ def shape_of(
         kv_heads=mixer.kv_heads,
         head_dim=mixer.head_dim,
         value_dim=mixer.value_dim or 0,
-        latent=_latent_matrices(block, widest),
+        mixer=() if {mixer_matrices(each) for each in own} == {PLAIN} else sizes,
+        mixer_values=max(_mixer_values(each) for each in own),
+        latent=mixer.latent is not None,
+        keeping=len(attending) if len(attending) < len(own) else 0,
+        state_bytes=4 * sum(each.recurrent.state_floats for each in own if each.recurrent is not None),
         vocab=block.vocab_size,
         positions=block.context + block.position_offset if block.learned_positions else 0,
         gated=block.gated,
@@ -212,13 +227,39 @@ def shape_of(
     )
 
 
-def _latent_matrices(block: BlockSpec, layer: LayerSpec) -> tuple[tuple[str, int, int], ...]:
-    latent = layer.attention.latent
-    if latent is None:
-        return ()
-    names = (*(["query_down"] if latent.query_rank is not None else []), "query", "key", "key_up", "value", "out")
-    shapes = {name: tensor_shape(f"layers.{{i}}.{name}.weight", block, layer) for name in names}
+def mixer_matrices(layer: LayerSpec) -> tuple[str, ...]:
+    """Names, within a layer, of its mixers' matrices that have a tier."""
+    mixer, names = layer.mixer, []
+    if isinstance(mixer, Attention):
+        latent = mixer.latent
+        names += ["query_down"] if latent is not None and latent.query_rank is not None else []
+        names += ["query", "key", *([] if latent is None else ["key_up"]), *([] if mixer.key_is_value else ["value"])]
+        names += [*([] if mixer.gate == "none" else ["out_gate"]), "out"]
+    if delta_rules(layer):
+        names += [*PLAIN, "out_gate"]
+    elif layer.recurrent is not None:
+        names += [f"state.{name}" for name in (*PLAIN, *(["out_gate"] if state_spaces(layer) else []))]
+    return tuple(names)
+
+
+def _mixer_sizes(block: BlockSpec, layer: LayerSpec) -> tuple[tuple[str, int, int], ...]:
+    """As `ModelShape.mixer`, of a layer."""
+    shapes = {name: tensor_shape(f"layers.{{i}}.{name}.weight", block, layer) for name in mixer_matrices(layer)}
     return tuple((name, rows, columns) for name, (rows, columns) in shapes.items())
+
+
+def _mixer_values(layer: LayerSpec) -> int:
+    """As `ModelShape.mixer_values`, of a layer."""
+    values = 0
+    if isinstance(layer.mixer, Attention):
+        rows, latent = layer.mixer.rows, layer.mixer.latent is not None
+        values += sum(rows[name] for name in ("query_down", "query", "value")) if latent else 0
+        values += 0 if layer.mixer.gate == "none" else layer.mixer.gate_dim
+    if layer.recurrent is not None:
+        of = layer.recurrent
+        values += 2 * (of.channels + of.mixed_dim)
+        values += sum(of.rows.get(name, 0) for name in ("beta", "decay", "decay_down", "gate_down"))
+    return values
 
 
 def _opt(name: str, layers: int, hidden: int, heads: int) -> ModelShape:
@@ -271,7 +312,9 @@ def shape_from_config(config: dict[str, Any], *, name: str, assembled: bool = Fa
     dtype = str(config.get("dtype", config.get("torch_dtype")))
     layers, known = range(architecture.num_layers), dtype if dtype in WEIGHT_DTYPES else None
     shape = shape_of(architecture, block, layers, name=name, dtype=known, assembled=assembled)
-    missing = next((key for key in (*_SIZES, *_FFN_SIZES) if key in spec.defaults and key not in config), None)
+    dense = len(architecture.mixtures) < architecture.num_layers
+    needed = [key for key in (*_SIZES, *_FFN_SIZES) if dense or key != "intermediate_size"]
+    missing = next((key for key in needed if key in spec.defaults and key not in config), None)
     if missing is not None:
         raise FormatError(f"{name}: config.json has no {missing!r}; is it a whole Hugging Face config?")
     return shape

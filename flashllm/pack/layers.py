@@ -17,10 +17,12 @@ from numpy.typing import NDArray
 from flashllm import _core
 from flashllm._core import KV_BLOCK
 from flashllm.arch.registry import bundle_names
+from flashllm.arch.tensors import attentions
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, cast
 from flashllm.offload.runtime.host_ops import HostOps, Watch
 from flashllm.offload.runtime.ops import Matrix, Projected, Tensors
-from flashllm.offload.runtime.tiers.source import ATTENTION, WeightSource
+from flashllm.offload.runtime.tiers.source import WeightSource
+from flashllm.offload.runtime.tiers.states import LentStates, floats
 from flashllm.offload.runtime.tiers.weight_plan import is_vector
 
 Array = NDArray[Any]
@@ -35,9 +37,16 @@ Rounder = Callable[[str, Floats, Sums | None], Floats]
 # into every token, while in the sums it counts as one of many.
 NEAREST = ("value", "key_up")  # the latter, of latent attention, is a matrix for each head
 _SUMS_NBYTES = 512 << 20  # of experts, gathered together
-# Matrices that take what another takes; those of NEAREST only have to be named.
-_SAME_INPUTS = {"key": "query", "value": "query", "key_up": "query", "gate": "up"}
-_SAME_LATENT_INPUTS = _SAME_INPUTS | {"key": "query_down"}  # where the query's projection has two halves
+# Matrices that take what another takes; those of NEAREST only have to be named. Of other matrices of a mixer nobody
+# sees the inputs.
+_SAME_INPUTS = {
+    **dict.fromkeys(("key", "value", "key_up", "out_gate"), "query"),
+    **dict.fromkeys((f"state.{name}" for name in ("key", "value", "out_gate")), "state.query"),
+    "gate": "up",
+}
+# Where the query's projection has two halves.
+_SAME_LATENT_INPUTS = _SAME_INPUTS | dict.fromkeys(("key", "out_gate"), "query_down")
+_SEEN = ("query_down", "query", "out", "state.query", "state.out")  # one after the other, those that a layer has
 
 
 class Layer(NamedTuple):
@@ -46,20 +55,20 @@ class Layer(NamedTuple):
     number: int
     matrices: dict[str, Array]
     vectors: Mapping[str, Floats]
-    router: Mapping[str, Array]  # of a mixture of experts: matrices that stay as they are
+    others: Mapping[str, Array]  # matrices that stay as they are: a router's, ...
     bundles: Mapping[str, slice]  # neurons, by how their matrices' names begin: "" of all, or "experts.0." and so on
 
     def parts(self) -> Iterator[tuple[str, str, Array]]:
         """(bundle, name, matrix) of each matrix; of experts, each one's, as views."""
         for name, array in self.matrices.items():
-            if name in ATTENTION:
+            if name not in ("up", "gate", "down"):
                 yield "", name, array
                 continue
             for bundle, neurons in self.bundles.items():
                 yield bundle, name, array[:, neurons] if name == "down" else array[neurons]
 
     def tensors(self) -> Tensors:
-        arrays = self.matrices | dict(self.router)
+        arrays = self.matrices | dict(self.others)
         return Tensors({name: Matrix.of(array) for name, array in arrays.items()}, self.vectors)
 
 
@@ -70,7 +79,7 @@ class _Inputs:
         span = span or width
         sizes = [min(span, width - first) for first in range(0, width, span)]
         self._sums = [np.zeros((size, size), np.float32) for size in sizes]
-        self._tokens, self._least = 0, least
+        self.width, self._tokens, self._least = width, 0, least
 
     def add(self, x: Floats) -> None:
         first = 0
@@ -100,19 +109,20 @@ class Calibration:
         length = len(sequences[0])
         self._positions = np.arange(length, dtype=np.int64)
         self._attention = [
-            _core.BatchAttention(layer.attention, source.dtype.name, pool) for layer in self._block.layers
+            _core.BatchAttention(layer.mixer, source.dtype.name, pool) if attentions(layer) else None
+            for layer in self._block.layers
         ]
         self._blocks = -(-length // KV_BLOCK)
-        self._arena = _core.allocate(self._blocks * max(each.block_nbytes for each in self._attention))
+        self._arena = _core.allocate(self._blocks * max(each.block_nbytes for each in self._attention if each))
         self._states = self._embedded(sequences)
 
     def read(self, layer: int) -> Layer:
         prefix, shapes = f"layers.{layer}.", self._source.shapes
         names = [name for name in shapes if name.startswith(prefix) and not is_vector(name)]
-        found = {name: np.empty(shapes[name], self._ops.storage) for name in names}
+        found = {name: np.empty(shapes[name], self._source.read_dtype(name).storage) for name in names}
         self._source.read(found)
         short = {name.removeprefix(prefix).removesuffix(".weight"): array for name, array in found.items()}
-        matrices = {name: short.pop(name) for name in self._source.matrices}
+        matrices = {name: short.pop(name) for name in self._source.matrices(layer)}
         vectors = self._vectors(lambda name: name.startswith(prefix))
         of_layer = {name.removeprefix(prefix): values for name, values in vectors.items()}
         return Layer(layer, matrices, of_layer, short, self._bundles(layer))
@@ -135,8 +145,12 @@ class Calibration:
             taken = {bundle + name: widths[bundle + name] for name in names}
             return {name: _Inputs(width, self._span, width if bundle else 0) for name, width in taken.items()}
 
-        attention = inputs("", *(name for name in ("query_down", "query", "out") if name in layer.matrices))
-        turns: dict[int, Iterator[_Inputs]] = {-1: cycle(attention.values())}
+        mixers = inputs("", *(name for name in _SEEN if name in layer.matrices))
+        turns: dict[int, Iterator[_Inputs]] = {-1: cycle(mixers.values())}
+        if "up" not in layer.matrices:
+            self._gather(layer, turns)
+            self._change(layer, mixers, rounder)
+            return
         first, *_ = layer.bundles
         nbytes = 4 * (widths[first + "up"] ** 2 + widths[first + "down"] ** 2)
         bundles = iter(layer.bundles.items())
@@ -149,7 +163,7 @@ class Calibration:
             self._gather(layer, turns)
             self._change(layer, gathered, rounder)
             turns = {}
-        self._change(layer, attention, rounder)
+        self._change(layer, mixers, rounder)
 
     def _gather(self, layer: Layer, turns: Mapping[int, Iterator[_Inputs]]) -> None:
         """Run the layer; its products' inputs go to the next of `turns`, by the first of their neurons."""
@@ -168,7 +182,7 @@ class Calibration:
         same = _SAME_LATENT_INPUTS if "query_down" in layer.matrices else _SAME_INPUTS
         for bundle, name, array in layer.parts():
             taken = inputs.get(bundle + same.get(name, name))
-            if taken is not None:
+            if taken is not None and (name in NEAREST or taken.width == array.shape[1]):
                 values = np.ascontiguousarray(cast(array, dtype, wide), np.float32)
                 array[...] = cast(rounder(bundle + name, values, taken.sums), wide, dtype)
 
@@ -185,14 +199,17 @@ class Calibration:
 
     def _run(self, number: int, tensors: Tensors, states: Array, watch: Watch | None = None) -> Array:
         attention, sinks = self._attention[number], tensors.vectors.get("sinks")
-        arena = self._arena[: self._blocks * attention.block_nbytes].reshape(self._blocks, -1)
+        kept = floats([self._block.layers[number]])
+        recurrent = LentStates(np.empty((1, *kept), np.float32), np.zeros(1, np.int32)) if any(kept) else None
 
         def attend(first: int, made: Projected, out: Array) -> None:
+            assert attention is not None
+            arena = self._arena[: self._blocks * attention.block_nbytes].reshape(self._blocks, -1)
             positions = self._positions[first : first + len(out)].astype(np.int32)
             attention.write(made.keys, made.values, arena, positions // KV_BLOCK, positions)
             attention.prompt(made.queries, arena, 0, first, out, sinks)
 
-        return self._ops.layer(number, tensors, states, self._positions, attend, watch=watch)
+        return self._ops.layer(number, tensors, states, self._positions, attend, states=recurrent, watch=watch)
 
     def _embedded(self, sequences: Sequence[Sequence[int]]) -> list[Array]:
         """Each sequence's states [tokens, d_model] before the first layer."""

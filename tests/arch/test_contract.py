@@ -332,9 +332,8 @@ def test_offload(made, tmp_path, accelerator):
     """
     path = made.directory if accelerator is None else made.source
     block = ModelDir.open(made.directory).block
-    if block.recurrent or any(mixer.value_norm for mixer in block.attentions):
-        said = "keep a state in the place of keys and values|values are normalized|per-layer embeddings"
-        with pytest.raises(UnsupportedModelError, match=said):
+    if block.per_layer is not None:
+        with pytest.raises(UnsupportedModelError, match="per-layer embeddings"):
             open_weights(path)
         return
     refused = False

@@ -8,6 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from arch_models import Variant, make_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from offload_host import HOST, policy_of
@@ -99,6 +100,21 @@ def test_the_planner_counts_as_the_runtime(request, kind, where):
         assert starting == (0, 0)  # without limits nothing is short
         assert 0.93 * planned.peak_device < need.memory(accelerated=False) <= 1.01 * planned.peak_device
         assert need.scratch == pytest.approx(planned.peak_disk, rel=0.02, abs=64 * 4096)
+
+
+@pytest.mark.parametrize("where", ["device", "disk"])
+def test_the_planner_counts_recurrent_states(tmp_path, where):
+    """In memory, wherever the rest of a sequence lies."""
+    rule = {"num_key_heads": 4, "num_value_heads": 8, "key_head_dim": 64, "value_head_dim": 64}
+    sizes = {"hidden_size": 512, "intermediate_size": 3072, "vocab_size": 2000, "head_dim": 64}
+    config = {**sizes, **{f"linear_{name}": size for name, size in rule.items()}}
+    folder = make_checkpoint(tmp_path / "model", Variant("qwen3_5_text", config), dtype="bfloat16")
+    shape, chosen, work = load_shape(str(folder)), policy_of(where), Workload(prompt_len=200, gen_len=32)
+    assert shape.state_bytes == 2 * 4 * (64 * 8 * 64 + 3 * 2 * 8 * 64)  # of two layers: heads, and a convolution
+    planned = predict(shape, HOST, work, chosen)
+    with OpenModel(folder, chosen, options=RunOptions(threads=1)) as opened:
+        need = opened.need([(200, 231)] * chosen.block_size)
+    assert 0.93 * planned.peak_device < need.memory(accelerated=False) <= 1.01 * planned.peak_device
 
 
 def test_of_a_pipeline_a_stage_s_layers_and_all_blocks_in_flight_are_counted(model, tmp_path, monkeypatch):

@@ -39,8 +39,14 @@ def logits(directory, sequences):
         return np.concatenate([model.step([(model.new_sequence(), ids)], all_logits=True) for ids in sequences])
 
 
-@pytest.mark.parametrize("name", ["opt", "llama", "bloom", "youtu"])
-def test_codes_chosen_on_a_text_lose_less_on_it(tmp_path, text, name):
+@pytest.mark.parametrize(
+    ("name", "share"),  # of the others' error: experts of random routers flip, and what is small of a state stays plain
+    [
+        *((name, 0.7) for name in ("opt", "llama", "bloom", "youtu")),
+        *((name, 0.8) for name in ("qwen3_5", "kimi_linear", "falcon_h1", "nemotron_h shared beside", "lfm2")),
+    ],
+)
+def test_codes_chosen_on_a_text_lose_less_on_it(tmp_path, text, name, share):
     source = make_checkpoint(tmp_path / "hf", VARIANTS[name])
     manifest = convert_calibrated(source, tmp_path / "chosen", text, **BITS)
     convert(source, tmp_path / "nearest", **BITS)
@@ -48,12 +54,12 @@ def test_codes_chosen_on_a_text_lose_less_on_it(tmp_path, text, name):
     assert verify(tmp_path / "chosen").ok
     assert (manifest.rows.encoding, manifest.resident_encoding) == ("int4_32", "int4_32_min")
     assert manifest.other_encodings == {"embedding.weight": "int8_32"} | (
-        {} if manifest.architecture.model_type in ("opt", "bloom", "youtu") else {"head.weight": "int8_32"}
+        {} if manifest.architecture.model_type in ("opt", "bloom", "youtu", "lfm2") else {"head.weight": "int8_32"}
     )
     assert not (tmp_path / "chosen.codes").exists()
     sequences = [ids[:60] for ids in calibration_tokens(source, text.read_text(), text)[:3]]
     chosen, nearest, wide = (logits(tmp_path / each, sequences) for each in ("chosen", "nearest", "wide"))
-    assert np.square(chosen - wide).mean() < 0.7 * np.square(nearest - wide).mean()
+    assert np.square(chosen - wide).mean() < share * np.square(nearest - wide).mean()
 
 
 def test_an_interrupted_calibration_goes_on(tmp_path, text, llama):

@@ -55,8 +55,8 @@ def test_without_memory_or_a_tokenizer_nothing_is_said(tmp_path, tiny, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_fewer_bits_of_a_recurrent_model_are_said_by_their_own_loss(tmp_path, variant_of, capsys):
-    source, _ = variant_of("qwen3_next")
+def test_fewer_bits_of_a_model_that_is_not_computed_by_layers_are_said_by_their_own_loss(tmp_path, variant_of, capsys):
+    source, _ = variant_of("gemma3n")
     assert main(["convert", str(source), str(tmp_path / "model"), "--bits", "4"]) == 0
     said = capsys.readouterr().err
     assert "what fewer bits cost was not measured" in said

@@ -62,7 +62,8 @@ def products_s(source: WeightSource, bits: int | None, rows: int, *, decoding: b
         x = np.ascontiguousarray(cast(values, WEIGHT_DTYPES["float32"], source.dtype))
         return median_s(lambda: multiply(one, x, source.dtype.name, pool, decoding=decoding)) * rows / part
 
-    packings = {name: weight_packing(source, bits).of(name, 0, None) for name in source.matrices}  # most layers' are so
+    made = weight_packing(source, bits)
+    packings = {name: made.of(name, 0, None) for name in source.matrices(0)}  # most layers' are so
     layer = sum(seconds(matrix(matrix_name(0, name), packing)) for name, packing in packings.items())
     head = "head.weight" if "head.weight" in source.shapes else "embedding.weight"
     return layer, seconds(matrix(head, None))

@@ -11,6 +11,7 @@ namespace {
 // Arrays of values of some dtype: those that are read, and those that are written.
 using Values = Array<nb::ro>;
 using Floats = Array<float>;
+using StateRows = Array<float, Two>;
 using Table = Array<const std::int32_t, Two>;
 using Longs = Array<const std::int64_t, One>;
 
@@ -98,12 +99,18 @@ class PyBatchModel {
   }
 
   // `watch(x [tokens, width] fp32, neuron)`: sees the inputs of the layer's products, each once: those of
-  // query, key and value, then of out, with -1; then those of up and gate and those of down, with the first
-  // of their neurons: of each expert in turn.
+  // query, key and value, then of out, of each mixer, with -1; then those of up and gate and those of down,
+  // with the first of their neurons: of each expert in turn.
+  // `recurrent` [slots, floats], `slots`: as LentStates, of a layer that keeps a state.
   void run(const PyLentLayer& layer, const AnyArray& states, const Longs& positions, nb::object attend,
-           bool decoding, nb::object watch) {
+           bool decoding, nb::object watch, const std::optional<StateRows>& recurrent,
+           const std::optional<IdArray>& slots) {
     const std::size_t n = check_positions(positions);
     check_states(states, n);
+    LentStates kept;
+    if (recurrent)
+      kept = {recurrent->data(), recurrent->shape(0), recurrent->shape(1), slots ? slots->data() : nullptr,
+              slots ? slots->shape(0) : 0};
     if (watch.is_none()) {
       model_.set_watch({});
     } else {
@@ -121,7 +128,7 @@ class PyBatchModel {
       }
     } const end{*this};
     const nb::gil_scoped_release unlocked;
-    model_.run(layer.weights, positions.data(), n, decoding, bytes_of(states));
+    model_.run(layer.weights, kept, positions.data(), n, decoding, bytes_of(states));
   }
 
   void head(const PyLentEnds& ends, const Values& states, const Floats& logits) {
@@ -240,7 +247,7 @@ void init_offload(nb::module_& m) {
       .def("lend_ends", &PyBatchModel::lend_ends, "tensors"_a)
       .def("embed", &PyBatchModel::embed, "ends"_a, "rows"_a, "positions"_a, "states"_a)
       .def("run", &PyBatchModel::run, "layer"_a, "states"_a, "positions"_a, "attend"_a, "decoding"_a = false,
-           "watch"_a.none() = nb::none())
+           "watch"_a.none() = nb::none(), "recurrent"_a = nb::none(), "slots"_a = nb::none())
       .def("head", &PyBatchModel::head, "ends"_a, "states"_a, "logits"_a);
 
   // Calls let the interpreter's lock go.

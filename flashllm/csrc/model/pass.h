@@ -20,13 +20,17 @@ struct Token {
   SequenceState* sequence = nullptr;
   std::size_t position = 0;
   std::int32_t id = 0;
+  // Of tokens whose sequence is somebody else's: its recurrent state at the layer, changed in place.
+  float* state = nullptr;
+
+  bool is_beside(const Token& other) const { return sequence == other.sequence && state == other.state; }
 };
 
 // Calls with the first and the last of each sequence's tokens, which lie together.
 template <typename Call>
 void for_each_sequence(const Token* tokens, std::size_t count, const Call& call) {
   for (std::size_t begin = 0, end = 0; begin < count; begin = end) {
-    while (end < count && tokens[end].sequence == tokens[begin].sequence) ++end;
+    while (end < count && tokens[end].is_beside(tokens[begin])) ++end;
     call(tokens[begin], tokens[end - 1]);
   }
 }

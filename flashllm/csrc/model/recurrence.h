@@ -12,12 +12,15 @@ namespace flashllm {
 
 // body(first, n, before, now) for each run of n tokens of a sequence, from the part's `first` on, up to a
 // position whose state is kept; before, now: what body is to bring there of the states of layer
-// `part.kv_layer`, `floats` from `offset` on.
+// `part.kv_layer`, `floats` from `offset` on; they may be the same.
 template <typename Body>
 void for_each_state(const Part& part, std::size_t offset, std::size_t floats, const Body& body) {
   for_each_sequence(part.tokens, part.count, [&](const Token& token, const Token& last) {
-    SequenceState& sequence = *token.sequence;
     auto first = static_cast<std::size_t>(&token - part.tokens);
+    if (token.state != nullptr)
+      return body(first, static_cast<std::size_t>(&last - &token) + 1, token.state + offset,
+                  token.state + offset);
+    SequenceState& sequence = *token.sequence;
     for (std::size_t at = token.position; at <= last.position;) {
       const std::size_t next = sequence.next_recorded(at, last.position + 1);
       const auto [before, now] = sequence.recurrent(part.kv_layer, at);

@@ -106,8 +106,10 @@ void StateMixer::project_by_halves(const StateSpec& spec, const StateWeights& we
   float *of_decay = low_.data(), *of_gate = low_.data() + count * rank;
   arithmetic_.project(weights.decay_down, count, of_decay);
   arithmetic_.project(weights.gate_down, count, of_gate);
-  arithmetic_.project(weights.decay, of_decay, count, part.is_prompt(), decay_.data());
-  arithmetic_.project(weights.out_gate, of_gate, count, part.is_prompt(), gate_.data());
+  arithmetic_.set_inputs(of_decay, rank, part.is_prompt());
+  arithmetic_.project(weights.decay, count, decay_.data());
+  arithmetic_.set_inputs(of_gate, rank, part.is_prompt());
+  arithmetic_.project(weights.out_gate, count, gate_.data());
 }
 
 // The decay of each token's heads, and how much a value counts; of a delta rule queries and keys of length 1.

@@ -24,6 +24,7 @@ LentLayer read_lent(NamedTensors& tensors, const Architecture& of, std::size_t n
   weights.block = read_block(tensors, "", of, number);
   const std::size_t count = weights.block.spec.neurons, width = of.model.block.d_model;
   LentNeurons& neurons = weights.neurons;
+  if (count == 0) return weights;
   neurons.up = tensors.linear("up", count, width);
   neurons.up.bias = tensors.floats("ffn.up_bias", count);
   if (of.gated) {
@@ -124,7 +125,7 @@ void LentFfn::run_experts(const FfnTurn& turn) {
   const std::size_t width = weights_->neurons.up.columns;
   Router& router = *weights_->router;
   experts_.begin(router);
-  experts_.add(router, turn.x, turn.part.count, arithmetic_.pool());
+  experts_.add(router, router.reads_stream() ? turn.states : turn.x, turn.part.count, arithmetic_.pool());
   std::fill_n(turn.y, turn.part.count * width, 0.0F);
   for (const ExpertTokens::Run& run : experts_.end()) {
     const std::size_t count = run.tokens.size();
@@ -154,11 +155,15 @@ BatchModel::BatchModel(const ModelSpec& spec, std::size_t rows_together, Attenti
       layer_(spec_.block, spec_.rotary, arithmetic_, memory, ffn_) {}
 
 template <typename Body>
-void BatchModel::each_part(const std::int64_t* positions, std::size_t count, Pass pass, const Body& body) {
+void BatchModel::each_part(const std::int64_t* positions, const std::vector<float*>& recurrent,
+                           std::size_t count, Pass pass, const Body& body) {
   std::vector<Token> tokens(std::min(count, rows_together_));
   for (std::size_t begin = 0; begin < count; begin += rows_together_) {
     const std::size_t n = std::min(rows_together_, count - begin);
-    for (std::size_t t = 0; t < n; ++t) tokens[t].position = static_cast<std::size_t>(positions[begin + t]);
+    for (std::size_t t = 0; t < n; ++t) {
+      tokens[t].position = static_cast<std::size_t>(positions[begin + t]);
+      if (!recurrent.empty()) tokens[t].state = recurrent[begin + t];
+    }
     body(Part{tokens.data(), n, pass}, begin);
   }
 }
@@ -168,7 +173,7 @@ void BatchModel::embed(const ModelWeights& weights, const std::byte* rows, const
   Ends ends(spec_, weights, arithmetic_);
   const std::size_t width = spec_.block.d_model, item = dtype_nbytes(spec_.block.dtype);
   std::vector<float> wide;
-  each_part(positions, count, Pass::prompt, [&](const Part& part, std::size_t begin) {
+  each_part(positions, {}, count, Pass::prompt, [&](const Part& part, std::size_t begin) {
     wide.resize(part.count * spec_.embed_dim);
     states_.resize(part.count * width);
     arithmetic_.widen(rows + begin * spec_.embed_dim * item, wide.size(), wide.data());
@@ -177,11 +182,35 @@ void BatchModel::embed(const ModelWeights& weights, const std::byte* rows, const
   });
 }
 
-void BatchModel::run(const LentLayer& weights, const std::int64_t* positions, std::size_t count,
-                     bool decoding, std::byte* states) {
+std::vector<float*> LentStates::of_tokens(const std::int64_t* positions, std::size_t tokens,
+                                          bool decoding) const {
+  std::vector<float*> found(tokens);
+  std::size_t sequences = 0;
+  float* state = nullptr;
+  for (std::size_t t = 0; t < tokens; ++t) {
+    if (decoding || positions[t] == 0) {
+      require(sequences < count, "every sequence needs a recurrent state");
+      const auto slot = static_cast<std::size_t>(of_sequences[sequences++]);
+      require(slot < slots, "a recurrent state beyond those there are");
+      state = data + slot * floats;
+    }
+    require(state != nullptr, "a prompt begins at position 0");
+    if (positions[t] == 0) std::fill_n(state, floats, 0.0F);
+    found[t] = state;
+  }
+  require(sequences == count, "there are more recurrent states than sequences");
+  return found;
+}
+
+void BatchModel::run(const LentLayer& weights, const LentStates& recurrent, const std::int64_t* positions,
+                     std::size_t count, bool decoding, std::byte* states) {
   const std::size_t width = spec_.block.d_model, item = dtype_nbytes(spec_.block.dtype);
   ffn_.use(weights);
-  each_part(positions, count, decoding ? Pass::dense : Pass::prompt,
+  require(recurrent.floats == weights.block.spec.state.state_floats(),
+          "the layer keeps another recurrent state");
+  std::vector<float*> kept;
+  if (recurrent.floats != 0) kept = recurrent.of_tokens(positions, count, decoding);
+  each_part(positions, kept, count, decoding ? Pass::dense : Pass::prompt,
             [&](const Part& part, std::size_t begin) {
               std::byte* at = states + begin * width * item;
               states_.resize(part.count * width);

@@ -3,7 +3,8 @@
 // are of the model's dtype between two layers; a batch goes through a layer in parts, so that the working
 // memory does not grow with it. A sequence's bits do not depend on what else is in the batch.
 //
-// Knows neither where weights lie when they are not lent, nor sequences: who attends has the keys and values.
+// Knows neither where weights lie when they are not lent, nor sequences: who attends has the keys and values,
+// and recurrent states are lent with the weights.
 #pragma once
 
 #include <cstddef>
@@ -64,6 +65,18 @@ class LentFfn final : public FfnPart {
   ExpertTokens experts_;
 };
 
+// Recurrent states of a layer, [slots, floats] (state_mixer.h), and in which slot that of each of a batch's
+// sequences lies.
+struct LentStates {
+  float* data = nullptr;
+  std::size_t slots = 0, floats = 0;
+  const std::int32_t* of_sequences = nullptr;
+  std::size_t count = 0;
+
+  // Each token's; zeros where its sequence begins. Throws CoreError (usage) where they do not fit.
+  std::vector<float*> of_tokens(const std::int64_t* positions, std::size_t tokens, bool decoding) const;
+};
+
 class BatchModel {
  public:
   // Keeps references to the pool and the memory. At most `rows_together` tokens go through a layer together.
@@ -76,16 +89,18 @@ class BatchModel {
   // rows [count, embed_dim] of the embedding -> states [count, d_model]
   void embed(const ModelWeights& weights, const std::byte* rows, const std::int64_t* positions,
              std::size_t count, std::byte* states);
-  // states [count, d_model], in place. `decoding`: each is of a sequence of its own.
-  void run(const LentLayer& weights, const std::int64_t* positions, std::size_t count, bool decoding,
-           std::byte* states);
+  // states [count, d_model], in place. `decoding`: each is of a sequence of its own; else sequences begin at
+  // position 0.
+  void run(const LentLayer& weights, const LentStates& recurrent, const std::int64_t* positions,
+           std::size_t count, bool decoding, std::byte* states);
   // logits [count, vocab], not rounded
   void head(const ModelWeights& weights, const std::byte* states, std::size_t count, float* logits);
 
  private:
-  // body(part, offset of its states)
+  // body(part, offset of its states). `recurrent`: of each token, or of none.
   template <typename Body>
-  void each_part(const std::int64_t* positions, std::size_t count, Pass pass, const Body& body);
+  void each_part(const std::int64_t* positions, const std::vector<float*>& recurrent, std::size_t count,
+                 Pass pass, const Body& body);
 
   const ModelSpec spec_;
   const std::size_t rows_together_;

@@ -105,7 +105,9 @@ class HostCostModel(CostModel):
         dense, ffn = shape.layer_params - shape.ffn_params, shape.ffn_params * touched
         seconds = self._products_s(dense, rows, packed=packed, decoding=decoding)
         seconds += self._products_s(ffn, rows * used / touched, packed=packed, decoding=decoding)
-        return seconds + self._touched_s(rows * values) + self.hardware.square_s
+        # A token reads its sequence's state and writes it.
+        states = 2 * shape.state_bytes / shape.layers / shape.dtype_bytes
+        return seconds + self._touched_s(rows * (values + states)) + self.hardware.square_s
 
     def _seal_s(self, tokens: float) -> Linear:
         """Packing so many tokens' keys and values, or copying those that go to disk."""
@@ -128,14 +130,20 @@ class HostCostModel(CostModel):
         read = self.head_bytes / self.hardware.dtoc.at(self.head_bytes) if self.head_tier == "d" else 0.0
         return self._stages(read=constant(read), written=constant(0), comp=constant(seconds * self.method.num_batches))
 
+    @property
+    def _keeping(self) -> float:
+        """A block's sequences that keep keys and values in a layer, on the average of all layers."""
+        return self.method.block_size * self.shape.kept_layers / self.shape.layers
+
     @cached_property
     def prefill(self) -> dict[str, Linear]:
         hw, s, block = self.hardware, self.workload.prompt_len, self.method.block_size
-        sealed = block * (s // KV_BLOCK) * self.sealed_bytes
+        keeping = self._keeping
+        sealed = keeping * (s // KV_BLOCK) * self.sealed_bytes
         hidden = block * s * self.shape.activation_token_bytes
-        attention = 4 * block * s * s * self.shape.query_dim / hw.bmm.at(s)
+        attention = 4 * keeping * s * s * self.shape.query_dim / hw.bmm.at(s)
         comp = constant(self.method.num_batches * self._layer_s(self.method.gpu_batch * s) + attention)
-        comp += self._seal_s(block * (s // KV_BLOCK) * KV_BLOCK) + WC * self._copied_s(self.weight_bytes)
+        comp += self._seal_s(keeping * (s // KV_BLOCK) * KV_BLOCK) + WC * self._copied_s(self.weight_bytes)
         comp += (HC + HD) * (2 * self._copied_s(hidden))
         return self._stages(
             read=WD * self._read_s(self.weight_bytes) + HD * self._read_s(hidden, self.method.num_batches),
@@ -149,16 +157,18 @@ class HostCostModel(CostModel):
         hidden = block * self.shape.activation_token_bytes
         # On the average half of the last block is filled; it is in memory.
         blocks = max(0.0, context / KV_BLOCK - 0.5)
-        read = block * blocks * self.sealed_bytes
+        keeping = self._keeping
+        read = keeping * blocks * self.sealed_bytes
         comp = constant(
             self.method.num_batches * self._layer_s(self.method.gpu_batch, decoding=True) + self._attention_s(context)
         )
-        comp += self._seal_s(block) + WC * self._copied_s(self.weight_bytes) + (HC + HD) * (2 * self._copied_s(hidden))
+        comp += self._seal_s(keeping) + WC * self._copied_s(self.weight_bytes)
+        comp += (HC + HD) * (2 * self._copied_s(hidden))
         return self._stages(
             read=WD * self._read_s(self.weight_bytes)
             + CD * self._read_s(read, self.method.num_batches)
             + HD * self._read_s(hidden, self.method.num_batches),
-            written=CD * self._write_s(block * self.sealed_bytes / KV_BLOCK, block / KV_BLOCK)
+            written=CD * self._write_s(keeping * self.sealed_bytes / KV_BLOCK, keeping / KV_BLOCK)
             + HD * self._write_s(hidden, self.method.num_batches),
             comp=comp,
         )
@@ -166,11 +176,11 @@ class HostCostModel(CostModel):
     def _attention_s(self, context: float) -> float:
         """Every sequence's new token attending to its cache, in one layer."""
         hw, shape = self.hardware, self.shape
-        nbytes = self.method.block_size * context * shape.kv_token_bytes * self._read_share
+        nbytes = self._keeping * context * shape.kv_token_bytes * self._read_share
         rate = hw.cpu_attention
         if self.method.compress_cache and hw.packed_attention is not None:
             rate = hw.packed_attention
-        flops = 4 * self.method.block_size * context * shape.query_dim * self._read_share
+        flops = 4 * self._keeping * context * shape.query_dim * self._read_share
         return max(nbytes / rate.at(nbytes / self.method.num_batches), flops / hw.bmm.at(KV_BLOCK))
 
     def _read_s(self, nbytes: float, transfers: float = 1) -> float:

@@ -54,13 +54,14 @@ def weights(model: HostCostModel) -> tuple[Linear, float]:
 
 
 def cache(model: HostCostModel) -> Linear:
-    """The cache's blocks in memory and the buffers that blocks pass."""
+    """The cache's blocks in memory and the buffers that blocks pass; recurrent states, which do not move."""
     m, positions = model.method, cached_positions(model)
-    sequences = m.block_size * model.blocks_in_flight * model.shape.layers
+    sequences = m.block_size * model.blocks_in_flight * model.shape.kept_layers
     full, prompt = sealed_blocks(model), -(-model.workload.prompt_len // KV_BLOCK)
     staged = CD * (m.gpu_batch * BUFFERS * full * model.sealed_bytes)
     arriving = m.gpu_batch * prompt * (BUFFERS * model.block_bytes)
     outbox = m.gpu_batch * prompt * model.sealed_bytes
+    staged += m.block_size * model.blocks_in_flight * model.shape.state_bytes
     if not m.compress_cache:
         blocks = -(-positions // KV_BLOCK)
         kept = (CG + CC) * (sequences * blocks * model.block_bytes) + CD * (sequences * model.block_bytes)
@@ -85,7 +86,7 @@ def working(shape: ModelShape, rows: int, sequences: int) -> int:
     embedding = rows * 2 * shape.hidden * item + part * 2 * shape.hidden * wide
     states = part * (6 if shape.experts else 4) * shape.hidden * wide
     # Queries, keys, values, what is made of them.
-    attention = part * (2 * (shape.query_dim + shape.kv_dim) + shape.latent_dim) * wide
+    attention = part * (2 * (shape.query_dim + shape.kv_dim) + shape.mixer_values) * wide
     widest = max(shape.ffn_active, shape.hidden, shape.query_dim)
     products = part * widest * (wide + 3 * item)  # inputs in fp32 and in the dtype, results, what is rounded
     layer = states + attention + products + part * shape.ffn_active * (1 + shape.gated) * wide
@@ -105,9 +106,8 @@ def host_limits(model: HostCostModel) -> list[tuple[str, Linear, int]]:
         batch = model.method.gpu_batch
         peak = kept + blocks + states(model, tokens) + working(shape, batch * tokens, batch)
         rows.append(("device", peak, hardware.device_usable))
-    on_disk = CD * (
-        model.method.block_size * model.blocks_in_flight * shape.layers * sealed_blocks(model) * model.sealed_bytes
-    )
+    sequences = model.method.block_size * model.blocks_in_flight
+    on_disk = CD * (sequences * shape.kept_layers * sealed_blocks(model) * model.sealed_bytes)
     on_disk += HD * (model.method.block_size * model.workload.prompt_len * shape.activation_token_bytes)
     if not model.method.compress_weights and not shape.stored:  # read from the model's own files, where they are there
         on_disk += WD * (shape.assembled * shape.ffn_params * shape.dtype_bytes * shape.layers)

@@ -88,7 +88,7 @@ def plan_policy(shape: ModelShape, workload: Workload, methods: Methods, *, requ
     from flashllm.offload.planner.search import GPU_BATCHES, SearchSpace, search
 
     hardware = local_hardware(shape, methods)
-    shape = replace(shape, layers=-(-shape.layers // stages))
+    shape = shape.share(stages)
     requests = -(-requests // stages)
     overlap = (True,) if methods.accelerator is not None else (True, False)
     if methods.overlap is not None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from flashllm.base.codes.carried import CARRIED_CODES, PLANE_CODES, CarriedCode, PlaneCode
 from flashllm.base.group_codes import GROUP_CODES, GroupCode
 
-PACKING = 4  # changes with these rules and with the encodings: a job's answers do
+PACKING = 5  # changes with these rules and with the encodings: a job's answers do
 WIDE_BITS = 8
 LATE_SHARE = 10  # layers to a late one, whose down projection is wide
 _ENCODINGS = {4: "int4_64_min", 8: "int8_64"}

@@ -14,9 +14,9 @@ def _sequences(model: CostModel) -> int:
 
 
 def _cache_bytes(model: CostModel) -> float:
-    """Keys and values of every block in flight, all layers, at their full length."""
-    per_sequence = model.workload.full_context * model.cache_token_bytes * model.shape.layers
-    return _sequences(model) * per_sequence
+    """Keys and values of every block in flight, all layers, at their full length; and recurrent states."""
+    per_sequence = model.workload.full_context * model.cache_token_bytes * model.shape.kept_layers
+    return _sequences(model) * (per_sequence + model.shape.state_bytes)
 
 
 def _weight_bytes(model: CostModel) -> float:

@@ -16,7 +16,7 @@ from flashllm.offload.runtime.ops import Ops
 from flashllm.offload.runtime.tasks import BUFFERS
 from flashllm.offload.runtime.tiers.activations import Activations
 from flashllm.offload.runtime.tiers.arrangement import Arrangement, arrange
-from flashllm.offload.runtime.tiers.kv import KvCache
+from flashllm.offload.runtime.tiers.kv import Attentions, KvCache
 from flashllm.offload.runtime.tiers.scratch import Scratch, ScratchFile
 from flashllm.offload.runtime.tiers.source import WeightSource
 from flashllm.offload.runtime.tiers.weight_plan import DISK, WeightPlan
@@ -66,9 +66,7 @@ class HostTier:
     ) -> WeightStore:
         return WeightStore(source, plan, pool=pool, scratch=scratch, reader=reader)
 
-    def open_cache(
-        self, attention: Sequence[_core.BatchAttention], sizes: Sizes, policy: Policy, *, disk: ScratchFile | None
-    ) -> KvCache:
+    def open_cache(self, attention: Attentions, sizes: Sizes, policy: Policy, *, disk: ScratchFile | None) -> KvCache:
         return KvCache(attention, arrange(sizes, policy), disk=disk, share=policy.attention_sparsity)
 
     def weights_need(self, plan: WeightPlan) -> tuple[Need, Need]:
@@ -81,7 +79,7 @@ class HostTier:
         )
         return kept, Need(cpu=plan.start_nbytes)
 
-    def block_need(self, attention: Sequence[_core.BatchAttention], sizes: Sizes, policy: Policy) -> Need:
+    def block_need(self, attention: Attentions, sizes: Sizes, policy: Policy) -> Need:
         """Needs of a block of sequences: cache, hidden states, working memory."""
         whole, mine = arrange(sizes, policy), arrange(sizes, policy, tiers_of="g")
         cache, own = (KvCache.nbytes(attention, each) for each in (whole, mine))

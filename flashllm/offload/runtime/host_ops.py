@@ -16,6 +16,7 @@ from flashllm import _core
 from flashllm.arch.spec import BlockSpec
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.offload.runtime.ops import ROWS_TOGETHER, Attend, Positions, Projected, Tensors
+from flashllm.offload.runtime.tiers.states import LentStates
 
 Array = NDArray[Any]
 Watch = Callable[[NDArray[np.float32], int], None]  # (x [tokens, width], first neuron)
@@ -41,6 +42,7 @@ class HostOps:
         attend: Attend,
         *,
         decoding: bool = False,
+        states: LentStates | None = None,
         watch: Watch | None = None,
     ) -> Array:
         """`watch` sees the inputs of the layer's products, in fp32: those of query, key and value, then of out, both
@@ -52,15 +54,14 @@ class HostOps:
                 for name, matrix in tensors.matrices.items()
                 if matrix.packing is not None
             }
-            down = tensors.matrices["down"].packing
-            tensors.lent = self._native.lend_layer(
-                number, tensors.arrays(), encodings, down is not None and down.by_inputs
-            )
+            down = tensors.matrices.get("down")
+            by_inputs = down is not None and down.packing is not None and down.packing.by_inputs
+            tensors.lent = self._native.lend_layer(number, tensors.arrays(), encodings, by_inputs)
 
         def attend_to(first: int, queries: Array, keys: Array, values: Array, out: Array) -> None:
             attend(first, Projected(queries, keys, values), out)
 
-        self._native.run(tensors.lent, x, positions, attend_to, decoding, watch)
+        self._native.run(tensors.lent, x, positions, attend_to, decoding, watch, *(states or ()))
         return x
 
     def logits(self, ends: Tensors, x: Array) -> NDArray[np.float32]:

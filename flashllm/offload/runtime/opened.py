@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flashllm import _core
+from flashllm.arch.tensors import attentions
 from flashllm.base.files import Closing
 from flashllm.base.group_codes import GROUP_CODES
 from flashllm.base.machine import num_cores
@@ -15,6 +16,7 @@ from flashllm.offload.policy import Policy
 from flashllm.offload.runtime.device_tier import HostTier, Need, Sizes
 from flashllm.offload.runtime.options import RunOptions
 from flashllm.offload.runtime.tiers.source import open_weights
+from flashllm.offload.runtime.tiers.states import RecurrentStates
 from flashllm.offload.runtime.tiers.weight_plan import plan_weights
 from flashllm.offload.stages import Stage
 
@@ -38,9 +40,10 @@ class OpenModel(Closing):
             dtype = self.source.dtype.name
             cache_bits = options.cache_bits if policy.compress_cache else 0
             self.tier = self._open_tier(dtype, cache_bits)
+            self.layers = [self.block.layers[layer] for layer in self.source.stage.numbers]
             self.attention = [
-                _core.BatchAttention(self.block.layers[layer].attention, dtype, self.pool, bits=cache_bits)
-                for layer in self.source.stage.numbers
+                _core.BatchAttention(layer.mixer, dtype, self.pool, bits=cache_bits) if attentions(layer) else None
+                for layer in self.layers
             ]
             bits = options.weight_bits if policy.compress_weights else None
             self.plan = plan_weights(self.source, policy, bits=bits)
@@ -49,7 +52,8 @@ class OpenModel(Closing):
 
     def need(self, sizes: Sizes) -> Need:
         """Bytes that a block of sequences takes of each tier, the weights included."""
-        return self.weights + self.tier.block_need(self.attention, sizes, self.policy)
+        states = Need(device=RecurrentStates.nbytes(self.layers, len(sizes)))
+        return self.weights + states + self.tier.block_need(self.attention, sizes, self.policy)
 
     def shortage(self, sizes: Sizes | None) -> tuple[int, int]:
         """Bytes by which memory, and an accelerator's own, are too small for a block, or for bringing the weights.

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm.offload.planner.packing import Packing
+from flashllm.offload.runtime.tiers.states import LentStates
 
 Array = Any  # of the implementation
 HostArray = NDArray[Any]
@@ -41,8 +42,8 @@ class Matrix:
 class Tensors:
     """Tensors of a layer, or of what comes before the first and after the last, by canonical name without the layer's.
 
-    Matrices are query, key, value, out, up, (gate,) down; or positions, project_in, project_out, and the head, called
-    embedding where it is tied to it.
+    Matrices are query, key, value, out, up, (gate,) down and others; or positions, project_in, project_out, and the
+    head, called embedding where it is tied to it.
     """
 
     matrices: Mapping[str, Matrix]
@@ -80,11 +81,19 @@ class Ops(Protocol):
         """Hidden states [rows, d_model] of the embedding's rows, which may be changed."""
 
     def layer(
-        self, number: int, tensors: Tensors, x: Array, positions: Positions, attend: Attend, *, decoding: bool = False
+        self,
+        number: int,
+        tensors: Tensors,
+        x: Array,
+        positions: Positions,
+        attend: Attend,
+        *,
+        decoding: bool = False,
+        states: LentStates | None = None,
     ) -> Array:
         """x [rows, d_model], changed, through the model's layer of that number. `attend` is called for some rows after
-        the others, until it was called for all. `decoding`: of one token a sequence, where packed weights may be
-        multiplied by x rounded to 8 or 16 bits."""
+        the others, until it was called for all; of a layer that keeps a state, its sequences' `states` go on.
+        `decoding`: of one token a sequence, where packed weights may be multiplied by x rounded to 8 or 16 bits."""
 
     def logits(self, ends: Tensors, x: Array) -> NDArray[np.float32]:
         """Logits [rows, vocab] after states x, beside the device, and not rounded to the model's dtype."""

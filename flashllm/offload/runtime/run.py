@@ -35,6 +35,7 @@ from flashllm.offload.runtime.tiers.activations import Activations
 from flashllm.offload.runtime.tiers.arrangement import Arrangement, arrange
 from flashllm.offload.runtime.tiers.kv import KvCache
 from flashllm.offload.runtime.tiers.scratch import Scratch, ScratchFile, open_reader
+from flashllm.offload.runtime.tiers.states import RecurrentStates
 from flashllm.offload.stages import Stage
 
 Array = NDArray[Any]
@@ -195,6 +196,7 @@ class _Run:
             self._activations = Activations(
                 self._arrangement, runner._ops, width=block.d_model, disk=self._disk, offset=kv_disk
             )
+            self._recurrent = RecurrentStates(runner._opened.layers, self._arrangement)
             parts.pop_all()
 
     def execute(self) -> BlockMeasure:
@@ -257,7 +259,7 @@ class _Run:
             elif batch.active:
                 self._activations.load(step.batch, task.square, self._rows_by_tier(step, batch))
         elif step.action is Action.LOAD_CACHE:
-            if not is_head and batch.active:
+            if not is_head and batch.active and self._attends(step):
                 self._kv.load(task, batch.positions(step.token))
         elif is_head or not batch.active:
             return
@@ -267,10 +269,11 @@ class _Run:
                 self._neighbours.give(step.batch, step.token, batch.active, states)
         elif step.action is Action.STORE_ACTIVATION:
             self._activations.store(step.batch, self._rows_by_tier(step, batch))
-        elif step.token == 0:
-            self._kv.store_prompt(task)
-        else:
-            self._kv.store_step(task)
+        elif self._attends(step):
+            self._kv.store_prompt(task) if step.token == 0 else self._kv.store_step(task)
+
+    def _attends(self, step: Step) -> bool:
+        return self.r._attention[step.layer] is not None
 
     def _take(self, step: Step, batch: _Batch) -> None:
         """Take what the stage before this made of a batch: hidden states, or for the first stage tokens."""
@@ -314,7 +317,8 @@ class _Run:
             keep(task, first, made, out, sinks=weights.vectors.get("sinks"))
 
         weights, where = runner._weights.layer(step.layer, task.weights), self._positions(batch, step.token)
-        x = runner._ops.layer(number, weights, x, where, attend, decoding=step.token > 0)
+        states = self._recurrent.lend(step.layer, step.batch, batch.active)
+        x = runner._ops.layer(number, weights, x, where, attend, decoding=step.token > 0, states=states)
         self._activations.put(step.batch, x)
 
     def _positions(self, batch: _Batch, token: int) -> NDArray[np.int64]:

@@ -46,6 +46,7 @@ def models(tmp_path_factory):
         "llama tied": (make_checkpoint(root / "llama", VARIANTS["llama tied"], dtype="bfloat16"), 3),
         "bloom": (make_checkpoint(root / "bloom", VARIANTS["bloom six heads"], dtype="float16"), 3),
         "bitnet": (make_checkpoint(root / "bitnet", VARIANTS["bitnet tied, biases"], dtype="bfloat16"), 3),
+        "qwen3_5": (make_checkpoint(root / "qwen3_5", VARIANTS["qwen3_5"], dtype="bfloat16"), 3),
     }
 
 
@@ -131,6 +132,7 @@ CASES = [
     (2, "mixture", {}),
     (2, "bloom", {}),
     (3, "bitnet", {}),
+    (3, "qwen3_5", {}),  # stages that keep states alone, and one that attends
     (2, "opt", {"tiers": DEVICE, "gpu_batch": 9, "num_batches": 1}),
     (3, "opt", {"overlap": False, "compress_weights": True, "compress_cache": True}),
     (4, "opt", {}),

@@ -48,8 +48,9 @@ def test_any_placement(models, tmp_path, shares, batch, overlap):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_delays_change_no_token(models, tmp_path, monkeypatch, seed):
-    path, prompts, expected = models("llama")
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_delays_change_no_token(models, tmp_path, monkeypatch, name, seed):
+    path, prompts, expected = models(name)
     rng, work = random.Random(seed), run._Run._work
 
     def delayed(self, task):
@@ -64,7 +65,11 @@ def test_delays_change_no_token(models, tmp_path, monkeypatch, seed):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize(
-    "name", ["llama", "llama widths", "differing layers", "bloom", "bitnet", "qwen2_moe", "gpt_oss"]
+    "name",
+    [
+        *("llama", "llama widths", "differing layers", "bloom", "bitnet", "qwen2_moe", "gpt_oss", "gemma4 experts"),
+        *("qwen3_5", "kimi_linear", "falcon_h1", "nemotron_h", "lfm2"),
+    ],
 )
 def test_an_answer_does_not_depend_on_its_batch(tmp_path, dtype, bits, name):
     """Bit for bit: in 16 bit, compressed or not, alone and among others."""
@@ -121,8 +126,9 @@ def test_logits_are_not_rounded_to_the_models_dtype(dtype):
     assert np.abs(by_torch - expected.numpy()).max() < 1e-4
 
 
-def test_a_finished_sequence_leaves_its_batch(models, tmp_path):
-    path, prompts, expected = models("llama")
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_a_finished_sequence_leaves_its_batch(models, tmp_path, name):
+    path, prompts, expected = models(name)
     wanted = [3, 20, 1, 9, 20, 2, 11, 5]
     made = [
         Sequence(prompt, SamplingOptions(max_new_tokens=n), decoder=None, end_ids=frozenset())

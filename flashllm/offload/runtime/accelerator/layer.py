@@ -14,6 +14,7 @@ from flashllm.arch.spec import LayerSpec
 from flashllm.offload.runtime.accelerator.device import Tensor
 from flashllm.offload.runtime.accelerator.torch_ops import ROWS_TOGETHER, Norm, TorchOps
 from flashllm.offload.runtime.ops import Attend, Positions, Projected, Tensors
+from flashllm.offload.runtime.tiers.states import LentStates
 
 Linear = Callable[[str, Tensor], Tensor]  # a matrix's name, its inputs
 
@@ -30,8 +31,18 @@ class TorchLayers(TorchOps):
         return x
 
     def layer(
-        self, number: int, tensors: Tensors, x: Tensor, positions: Positions, attend: Attend, *, decoding: bool = False
+        self,
+        number: int,
+        tensors: Tensors,
+        x: Tensor,
+        positions: Positions,
+        attend: Attend,
+        *,
+        decoding: bool = False,
+        states: LentStates | None = None,
     ) -> Tensor:
+        if states is not None:
+            raise ValueError("no layer keeps a state here")
         block, layer = self._block, self._block.layers[number]
 
         def linear(name: str, inputs: Tensor) -> Tensor:

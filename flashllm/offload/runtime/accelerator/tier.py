@@ -1,7 +1,5 @@
 """The device tier on an accelerator, by torch, where `HostTier` is not. What is off the device is in memory."""
 
-from collections.abc import Sequence
-
 from flashllm import _core
 from flashllm.arch.spec import BlockSpec
 from flashllm.errors import UsageError
@@ -15,7 +13,7 @@ from flashllm.offload.runtime.accelerator.weights import DeviceWeights
 from flashllm.offload.runtime.device_tier import Need, Sizes, largest_batch, states_need, weights_on_disk
 from flashllm.offload.runtime.ops import Ops
 from flashllm.offload.runtime.tiers.arrangement import arrange
-from flashllm.offload.runtime.tiers.kv import KvCache
+from flashllm.offload.runtime.tiers.kv import Attentions, KvCache
 from flashllm.offload.runtime.tiers.scratch import Scratch, ScratchFile
 from flashllm.offload.runtime.tiers.source import WeightSource
 from flashllm.offload.runtime.tiers.weight_plan import WeightPlan
@@ -32,9 +30,9 @@ class AcceleratorTier:
         """`limit` is of its memory; a cache of 0 bits is plain. UsageError and BudgetError as `TorchDevice`,
         UnsupportedModelError as `TorchOps`."""
         self._device = TorchDevice(name, dtype, limit=limit)
+        self.ops: Ops = TorchLayers(block, self._device)
         self._shape, mixer = shape, block.layers[0].attention
         self._format = DeviceFormat(mixer=mixer, bits=cache_bits, itemsize=shape.dtype_bytes)
-        self.ops: Ops = TorchLayers(block, self._device)
 
     @property
     def limit(self) -> int | None:
@@ -49,9 +47,7 @@ class AcceleratorTier:
     ) -> WeightStore:
         return DeviceWeights(source, plan, device=self._device, pool=pool, scratch=scratch, reader=reader)
 
-    def open_cache(
-        self, attention: Sequence[_core.BatchAttention], sizes: Sizes, policy: Policy, *, disk: ScratchFile | None
-    ) -> SplitKv:
+    def open_cache(self, attention: Attentions, sizes: Sizes, policy: Policy, *, disk: ScratchFile | None) -> SplitKv:
         share = policy.attention_sparsity
         beside = KvCache(attention, arrange(sizes, policy, tiers_of="cd"), disk=disk, share=share)
         return SplitKv(self._format, self._device, arrange(sizes, policy), beside, layers=len(attention), share=share)
@@ -65,7 +61,7 @@ class AcceleratorTier:
         )
         return kept, Need(cpu=plan.start_nbytes + plan.arriving_nbytes)
 
-    def block_need(self, attention: Sequence[_core.BatchAttention], sizes: Sizes, policy: Policy) -> Need:
+    def block_need(self, attention: Attentions, sizes: Sizes, policy: Policy) -> Need:
         whole, beside = arrange(sizes, policy), arrange(sizes, policy, tiers_of="cd")
         rows, sequences = largest_batch(whole)
         others = max(sum(place.prompt for place in batch) for batch in beside.batches)

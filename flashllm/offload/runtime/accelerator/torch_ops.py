@@ -65,7 +65,7 @@ class TorchOps:
         self._block, self._device = block, device
         self._frequencies = {
             rotary: torch.tensor(rotary.inverse_frequency, dtype=torch.float32, device=device.device)
-            for rotary in {layer.attention.rotary for layer in block.layers}
+            for rotary in {mixer.rotary for mixer in block.attentions}
             if rotary is not None
         }
         self._wide_products = _has_wide_products(device)
@@ -184,7 +184,7 @@ class TorchOps:
 
 def lacking(block: BlockSpec) -> list[str]:
     """The traits of a block that torch's operations lack, by name."""
-    mixers = [layer.attention for layer in block.layers]
+    mixers = block.attentions
     unknown = [
         each.name
         for of in (block, mixers[0])
@@ -193,6 +193,8 @@ def lacking(block: BlockSpec) -> list[str]:
     ]
     if len({(mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.softcap, mixer.alibi) for mixer in mixers}) > 1:
         unknown.append("layers that differ in heads")
+    if len(mixers) < len(block.layers) or any(not layer.neurons or layer.second for layer in block.layers):
+        unknown.append("layers of which some keep a state, or lack a part")
     if any(mixer.window is not None for mixer in mixers):
         unknown.append("sliding windows")
     if block.experts is not None:

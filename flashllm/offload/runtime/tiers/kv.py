@@ -22,6 +22,7 @@ from flashllm.offload.runtime.tiers.scratch import ScratchFile
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
 Written = list[tuple[int, Array]]  # (offset in the file, blocks), to be written
+Attentions = Sequence[_core.BatchAttention | None]  # of each layer; None: it keeps no keys and values
 _OPEN, _SEALED, _STAGED = range(3)  # arenas, as tables name them
 
 
@@ -39,18 +40,13 @@ class KvCache:
     """Keys and values of all layers of a run's sequences."""
 
     def __init__(
-        self,
-        attention: Sequence[_core.BatchAttention],
-        arrangement: Arrangement,
-        *,
-        disk: ScratchFile | None,
-        share: float = 1.0,
+        self, attention: Attentions, arrangement: Arrangement, *, disk: ScratchFile | None, share: float = 1.0
     ) -> None:
-        """`attention` is each layer's. `share` of the values is read in decoding: the likeliest positions (top-k sparse
+        """`share` of the values is read in decoding: the likeliest positions (top-k sparse
         attention, section 5). `disk` holds `arrangement.disk_slots` sealed blocks a layer; None where there are none.
         """
         self._attention, self._arrangement, self._disk, self._share = attention, arrangement, disk, share
-        blocks, sealed = ([one.block_nbytes for one in attention], [one.sealed_nbytes for one in attention])
+        blocks, sealed = _block_sizes(attention)
         disk_nbytes = [arrangement.disk_slots * each for each in sealed]
         self._disk_first = [0, *itertools.accumulate(disk_nbytes)]  # byte of each layer's blocks
         self._open = _arenas(arrangement.open_slots, blocks)
@@ -62,17 +58,17 @@ class KvCache:
         self._steps: dict[tuple[int, int], _Step] = {}  # (batch, token) -> where the batch is
 
     @staticmethod
-    def nbytes(attention: Sequence[_core.BatchAttention], arrangement: Arrangement) -> int:
+    def nbytes(attention: Attentions, arrangement: Arrangement) -> int:
         """Bytes of memory that a cache of this arrangement takes."""
-        blocks, sealed_ones = ([one.block_nbytes for one in attention], [one.sealed_nbytes for one in attention])
+        blocks, sealed_ones = _block_sizes(attention)
         arenas = arrangement.open_slots * sum(blocks) + arrangement.sealed_slots * sum(sealed_ones)
         block, sealed = max(blocks), max(sealed_ones)
         buffers = BUFFERS * (arrangement.staged_slots * sealed + arrangement.prompt_slots * block)
         return arenas + buffers + (arrangement.prompt_slots * sealed if arrangement.disk_slots else 0)
 
     @staticmethod
-    def disk_nbytes(attention: Sequence[_core.BatchAttention], arrangement: Arrangement) -> int:
-        return arrangement.disk_slots * sum(each.sealed_nbytes for each in attention)
+    def disk_nbytes(attention: Attentions, arrangement: Arrangement) -> int:
+        return arrangement.disk_slots * sum(_block_sizes(attention)[1])
 
     # A prompt ------------------------------------------------------------------------------------------------------
 
@@ -83,14 +79,14 @@ class KvCache:
         self.keep_prompt(task, made.keys, made.values, first)
         for place, rows, positions in self._pieces(task, first, len(out)):
             arena, slot = self._prompt_blocks(task, place)
-            attention = self._attention[task.step.layer]
+            attention = self._of(task.step.layer)
             attention.prompt(made.queries[rows], arena, slot, int(positions[0]), out[rows], sinks)
 
     def keep_prompt(self, task: Task, keys: Array, values: Array, first: int = 0) -> None:
         """Keep what `prompt` keeps, where something else attends: keys and values [tokens, kv_heads * head_dim]."""
         for place, rows, positions in self._pieces(task, first, len(keys)):
             arena, slot = self._prompt_blocks(task, place)
-            attention = self._attention[task.step.layer]
+            attention = self._of(task.step.layer)
             attention.write(keys[rows], values[rows], arena, slot + positions // KV_BLOCK, positions)
 
     def _pieces(self, task: Task, first: int, count: int) -> Iterator[tuple[Place, slice, NDArray[np.int32]]]:
@@ -155,7 +151,7 @@ class KvCache:
         """Read a batch's blocks on disk into the buffer, those before the window left out. `positions` of its places;
         None: not needed any more."""
         runs: list[tuple[int, Array]] = []
-        places, window = self._arrangement.batches[task.step.batch], self._attention[task.step.layer].window
+        places, window = self._arrangement.batches[task.step.batch], self._of(task.step.layer).window
         for place, position in zip(places, positions, strict=True):
             if not place.on_disk or position is None:
                 continue
@@ -176,7 +172,7 @@ class KvCache:
         tails = np.array([places[row].open_slot for row in rows], np.int32)
         moves = np.array([places[row].moves for row in rows])
         slots = tails + np.where(moves, 0, positions // KV_BLOCK)
-        attention = self._attention[layer]
+        attention = self._of(layer)
         attention.write(made.keys, made.values, self._open[layer], slots.astype(np.int32), positions)
         attention.decode(
             made.queries,
@@ -207,7 +203,7 @@ class KvCache:
     ) -> None:
         """Seal the full blocks in these slots, the sequence's from number `first` on: into their place in memory, or
         into the outbox, behind what `written` has of it, to which they are added."""
-        attention, begin, to = self._attention[layer], place.sealed_slot + first, self._sealed[layer]
+        attention, begin, to = self._of(layer), place.sealed_slot + first, self._sealed[layer]
         if place.on_disk:
             begin, to = sum(len(blocks) for _, blocks in written), self._outbox[layer]
             written.append((self._disk_offset(place, layer, first), to[begin : begin + len(slots)]))
@@ -215,7 +211,13 @@ class KvCache:
         attention.seal(arena, np.array(slots, np.int32), to, homes)
 
     def _disk_offset(self, place: Place, layer: int, block: int) -> int:
-        return self._disk_first[layer] + (place.sealed_slot + block) * self._attention[layer].sealed_nbytes
+        return self._disk_first[layer] + (place.sealed_slot + block) * self._of(layer).sealed_nbytes
+
+    def _of(self, layer: int) -> _core.BatchAttention:
+        attention = self._attention[layer]
+        if attention is None:
+            raise ValueError(f"layer {layer} keeps no keys and values")
+        return attention
 
     def _on_disk(self) -> ScratchFile:
         if self._disk is None:
@@ -223,13 +225,19 @@ class KvCache:
         return self._disk
 
 
+def _block_sizes(attention: Attentions) -> tuple[list[int], list[int]]:
+    """Bytes of a plain and of a sealed block in each layer."""
+    plain = [0 if one is None else one.block_nbytes for one in attention]
+    return plain, [0 if one is None else one.sealed_nbytes for one in attention]
+
+
 def _arenas(slots: int, nbytes: Sequence[int]) -> list[Bytes]:
     """[slots, bytes of a block] of each layer, one behind the other in one piece of memory."""
     parts = np.split(_core.allocate(slots * sum(nbytes)), np.cumsum(nbytes)[:-1] * slots)
-    return [part.reshape(-1, each) for part, each in zip(parts, nbytes, strict=True)]
+    return [part.reshape(slots, each) for part, each in zip(parts, nbytes, strict=True)]
 
 
 def _shared(slots: int, nbytes: Sequence[int]) -> list[Bytes]:
     """The same, where layers take turns: all of them in one piece of memory, from its first byte on."""
     memory = _core.allocate(slots * max(nbytes))
-    return [memory[: slots * each].reshape(-1, each) for each in nbytes]
+    return [memory[: slots * each].reshape(slots, each) for each in nbytes]

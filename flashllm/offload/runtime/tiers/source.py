@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,12 @@ from flashllm.format.model_files import FFN, RESIDENT, checksums_tensor, ffn_ten
 from flashllm.format.rows import row_checksums, unpack_rows, widened
 from flashllm.format.safetensors import SafetensorsFile, TensorInfo, open_safetensors
 from flashllm.offload.planner.packing import CODES
-from flashllm.offload.shape import ModelShape, check_mixers, is_assembled, shape_of
+from flashllm.offload.shape import ModelShape, check_mixers, is_assembled, mixer_matrices, shape_of
 from flashllm.offload.stages import Stage, whole
 
 Array = NDArray[Any]
-ATTENTION = ("query_down", "query", "key", "key_up", "value", "out")  # which a layer has, or most of them
 _TILE = 64  # rows and columns
-_CODED_NBYTES = 16 << 20  # of a resident matrix in codes, read at a time
+_WIDENED = 1 << 19  # weights in codes that are widened at a time, which takes tens of bytes each
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,10 @@ class WeightSource(ABC, Closing):
         self._files = ExitStack()
         shapes = resident_shapes(config)
         arch, block = self.architecture, self.block
-        for layer in range(arch.num_layers):
-            for matrix in arch.matrices:
-                down = matrix == "down"
-                shape = (block.d_model, arch.width(layer)) if down else (arch.width(layer), block.d_model)
-                shapes[matrix_name(layer, matrix)] = shape
+        for layer, matrix in product(range(arch.num_layers), arch.matrices):
+            shape = (arch.width(layer), block.d_model)
+            if block.layers[layer].neurons:
+                shapes[matrix_name(layer, matrix)] = shape[::-1] if matrix == "down" else shape
         self.stage = stage or whole(arch.num_layers)
         self._shapes = {
             name: shape for name, shape in shapes.items() if _is_of_stage(name, self.stage, tied=block.tied_head)
@@ -79,11 +78,10 @@ class WeightSource(ABC, Closing):
     def num_layers(self) -> int:
         return self.stage.num_layers
 
-    @property
-    def matrices(self) -> tuple[str, ...]:
-        """A layer's matrices: query, key, value, out, those of latent attention, up, (gate,) down."""
-        attention = (name for name in ATTENTION if matrix_name(self.stage.first, name) in self._shapes)
-        return (*attention, *self.architecture.matrices)
+    def matrices(self, layer: int) -> tuple[str, ...]:
+        """The matrices of a layer of the model that have a tier: those of its mixers, then up, (gate,) down."""
+        spec = self.block.layers[layer]
+        return (*mixer_matrices(spec), *(self.architecture.matrices if spec.neurons else ()))
 
     @property
     def shapes(self) -> Mapping[str, Shape]:
@@ -133,7 +131,8 @@ class WeightSource(ABC, Closing):
         values = np.empty(self._shapes[name], dtype.storage)
         self.read({name: values})
         wide = np.ascontiguousarray(cast(values, dtype, WEIGHT_DTYPE_BY_CODE["F32"]), np.float32).reshape(-1)
-        shift = self.block.norm_shift if name.endswith("_norm.weight") else 0.0
+        is_shifted = name.endswith("_norm.weight") and not name.endswith(".mixed_norm.weight")
+        shift = self.block.norm_shift if is_shifted else 0.0
         return wide + np.float32(shift) if shift else wide
 
     def close(self) -> None:
@@ -142,6 +141,11 @@ class WeightSource(ABC, Closing):
 
 def matrix_name(layer: int, matrix: str) -> str:
     return f"layers.{layer}.{matrix}.weight"
+
+
+def of_either(matrix: str) -> str:
+    """The name that a mixer's matrix has in common with that of the other kind of mixer."""
+    return matrix.removeprefix("state.")
 
 
 def _is_of_stage(name: str, stage: Stage, *, tied: bool) -> bool:
@@ -294,7 +298,7 @@ class _ModelDirWeights(WeightSource):
             _read(self._resident, info, 0, target)
             return
         encoding = self._manifest.encoding_of(info.name)
-        together = max(1, _CODED_NBYTES // info.shape[1])
+        together = max(1, _WIDENED // target.shape[1])
         for first in range(0, info.shape[0], together):
             part = target[first : first + together]
             codes = np.empty((len(part), info.shape[1]), encoding.storage)
@@ -307,7 +311,8 @@ class _ModelDirWeights(WeightSource):
         info = self._ffn.header.tensors[ffn_tensor(layer)]
         checksums = np.empty(self._manifest.checksums[layer], np.dtype("<u8"))
         _read(self._resident, self._resident.header.tensors[checksums_tensor(layer)], 0, checksums)
-        whole = max(1, layout.stream_block_rows // together) * together  # rows that share checksums lie in one block
+        most = min(layout.stream_block_rows, _WIDENED // self.block.d_model)
+        whole = max(1, most // together) * together  # rows that share checksums lie in one block
         block = np.empty((whole, layout.stride), np.uint8)
         plane = read_plane(self.path, self._manifest, layer) if "down" in targets else None
         for first in range(0, layout.d_ff, len(block)):

@@ -1,9 +1,9 @@
 """Which tier each weight lives on, and how many bytes that takes: known before anything is allocated or read.
 
 Each matrix of a layer is whole on one tier, the same in all layers. Those of the disk lie in the model's own file where
-its bytes are the matrix, else in a scratch file. Norms, biases, positions, scales that lie beside codes and narrow
-embeddings' projections are always the device's. The embedding and the head stay in 16 bits: gathered rows and a few
-per cent of the bytes.
+its bytes are the matrix, else in a scratch file. Norms, biases, positions, scales that lie beside codes, narrow
+embeddings' projections and what is small of a recurrent mixer are always the device's. The embedding and the head stay
+in 16 bits: gathered rows and a few per cent of the bytes.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from flashllm.offload.planner.packing import PACKED_BITS, Packing, WeightPacking
 from flashllm.offload.policy import Policy
 from flashllm.offload.runtime.tasks import BUFFERS
 from flashllm.offload.runtime.tiers.scratch import ALIGNMENT, round_up
-from flashllm.offload.runtime.tiers.source import Extent, WeightSource, matrix_name
+from flashllm.offload.runtime.tiers.source import Extent, WeightSource, matrix_name, of_either
 
 DEVICE, CPU, DISK = "g", "c", "d"  # tiers, as policy.py names them
 GATHERED_ROWS = 1024  # rows of the embedding read at a time
@@ -60,7 +60,7 @@ class Bundle:
 class WeightPlan:
     """The place of every tensor, and the bytes of each tier: known before anything is allocated."""
 
-    homes: Mapping[str, str]  # matrix of a layer -> tier, the same in all layers
+    homes: Mapping[str, str]  # matrix of a layer, by its name of either kind of mixer -> tier, the same in all layers
     bits: int | None  # of the layers' matrices
     buffer_nbytes: int  # one staging buffer
     read_nbytes: int  # of it what comes from the disk, which lies first
@@ -117,17 +117,18 @@ def plan_weights(source: WeightSource, policy: Policy, *, bits: int | None = Non
     """
     if bits is not None and bits not in PACKED_BITS:
         raise UsageError(f"weights in {bits} bits: the widths are {', '.join(map(str, PACKED_BITS))}")
-    layers = [
-        {name: prod(source.shapes[matrix_name(layer, name)]) for name in source.matrices}
-        for layer in source.stage.numbers
-    ]
-    sizes = {name: sum(each[name] for each in layers) for name in source.matrices}
+    sizes: dict[str, int] = {}
+    for layer in source.stage.numbers:
+        for name in source.matrices(layer):
+            own = prod(source.shapes[matrix_name(layer, name)])
+            sizes[of_either(name)] = sizes.get(of_either(name), 0) + own
     homes = assign(sizes, (policy.wg, policy.wc, policy.wd))
     tied = source.block.tied_head
     head, table = policy.head_tier, policy.embedding_tier(tied=tied and source.stage.is_last)
     layout = _Layout(source, bits)
     for layer in source.stage.numbers:
-        layout.add({name: (matrix_name(layer, name), home) for name, home in homes.items()}, layer=layer)
+        tiered = {name: (matrix_name(layer, name), homes[of_either(name)]) for name in source.matrices(layer)}
+        layout.add(tiered, layer=layer)
     outer: dict[str, tuple[str, str]] = {}
     if source.stage.is_last:
         outer["head"] = ("embedding.weight" if tied else "head.weight", head)
@@ -153,7 +154,7 @@ def plan_weights(source: WeightSource, policy: Policy, *, bits: int | None = Non
 
 
 def weight_packing(source: WeightSource, bits: int | None) -> WeightPacking:
-    shared = any(layer.attention.kv_heads < layer.attention.heads for layer in source.block.layers)
+    shared = any(mixer.kv_heads < mixer.heads for mixer in source.block.attentions)
     return WeightPacking(bits=bits, layers=source.stage.layers, shares_keys=shared)
 
 
@@ -227,8 +228,9 @@ def _small_nbytes(source: WeightSource) -> int:
 
 
 def is_vector(name: str) -> bool:
-    """True for the canonical name of a norm's weight, a bias or sinks: kept in fp32."""
-    return name.endswith(("_norm.weight", "bias", "sinks"))
+    """True for the canonical name of a norm's weight, a bias, sinks, a scale, or of a recurrent mixer's taps and what
+    it has of each head: kept in fp32."""
+    return name.endswith(("_norm.weight", "bias", "sinks", "scale", ".decay_log", ".skip")) or ".conv" in name
 
 
 def is_outer_matrix(name: str) -> bool:
@@ -238,7 +240,7 @@ def is_outer_matrix(name: str) -> bool:
 
 def small_tensors(source: WeightSource) -> list[str]:
     """Names of the tensors that have no tier: they stay on the device."""
-    tiered = {matrix_name(layer, name) for layer in source.stage.numbers for name in source.matrices}
+    tiered = {matrix_name(layer, name) for layer in source.stage.numbers for name in source.matrices(layer)}
     tiered |= {"embedding.weight", "head.weight"}
     return [name for name in source.shapes if name not in tiered]
 

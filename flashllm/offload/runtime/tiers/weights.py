@@ -21,7 +21,7 @@ from flashllm.errors import UnsupportedModelError, UsageError
 from flashllm.offload.planner.packing import Packing
 from flashllm.offload.runtime.ops import Array, Matrix, Tensors
 from flashllm.offload.runtime.tiers.scratch import ALIGNMENT, Scratch, ScratchFile, open_reader, round_up
-from flashllm.offload.runtime.tiers.source import ATTENTION, Extent, WeightSource, transpose
+from flashllm.offload.runtime.tiers.source import Extent, WeightSource, transpose
 from flashllm.offload.runtime.tiers.weight_plan import (
     CPU,
     DEVICE,
@@ -79,7 +79,7 @@ class WeightStore(Closing):
         self._gathered = _core.allocate(self.plan.gather_nbytes)
         self._small: dict[str, Array] = {name: self._read_small(source, name) for name in small_tensors(source)}
         self._planes = [
-            source.plane(layer) if (one := bundle.tensors["down"].packing) is not None and one.has_plane else {}
+            source.plane(layer) if any(one.packing and one.packing.has_plane for one in bundle.tensors.values()) else {}
             for layer, bundle in zip(source.stage.numbers, self.plan.bundles, strict=False)
         ]
         if self.plan.scratch_nbytes:
@@ -99,10 +99,10 @@ class WeightStore(Closing):
             number, tensors = self._first + layer, self.plan.bundles[layer].tensors
             prefix = f"layers.{number}."
             matrices = {
-                name: self._matrix(tensors[name], buffer, self._small.get(bias_name(number, name)))
-                for name in self.plan.homes
+                name: self._matrix(tensor, buffer, self._small.get(bias_name(number, name)))
+                for name, tensor in tensors.items()
             }
-            for name, one in self._small.items():  # a router's
+            for name, one in self._small.items():  # a router's, or of a recurrent mixer
                 if name.startswith(prefix) and not is_vector(name):
                     short = name.removeprefix(prefix).removesuffix(".weight")
                     matrices[short] = Matrix.of(one)
@@ -124,8 +124,9 @@ class WeightStore(Closing):
 
     def _vectors(self, prefix: str) -> dict[str, Array]:
         """Those of a layer, by the names without the layer's; or those of none."""
-        found = {name.removeprefix(prefix): one for name, one in self._small.items() if name.startswith(prefix)}
-        return {name: one for name, one in found.items() if is_vector(name) and not name.startswith("layers.")}
+        found = {name: one for name, one in self._small.items() if name.startswith(prefix) and is_vector(name)}
+        short = {name.removeprefix(prefix): one for name, one in found.items()}
+        return {name: one for name, one in short.items() if not name.startswith("layers.")}
 
     def embedding_rows(self, ids: NDArray[np.integer[Any]]) -> Array:
         """Rows [n, embed_dim] of the embedding, in the model's dtype; read from the disk where it lies there."""
@@ -307,7 +308,8 @@ class WeightStore(Closing):
 
 
 def bias_name(layer: int, matrix: str) -> str:
-    return f"layers.{layer}.{matrix}.bias" if matrix in ATTENTION else f"layers.{layer}.ffn.{matrix}_bias"
+    of_ffn = matrix in ("up", "gate", "down")
+    return f"layers.{layer}.ffn.{matrix}_bias" if of_ffn else f"layers.{layer}.{matrix}.bias"
 
 
 def loaded_tensors(bundle: Bundle) -> list[TieredTensor]:

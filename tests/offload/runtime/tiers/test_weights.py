@@ -3,6 +3,7 @@
 import itertools
 import json
 import shutil
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -180,6 +181,20 @@ def test_a_file_that_shrinks_is_an_error(folders, tmp_path):
             file.truncate(20_000)
         with pytest.raises(FormatError, match="shrank"):
             store.load(2, 0)
+
+
+def test_a_matrix_in_codes_is_widened_in_pieces(tmp_path):
+    """However large an embedding is: its job counts the matrix alone."""
+    folder = make_tiny_opt(tmp_path / "hf", d_model=256, vocab_size=16384, num_layers=1, dtype="float16")
+    convert(folder, tmp_path / "model", encoding="int4_32", resident_encoding="int4_32_min")
+    with open_weights(tmp_path / "model") as source:
+        table = np.empty(source.shapes["embedding.weight"], np.float16)
+        tracemalloc.start()
+        source.read({"embedding.weight": table})
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert np.any(table)
+    assert most < 24 << 20  # at once it is 58 MB
 
 
 def test_what_is_no_model_is_refused(tmp_path, folders):
