@@ -209,12 +209,12 @@ void pair_plane_rows(const void* rows, std::size_t stride, std::size_t id, std::
 
 // Two neurons' codes of some units, which lie `apart` bytes from each other, as words: four vectors of pairs.
 // What their codes are more than what they stand for; and sums of such pairs as floats, the outputs in order.
-#if defined(__AVX512VNNI__)
-constexpr std::size_t kPairUnits = 2, kBlockSteps = 4;
 template <typename Scales>
 constexpr int kMore = kIsTable<Scales::kTable> || Scales::kBits == 8 ? 128
                       : Scales::kMinimums ? 0
                                           : static_cast<int>(zero_code<Scales::kBits>());
+#if defined(__AVX512VNNI__)
+constexpr std::size_t kPairUnits = 2, kBlockSteps = 4;
 template <typename Scales>
 inline void pair_units(const std::uint8_t* low, const std::uint8_t* high, std::size_t apart, Ints* to) {
   const auto codes = [apart](const std::uint8_t* at) {
@@ -238,18 +238,27 @@ inline void put_in_order(const Ints* sums, Vec* to) {
 #else
 constexpr std::size_t kPairUnits = 1, kBlockSteps = 2;
 template <typename Scales>
-constexpr int kMore = 0;
-template <typename Scales>
 inline void pair_units(const std::uint8_t* low, const std::uint8_t* high, std::size_t, Ints* to) {
-  const __m256i a = signed_codes<Scales>(low), b = signed_codes<Scales>(high);
+  const auto codes = [](const std::uint8_t* at) {
+    if constexpr (kIsTable<Scales::kTable> || Scales::kBits == 8)
+      return _mm256_xor_si256(signed_codes<Scales>(at), _mm256_set1_epi8(-128));
+    else
+      return byte_codes<Scales>(at);
+  };
+  const __m256i a = codes(low), b = codes(high), none = _mm256_setzero_si256();
   const __m256i even = _mm256_unpacklo_epi8(a, b), odd = _mm256_unpackhi_epi8(a, b);
-  to[0] = {_mm256_cvtepi8_epi16(_mm256_castsi256_si128(even))};
-  to[1] = {_mm256_cvtepi8_epi16(_mm256_castsi256_si128(odd))};
-  to[2] = {_mm256_cvtepi8_epi16(_mm256_extracti128_si256(even, 1))};
-  to[3] = {_mm256_cvtepi8_epi16(_mm256_extracti128_si256(odd, 1))};
+  to[0] = {_mm256_unpacklo_epi8(even, none)};
+  to[1] = {_mm256_unpackhi_epi8(even, none)};
+  to[2] = {_mm256_unpacklo_epi8(odd, none)};
+  to[3] = {_mm256_unpackhi_epi8(odd, none)};
 }
+// Lower halves are of the first sixteen outputs.
 inline void put_in_order(const Ints* sums, Vec* to) {
-  for (std::size_t v = 0; v < 4; ++v) to[v] = sums[v].floats();
+  for (std::size_t i = 0; i < 2; ++i) {
+    const __m256 first = sums[2 * i].floats().v, second = sums[2 * i + 1].floats().v;
+    to[i] = {_mm256_permute2f128_ps(first, second, 0x20)};
+    to[2 + i] = {_mm256_permute2f128_ps(first, second, 0x31)};
+  }
 }
 #endif
 
