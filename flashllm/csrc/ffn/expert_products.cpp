@@ -56,18 +56,26 @@ void ExpertProducts::find_values(const ExpertRun& run, std::size_t first, std::s
   const auto neuron = static_cast<std::size_t>(units_.first(run.shares[0].unit));
   std::size_t members[FfnTokens::kMost];
   for (std::size_t t = 0; t < run.tokens; ++t) members[t] = run.shares[t].member;
-  const auto multiply = [&](std::uint32_t offset, const float* bias, Activation activation, float* to) {
-    RowMatrix matrix = format.matrix(run.rows, rows, offset);
-    matrix.bias = part_of(bias, neuron);
-    dot_listed(matrix, first, count, x, members, run.tokens, to, ExpertChunks::kBlock, options_.simd);
-    for (std::size_t t = 0; t < run.tokens; ++t)
-      activate(activation, 0.0F, to + t * ExpertChunks::kBlock, count, options_.simd);
+  const auto finish = [&](const float* bias, Activation activation, float* to) {
+    for (std::size_t t = 0; t < run.tokens * ExpertChunks::kBlock; t += ExpertChunks::kBlock) {
+      for (std::size_t i = 0; bias != nullptr && i < count; ++i) to[t + i] += bias[neuron + first + i];
+      activate(activation, 0.0F, to + t, count, options_.simd);
+    }
   };
-  multiply(format.driver(), format.gated() ? options_.gate_bias : options_.up_bias, options_.activation,
-           values);
+  float ups[FfnTokens::kMost * ExpertChunks::kBlock];
+  const auto multiply = [&](std::uint32_t offset, float* to) {
+    dot_listed(format.matrix(run.rows, rows, offset), first, count, x, members, run.tokens, to,
+               ExpertChunks::kBlock, options_.simd);
+  };
+  if (format.gated() && run.tokens == 1 && x.has_codes() && options_.simd == SimdLevel::avx2) {
+    multiply_rows(run.rows + first * format.stride, count, x.codes(members[0]), x.form(), values, ups);
+  } else {
+    multiply(format.driver(), values);
+    if (format.gated()) multiply(format.up, ups);
+  }
+  finish(format.gated() ? options_.gate_bias : options_.up_bias, options_.activation, values);
   if (format.gated()) {
-    float ups[FfnTokens::kMost * ExpertChunks::kBlock];
-    multiply(format.up, options_.up_bias, options_.activation.of_up(), ups);
+    finish(options_.up_bias, options_.activation.of_up(), ups);
     for (std::size_t t = 0; t < run.tokens * ExpertChunks::kBlock; t += ExpertChunks::kBlock)
       for (std::size_t i = t; i < t + count; ++i) values[i] *= ups[i];
   }
@@ -77,6 +85,25 @@ void ExpertProducts::find_values(const ExpertRun& run, std::size_t first, std::s
     const FfnMember& member = group[members[t]];
     if (member.named_by != nullptr)
       member.named_by->weigh(member.number, neurons, neurons + count, values + t * ExpertChunks::kBlock);
+  }
+}
+
+// Gates and ups of `count` neurons and one token, row after row: all gates before all ups would go from page
+// to page, where the processor fetches little ahead.
+void ExpertProducts::multiply_rows(const std::byte* row, std::size_t count, const CodedInputs& x,
+                                   InputForm form, float* gates, float* ups) const {
+  const RowFormat& format = options_.format;
+  const void* vectors[2 * ExpertChunks::kBlock];
+  float products[2 * ExpertChunks::kBlock];
+  for (std::size_t i = 0; i < count; ++i, row += format.stride) {
+    vectors[2 * i] = row + format.up;
+    vectors[2 * i + 1] = row + format.driver();
+  }
+  coded_input_kernels(options_.simd, format.codec, form)
+      .dot_rows(vectors, 2 * count, 2 * count, x, format.d_model, products);
+  for (std::size_t i = 0; i < count; ++i) {
+    ups[i] = products[2 * i];
+    gates[i] = products[2 * i + 1];
   }
 }
 

@@ -52,6 +52,8 @@ class ExpertProducts {
                       std::vector<float>& together) const;
   void find_values(const ExpertRun& run, std::size_t first, std::size_t count, const FfnGroup& group,
                    const RowInputs& x, float* values) const;
+  void multiply_rows(const std::byte* row, std::size_t count, const CodedInputs& x, InputForm form,
+                     float* gates, float* ups) const;
 
   const FfnLayerOptions& options_;
   const RowUnits units_;
