@@ -28,15 +28,19 @@ def answer(batch: BatchFile, sequence: TokenSequence, *, model: str, token_text:
     if sequence.finish_reason == "error":
         return failure(line, FAILED, sequence.error or "the sequence failed")
     counts = {"prompt_tokens": len(sequence.prompt), "completion_tokens": len(sequence.output)}
+    content: dict[str, Any] = {"text": sequence.text}
+    if isinstance(next(iter(request.prompt), None), int):  # without a tokenizer they are the whole answer
+        content["token_ids"] = list(sequence.output)
     if not line.is_batch:
-        plain: dict[str, Any] = {"id": ID_PREFIX + line.identity, "custom_id": line.custom_id, "text": sequence.text}
+        plain: dict[str, Any] = {"id": ID_PREFIX + line.identity, "custom_id": line.custom_id, **content}
         plain |= {"finish_reason": FINISH[sequence.finish_reason], **counts}
         if sequence.logprobs is not None:
             plain["logprobs"] = [token_entry(each, token_text) for each in sequence.logprobs]
         return plain
     chat = request.kind == "chat"
     said = sequence.said()
-    content = {"message": chat_message(said)} if chat else {"text": sequence.text}
+    if chat:
+        content = {"message": chat_message(said)}
     logprobs = (chat_logprobs if chat else completion_logprobs)(sequence.logprobs, token_text)
     finish = finish_reason(sequence.finish_reason, any(event.kind == "call" for event in said))
     body = {

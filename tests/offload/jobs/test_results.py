@@ -1,5 +1,6 @@
 """The output file: its form, and every way to begin, break off, continue and refuse it."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -50,10 +51,10 @@ def source(tmp_path):
     return path
 
 
-def run(source, out, *, resume=False, runner=None, block_size=2, settings="model"):
+def run(source, out, *, resume=False, runner=None, block_size=2, settings="model", encoder=ENCODER):
     """Runs what is left to do; the job's totals, or None where the runner broke it off."""
     with (
-        BatchFile.read(source, ENCODER, DEFAULTS, settings=settings, skip_bad=True) as batch,
+        BatchFile.read(source, encoder, DEFAULTS, settings=settings, skip_bad=True) as batch,
         Results.open(out, batch.lines, source=source, resume=resume) as results,
     ):
         text = lambda token: Letters().decode([token])  # noqa: E731
@@ -109,6 +110,19 @@ def test_the_form_of_answers(expected):
     plain = expected["line-1"]
     assert set(plain) == {"id", "custom_id", "text", "finish_reason", "prompt_tokens", "completion_tokens"}
     assert expected['q"u\u2028o']["logprobs"][0]["top_logprobs"]
+
+
+def test_prompts_of_ids_are_answered_with_ids(tmp_path):
+    """Without a tokenizer they are all the answer there is."""
+    batch = {"custom_id": "c", "url": "/v1/completions", "method": "POST", "body": {"prompt": [4, 5]}}
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps({"prompt": [4, 5]}) + "\n" + json.dumps(batch))
+    run(source, out, encoder=dataclasses.replace(ENCODER, tokenizer=None))
+    found = answers(out)
+    (choice,) = found["c"]["response"]["body"]["choices"]
+    for each in (found["line-1"], choice):
+        assert (each["text"], len(each["token_ids"])) == ("", 6)
+    assert choice["token_ids"] == found["line-1"]["token_ids"]
 
 
 def test_lines_that_failed_say_why(expected):
