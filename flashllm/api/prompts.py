@@ -23,6 +23,7 @@ from flashllm.replies.required import grammar_of
 from flashllm.replies.written import dump
 
 _END_TOKENS = 16  # of a prompt, that may open reasoning
+_NO_TOOLS = "this model's chat template takes no tools; `serve --tool-format generic` writes them as text"
 
 
 class Unanswerable(Exception):
@@ -196,9 +197,20 @@ class PromptEncoder:
     def conversation(self, request: Request) -> str:
         """A conversation's text. BadRequest for what the model's template cannot be told, else as its render."""
         messages = [message for message in request.prompt if isinstance(message, dict)]
-        if self.template is None and self.plain_chat and not (request.tools or request.template_values):
+        more = request.tools or request.template_values or any("tool_calls" in message for message in messages)
+        if self.template is None and self.plain_chat and not more:
             return plain_text(messages)
-        return self._text(request, messages)
+        text = self._text(request, messages)
+        if any(self._loses(message, text) for message in messages):
+            raise BadRequest(f"messages: {_NO_TOOLS}", request.custom_id, param="messages")
+        return text
+
+    def _loses(self, message: Message, text: str) -> bool:
+        """True where the message is a tool's call or result and the conversation's `text` is without it."""
+        template = self.template
+        if self.answers is GENERIC or template is None or template.takes("tools") or template.takes("tool_calls"):
+            return False
+        return "tool_calls" in message or (message["role"] == "tool" and message["content"].strip() not in text)
 
     def _text(self, request: Request, messages: Sequence[Message]) -> str:
         """The conversation's text, which ends in the last message where that is the assistant's: it is continued."""
@@ -220,8 +232,7 @@ class PromptEncoder:
         if self.answers is GENERIC and not template.takes("tools"):
             messages, tools = _in_text(messages, tools), ()
         if tools and not template.takes("tools"):
-            message = "tools: this model's chat template takes none; `serve --tool-format generic` writes them as text"
-            raise BadRequest(message, request.custom_id, param="tools")
+            raise BadRequest(f"tools: {_NO_TOOLS}", request.custom_id, param="tools")
         if tools and (self.answers is None or not self.answers.calls):
             message = "tools: the form in which this model writes calls is not known; `serve --tool-format` names one"
             raise BadRequest(message, request.custom_id, param="tools")

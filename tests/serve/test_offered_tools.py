@@ -264,7 +264,7 @@ def test_a_template_that_reads_tools_from_the_first_message(scripted, tools_path
 @pytest.mark.parametrize(
     "case",
     [
-        ("{{ messages[0].content }}", {}, "tools: this model's chat template takes none"),
+        ("{{ messages[0].content }}", {}, "tools: this model's chat template takes no tools"),
         (
             "{{ tools }}",
             {},
@@ -393,14 +393,15 @@ def test_a_template_without_tools_is_told_of_them_in_text(scripted, tools_path, 
         {"role": "user", "content": "And now?"},
     ]
     say(CALL)
-    for form, expected in (("generic", None), (None, "takes none; `serve --tool-format generic`")):
+    for form, expected in (("generic", None), (None, "takes no tools; `serve --tool-format generic`")):
         with (
             running(scripted, tools_path, template=plain, tool_format=form) as (url, _),
             openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client,
         ):
             if expected is not None:
-                with pytest.raises(openai.BadRequestError, match=expected):
-                    ask(client, messages)
+                for tools in ((NOW,), ()):
+                    with pytest.raises(openai.BadRequestError, match=expected):
+                        ask(client, messages, tools=tools)
                 continue
             (call,) = ask(client, messages).choices[0].message.tool_calls
             assert call.function.name == "get_weather"
@@ -411,3 +412,27 @@ def test_a_template_without_tools_is_told_of_them_in_text(scripted, tools_path, 
     told = f"user:Rain?;assistant:{written};user:<tool_response>\nrain\n</tool_response>\nAnd now?;assistant:"
     assert seen[0].endswith(told)
     assert seen[1] == "user:Rain?;assistant:"
+
+
+CALLED = [*ASK, {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": GIVEN}]}]
+RESULT = [*ASK, {"role": "tool", "tool_call_id": "1", "content": " rain\n"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "is_lost"),
+    [
+        ("{{ messages | length }}", CALLED, True),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", CALLED, True),
+        ("{{ messages[1].tool_calls }}", CALLED, False),
+        ("{{ messages | length }}", RESULT, True),
+        ("{% for m in messages %}{{ m.role }}{{ m.content | trim }}{% endfor %}", RESULT, False),
+        ("{% if tools %}{% endif %}{{ messages | length }}", RESULT, False),
+        (None, CALLED, True),
+    ],
+)
+def test_no_call_or_result_is_lost(scripted, tools_path, template, messages, is_lost):
+    """Also without tools in the request, which a client may leave out of a later turn."""
+    with running(scripted, tools_path, template=template) as (url, _):
+        answer = httpx.post(f"{url}/apply-template", json={"messages": messages}, timeout=60)
+    assert answer.status_code == (400 if is_lost else 200)
+    assert not is_lost or template is None or "messages: this model's chat template takes no tools" in answer.text

@@ -99,8 +99,8 @@ BAD_FIELDS = [
     ),
     (CHAT, {"tools": [{**TOOL, "function": {"name": "f", "description": 1}}]}, "tools[0]: description must be a text"),
     (CHAT, {"tools": [{**TOOL, "function": {"name": "f", "x": "\ud800"}}]}, "tools: hold half a character"),
-    (CHAT, {"tools": [TOOL]}, "tools: this model's chat template takes none"),
-    (CHAT, {"tools": [TOOL], "tool_choice": "required"}, "tools: this model's chat template takes none"),
+    (CHAT, {"tools": [TOOL]}, "tools: this model's chat template takes no tools"),
+    (CHAT, {"tools": [TOOL], "tool_choice": "required"}, "tools: this model's chat template takes no tools"),
     (CHAT, {"tools": [], "tool_choice": "required"}, "tool_choice: needs tools"),
     (CHAT, {"tools": [TOOL], "tool_choice": "any"}, 'tool_choice: its type must be "function"'),
     (
