@@ -69,18 +69,42 @@ def _converted(model: str | None, **options: Any) -> Path:
     return path
 
 
+def check_text(path: Path) -> None:
+    """Read what lies beside the weights of the model directory or Hugging Face folder `path`, as runs do; their errors.
+    A GGUF file has nothing there."""
+    from flashllm.convert.tokenizer import TOKENIZER
+    from flashllm.format.model_dir import Companions
+    from flashllm.format.model_files import GENERATION_CONFIG
+    from flashllm.generate.templates.chat_template import opened_template
+    from flashllm.generate.tokenizer import Tokenizer
+
+    Companions.of(path).read_json_object(GENERATION_CONFIG)
+    if (path / TOKENIZER).exists():
+        with opened_template(Tokenizer.load(path)) as template:
+            if template is not None:
+                template.check()
+
+
 def warn_of_garbage(path: Path, *, memory: int | None = None, always: bool = False) -> None:
-    """Say where the model directory `path`, just converted, predicts a text as garbage does; with `always` how it
-    predicts it, too. Nothing where it has no tokenizer or memory is too small: the model's first run says so."""
+    """Say where the model directory `path`, just converted, predicts a text as garbage does, or fails; with `always`
+    how it predicts it, too. Nothing where it has no tokenizer, or where memory is too small: the model's first
+    run says so."""
     from flashllm.commands.predictors.scripts import sample_text
-    from flashllm.errors import FlashError
+    from flashllm.convert.tokenizer import TOKENIZER
+    from flashllm.errors import BudgetError, FlashError
     from flashllm.pack.loss import measure_loss
 
+    if not (path / TOKENIZER).exists():
+        return
     try:
         text = sample_text()
         with loading(path, "checking"):
+            check_text(path)
             loss = measure_loss(path, text, memory=memory)
-    except FlashError:
+    except BudgetError:
+        return
+    except FlashError as error:
+        say(f"warning: this model could not be checked: {error}")
         return
     if always:
         say(f"its perplexity is {loss.perplexity:.4g}, on {loss.tokens} tokens of {text.name}")

@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Convert. Interrupted, the same command goes on where it stopped."""
-    from flashllm.commands.asked import warn_of_garbage
+    from flashllm.commands.asked import check_text, warn_of_garbage
     from flashllm.convert.locate import find_checkpoint
     from flashllm.convert.tokenizer import TOKENIZER
     from flashllm.errors import UsageError
@@ -89,6 +89,7 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError("--calibrate and --sparsify do not go together yet; give one of them")
     try:
         source, name = find_checkpoint(args.src, say=say)
+        check_text(source)
         with ExitStack() as bars:
             manifest = _convert(args, source, name, bars)
         if TOKENIZER not in manifest.files:

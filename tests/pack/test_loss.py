@@ -2,12 +2,14 @@
 
 import argparse
 import math
+import shutil
 
 import pytest
 
 from flashllm.cli import main
 from flashllm.commands.asked import find_model, warn_of_garbage
 from flashllm.convert.named import demo_path
+from flashllm.convert.run import convert
 from flashllm.errors import BudgetError
 from flashllm.pack.loss import GARBAGE, Loss, measure_loss
 from flashllm.pack.score import WINDOW
@@ -53,6 +55,28 @@ def test_without_memory_or_a_tokenizer_nothing_is_said(tmp_path, tiny, capsys):
     warn_of_garbage(tiny("float32").path(), memory=1000)
     warn_of_garbage(tmp_path)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ("generation_config.json", "{", "generation_config.json"),
+        ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id must be an id"),
+        ("chat_template.jinja", "{% if %}", "the chat template is not valid"),
+    ],
+)
+def test_what_no_run_could_read_is_found_before_the_work(tmp_path, tiny, capsys, fault):
+    name, text, message = fault
+    source = shutil.copytree(tiny("float32").source, tmp_path / "source")
+    (source / name).write_text(text)
+    assert main(["convert", str(source), str(tmp_path / "model")]) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "model").exists()
+    convert(source, tmp_path / "model")
+    warn_of_garbage(tmp_path / "model")
+    said = capsys.readouterr().err
+    assert said.startswith("flashllm: warning: this model could not be checked: ")
+    assert message in said
 
 
 def test_fewer_bits_of_a_model_that_is_not_computed_by_layers_are_said_by_their_own_loss(tmp_path, variant_of, capsys):
