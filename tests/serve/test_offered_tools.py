@@ -398,6 +398,8 @@ def test_a_template_without_tools_is_told_of_them_in_text(scripted, tools_path, 
             running(scripted, tools_path, template=plain, tool_format=form) as (url, _),
             openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client,
         ):
+            shown = httpx.post(f"{url}/api/show", json={"model": "tiny"}).json()["capabilities"]
+            assert shown == ["completion"] + ["tools"] * (form == "generic")
             if expected is not None:
                 for tools in ((NOW,), ()):
                     with pytest.raises(openai.BadRequestError, match=expected):

@@ -17,6 +17,7 @@ from flashllm.api.fields import BadRequest, flag, mapping, text
 from flashllm.api.requests import parse_body
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.replies import written
+from flashllm.replies.formats import GENERIC
 from flashllm.replies.parser import Event as Said
 from flashllm.serve.app import Api, rfc3339
 from flashllm.serve.bodies import Asked, model_of, parse_object
@@ -79,10 +80,10 @@ class Ollama:
             self._api.check_name(_model(body))
         except BadRequest as error:
             raise ApiError(400, str(error), param=error.param) from None
-        context = self._api.served.encoder.context
-        facts = {"general.architecture": "flashllm", "flashllm.context_length": context}
         encoder = self._api.served.encoder
-        tools = encoder.answers is not None and encoder.template is not None and encoder.template.takes("tools")
+        facts = {"general.architecture": "flashllm", "flashllm.context_length": encoder.context}
+        template, answers = encoder.template, encoder.answers
+        tools = template is not None and answers is not None and (answers is GENERIC or template.takes("tools"))
         capabilities = ["completion", "tools"] if tools else ["completion"]
         return JSONResponse({"details": self._details(), "model_info": facts, "capabilities": capabilities})
 
