@@ -45,14 +45,18 @@ def main(args: argparse.Namespace) -> int:
             sampling = SamplingOptions(max_new_tokens=args.max_new_tokens, **options.given_sampling(args))
             constraint = None if args.json_schema is None else _schema(args.json_schema)
             session, model = stack.enter_context(open_session(args, path, sampling, constraint=constraint))
+        matcher = session.matcher
         if args.json:
             records = list(session.stream(prompt, add_special=True))
             print_json({**_document(path, session, model, records), "peak_rss_bytes": peak_process_nbytes()})
         else:
             stats = _show(session.stream(prompt, add_special=True))
             say(f"{stats.summary()}, peak memory {format_size(peak_process_nbytes())}")
+        cut = "" if matcher is None or matcher.is_whole else ": the answer is not whole JSON"
         if session.stopped == "context":
-            say(f"the context limit of {session.context_limit} tokens is reached")
+            say(f"the context limit of {session.context_limit} tokens is reached{cut}")
+        elif session.stopped == "length" and cut:
+            say(f"--max-new-tokens {args.max_new_tokens} is reached{cut}")
     return 0
 
 

@@ -93,6 +93,11 @@ class Matcher:
         self.ended = False  # nothing can follow
         self._look_ahead()
 
+    @property
+    def is_whole(self) -> bool:
+        """True where the answer may end here."""
+        return self.ended or self._state is None or self._state.is_accepting()
+
     def copy(self) -> "Matcher":
         """A matcher that goes on from here by itself."""
         other = copy.copy(self)

@@ -387,6 +387,21 @@ def test_generate_announces_the_context_limit(run, tiny):
     assert "context limit" in err
 
 
+def test_generate_says_where_json_is_not_whole(run, tiny, tmp_path):
+    def said(schema, *options):
+        file = tmp_path / "schema.json"
+        file.write_text(json.dumps(schema))
+        status, _, err = run("generate", tiny().path(), "--prompt", "x", "--json-schema", file, *options, *PIECE)
+        assert status == 0, err
+        return err
+
+    names = {"enum": ["a name that is longer than the limit"]}
+    assert "--max-new-tokens 2 is reached: the answer is not whole JSON" in said(names, "--max-new-tokens", "2")
+    assert "the context limit of 5 tokens is reached: the answer is not whole JSON" in said(names, "--context", "5")
+    assert "not whole" not in said({"enum": [1]}, "--max-new-tokens", "1")
+    assert "not whole" not in said({"enum": [1, 11]}, "--max-new-tokens", "1")  # goes on, or ends here
+
+
 def test_errors_of_loading_are_one_line(run, tiny):
     status, out, err = run("generate", tiny().path("bare"), "--prompt", "x", *PIECE)
     assert (status, out) == (2, "")
