@@ -119,7 +119,8 @@ def memory_limits(options: LaunchOptions) -> tuple[int, int]:
     if memory <= 0:
         raise BudgetError(
             f"--memory {format_size(limit)} is taken by the interpreter and its libraries ({format_size(process)}, and "
-            f"{format_size(_MARGIN_NBYTES)} for their growth): nothing is left for the model"
+            f"{format_size(_MARGIN_NBYTES)} for their growth): nothing is left for the model; "
+            f"give it more than {format_size(limit - memory)}"
         )
     return limit, memory
 
@@ -249,10 +250,15 @@ class _Job:
 
     def pipeline(self, stages: int) -> Launch:
         """With one policy for all stages, each of which counts again for its own layers."""
-        policy = plan_policy(
-            self.shape, workload_of(self.sizes, max), self.methods, requests=len(self.sizes), stages=stages
-        )
+        policy = self._plan(workload_of(self.sizes, max), self.methods, stages)
         return self._launch(policy, equal(len(self.sizes), policy.block_size * stages))
+
+    def _plan(self, workload: Workload, methods: Methods, stages: int = 1) -> Policy:
+        try:
+            return plan_policy(self.shape, workload, methods, requests=len(self.sizes), stages=stages)
+        except BudgetError as error:
+            left = f"--memory {format_size(self.limit)} leaves the model {format_size(methods.memory)}"
+            raise BudgetError(f"{error}; {left}: give it that much more") from error
 
     def _plans(self, workload: Workload) -> Iterator[Launch]:
         """The best policies for prompts of one size of which all blocks of the job fit.
@@ -263,7 +269,7 @@ class _Job:
         methods = self.methods
         for attempt in range(_PLANS):
             try:
-                policy = plan_policy(self.shape, workload, methods, requests=len(self.sizes))
+                policy = self._plan(workload, methods)
             except BudgetError:
                 if attempt:
                     return

@@ -159,8 +159,9 @@ def test_a_ragged_job_is_planned_by_its_blocks(model, tmp_path, monkeypatch):
 def test_what_cannot_be_held_is_refused_with_numbers(model, tmp_path, monkeypatch):
     folder, shape = model
     options = LaunchOptions(scratch=tmp_path / "scratch", device="cpu")
-    monkeypatch.setattr(launching, "memory_limits", lambda options: (0, 30 * MB))
-    with pytest.raises(BudgetError, match="more memory"):
+    monkeypatch.setattr(launching, "memory_limits", lambda options: (300 * MB, 30 * MB))
+    told = r"not fit the limits on this machine: it needs .* more memory .*; --memory 300 MB leaves the model 30 MB:"
+    with pytest.raises(BudgetError, match=told):
         prepare(folder, shape, [(400, 450)] * 3, options)
     given = dataclasses.replace(options, policy=policy_of())
     with pytest.raises(BudgetError, match=r"the weights need .* MB of memory, and 30 MB is the limit"):

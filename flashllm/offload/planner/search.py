@@ -185,4 +185,4 @@ def explain_refusal(shape: ModelShape, hardware: Hardware, workload: Workload, s
         missing = [f"{format_size(more)} more {names[tier]}" for tier, more in all_of_them.items() if more > 0]
         ways.append(" and ".join(missing))
     what = f"{shape.name} ({format_size(shape.model_bytes)}) at {workload.prompt_len} + {workload.gen_len} tokens"
-    return f"{what} does not fit {hardware.name}: it needs {', or '.join(ways)}"
+    return f"{what} does not fit the limits on {hardware.name}: it needs {', or '.join(ways)}"

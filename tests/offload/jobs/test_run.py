@@ -115,7 +115,7 @@ def test_malformed_lines_write_nothing(tiny, tmp_path, policy, capsys):  # noqa:
 def test_a_job_that_cannot_start_leaves_no_file(tiny, tmp_path, policy, capsys):  # noqa: F811
     source, out = batch_file(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
     assert main(arguments(tiny, source, out, policy, "--memory", "1MB")) == 1
-    assert "nothing is left for the model" in capsys.readouterr().err
+    assert "nothing is left for the model; give it more than" in capsys.readouterr().err
     assert not out.exists()
     assert main(arguments(tiny, source, source, policy, "--resume")) == 2
     assert main(arguments(tiny, tmp_path / "none.jsonl", out, policy)) == 1
