@@ -1,6 +1,7 @@
 """Checks of single values of a request, each a `BadRequest` that names the field. Knows no request as a whole."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from flashllm.base.checks import short
@@ -22,6 +23,18 @@ class BadRequest(Exception):
     ) -> None:
         super().__init__(message)
         self.custom_id, self.is_prompt, self.param = custom_id, is_prompt, param
+
+
+@contextmanager
+def naming_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """What is raised of one of OpenAI's fields names another dialect's: `names` has it by OpenAI's name."""
+    try:
+        yield
+    except BadRequest as error:
+        ours = error.param or ""
+        if ours not in names:
+            raise
+        raise BadRequest(str(error).replace(ours, names[ours], 1), error.custom_id, param=names[ours]) from None
 
 
 def text(name: str, value: Any) -> str:

@@ -166,8 +166,9 @@ def test_tokens_are_counted(http, say):
         ({"tools": [{"name": "a b"}]}, "needs a name"),
         ({"tool_choice": {"type": "other"}}, "tool_choice: the type 'other' is unknown"),
         ({"tool_choice": {"type": "any"}}, "tool_choice: needs tools"),
-        ({"thinking": {"type": "enabled", "budget_tokens": "x"}}, "thinking_token_budget must be an integer"),
+        ({"thinking": {"type": "enabled", "budget_tokens": "x"}}, "thinking.budget_tokens must be an integer"),
         ({"top_k": "x"}, "top_k"),
+        ({"stop_sequences": 5}, "stop_sequences must be a text or a list"),
         ({"n": 2}, "the field 'n' is unknown"),
     ],
 )

@@ -118,8 +118,8 @@ def test_forms_and_ends(responses, say):
         ({"input": [{"role": "robot", "content": "x"}]}, "role must be one of"),
         ({"tools": [{"type": "function"}]}, "needs a name"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice: its type must be"),
-        ({"text": {"format": {"type": "yaml"}}}, "response_format must be an object with the type"),
-        ({"max_output_tokens": 0}, "max_tokens must be an integer"),
+        ({"text": {"format": {"type": "yaml"}}}, "text.format must be an object with the type"),
+        ({"max_output_tokens": 0}, "max_output_tokens must be an integer"),
     ],
 )
 def test_what_is_wrong_is_said(responses, fields, says):

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from flashllm.api.fields import BadRequest, check_names, flag, mapping, objects, text
+from flashllm.api.fields import BadRequest, check_names, flag, mapping, naming_fields, objects, text
 from flashllm.api.messages import UNSEEN_IMAGE
 from flashllm.api.requests import parse_body
 from flashllm.base.checks import short
@@ -40,6 +40,11 @@ _KNOWN = _IGNORED | {
     "stop_sequences",
     "thinking",
     "output_config",
+}
+_NAMES = {  # OpenAI's name -> Anthropic's
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "thinking_token_budget": "thinking.budget_tokens",
 }
 _BILLING = "x-anthropic-billing-header:"
 _CHOICES = {"auto": "auto", "none": "none", "any": "required"}
@@ -84,7 +89,8 @@ class Anthropic:
         if shape is not None:
             schema = mapping("output_config.format", shape).get("schema")
             chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
-        request = parse_body(chat, "chat", custom_id=f"msg_{secrets.token_hex(12)}", defaults=defaults)
+        with naming_fields(_NAMES):
+            request = parse_body(chat, "chat", custom_id=f"msg_{secrets.token_hex(12)}", defaults=defaults)
         return Asked.chat(request, stream=flag(body, "stream"))
 
     def _thinking(self, given: Any) -> Document:

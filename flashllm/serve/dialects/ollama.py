@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 import flashllm
 from flashllm.api.answers import chat_delta
-from flashllm.api.fields import BadRequest, flag, mapping, text
+from flashllm.api.fields import BadRequest, flag, mapping, naming_fields, text
 from flashllm.api.requests import parse_body
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.replies import written
@@ -34,6 +34,7 @@ _OPTIONS = {  # Ollama's name -> OpenAI's
     "stop": "stop",
     "num_predict": "max_tokens",
 }
+_NAMES = {ours: theirs for theirs, ours in _OPTIONS.items()} | {"response_format": "format"}
 _IGNORED = frozenset(("keep_alive", "num_ctx", "num_thread", "use_mmap", "num_gpu"))  # they change no answer here
 _PROMPT = frozenset(("model", "options", "stream", "think", "format", *_IGNORED))  # of a body of /api/generate
 Tell = Callable[[Sequence[Said]], dict[str, Any]]  # fields of a line that tell what is said
@@ -227,7 +228,8 @@ def _asked(body: dict[str, Any], kind: Literal["chat", "completion"], defaults: 
         json_schema = {"type": "json_schema", "json_schema": {"schema": form}}
         ours["response_format"] = {"type": "json_object"} if form == "json" else json_schema
     rest = {name: value for name, value in body.items() if name not in ("stream", *_IGNORED)}
-    request = parse_body({**rest, **ours}, kind, custom_id="ollama", defaults=defaults)
+    with naming_fields(_NAMES):
+        request = parse_body({**rest, **ours}, kind, custom_id="ollama", defaults=defaults)
     return Asked.chat(request, stream=stream, model=_model(body))
 
 

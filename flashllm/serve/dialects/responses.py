@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from flashllm.api.fields import BadRequest, check_names, flag, mapping, objects, text
+from flashllm.api.fields import BadRequest, check_names, flag, mapping, naming_fields, objects, text
 from flashllm.api.messages import UNSEEN_IMAGE
 from flashllm.api.requests import parse_body
 from flashllm.base.checks import short
@@ -80,7 +80,8 @@ class Responses:
         takes = template is not None and any(map(template.takes, ("reasoning_effort", "enable_thinking")))
         if effort is not None and takes:
             chat["reasoning_effort"] = effort
-        request = parse_body(chat, "chat", custom_id=f"resp_{secrets.token_hex(12)}", defaults=defaults)
+        with naming_fields({"max_tokens": "max_output_tokens", "response_format": "text.format"}):
+            request = parse_body(chat, "chat", custom_id=f"resp_{secrets.token_hex(12)}", defaults=defaults)
         return Asked.chat(request, stream=flag(body, "stream"), model=model_of(body))
 
 
