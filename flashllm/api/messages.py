@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from flashllm.api.fields import MAX_DEPTH, BadRequest, depth, flag, text
+from flashllm.api.fields import MAX_DEPTH, BadRequest, check_names, depth, flag, text
 from flashllm.base.checks import short
 from flashllm.replies.written import dump, load
 
@@ -142,10 +142,11 @@ def _content(content: Any, where: str) -> str:
         return text(f"{where}: content", content)
     texts = []
     for part in content:
-        if not isinstance(part, dict) or set(part) != {"type", "text"} or part["type"] != "text":
+        if not isinstance(part, dict) or part.get("type") != "text":
             kind = part.get("type") if isinstance(part, dict) else part
             raise BadRequest(
                 f"{where}: a content part of type {short(kind)} is not supported; only text is", param=where
             )
-        texts.append(text(f"{where}: text", part["text"]))
+        check_names(part, ("type", "text"))
+        texts.append(text(f"{where}: text", part.get("text")))
     return "\n".join(texts)

@@ -48,6 +48,8 @@ BAD_FIELDS = [
     (CHAT, {"messages": [{**HELLO, "content": [{"type": "image_url", "image_url": {}}]}]}, "only text is"),
     (CHAT, {"messages": [{**HELLO, "content": [{"type": "text", "text": 5}]}]}, "messages[0]: text must be a text"),
     (CHAT, {"messages": [{**HELLO, "content": ["x"]}]}, "a content part of type"),
+    (CHAT, {"messages": [{**HELLO, "content": [{"type": "text"}]}]}, "messages[0]: text must be a text, not None"),
+    (CHAT, {"messages": [{**HELLO, "content": [{"type": "text", "text": "", "x": 1}]}]}, "the field 'x' is unknown"),
     (CHAT, {"messages": [{**HELLO, "content": "\ud800"}]}, "half a character"),
     (CHAT, {"messages": [{**HELLO, "tool_calls": [{"id": "1"}]}]}, "'tool_calls' is not supported"),
     (CHAT, {"messages": [{**HELLO, "name": 7}]}, "messages[0]: name must be a text"),
