@@ -124,7 +124,7 @@ def _explain(error: OSError, dst: Path, begun: Path, nbytes: int) -> str:
             free = shutil.disk_usage(dst.parent).free
             message += f"; the output has {format_size(nbytes)} ({nbytes} bytes), {free} are free"
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        message += "; `flashllm convert` makes it at a place of your choice"
+        message += "; give `flashllm convert` a DST that you may write to"
     if begun.exists():
         message += f"; {begun} is kept: run the same conversion again to go on, or remove it"
     return message
