@@ -115,7 +115,7 @@ class Named:
             )
         raise UsageError(
             f"{text}: there is no such directory; give a model directory, a Hugging Face folder, a GGUF file, a hub id "
-            f"(owner/name) or one of {', '.join(KNOWN)}"
+            f"(owner/name) or one of {', '.join(KNOWN)}; `flashllm models` lists more"
         )
 
     @property

@@ -49,6 +49,12 @@ def test_the_table_shows_both_ends(tiny, capsys, plan_json):
     assert {"interpreter and libraries", "KV cache", "neuron cache", "total", "limit", "minimum"} <= set(table)
 
 
+def test_of_a_name_that_is_unknown_it_says_where_names_are(capsys):
+    assert main(["plan", "nosuchmodel"]) == 2
+    assert "there is no such directory" in (said := capsys.readouterr().err)
+    assert said.endswith("`flashllm models` lists more\n")
+
+
 def test_the_plan_says_by_what_rows_are_shared_out(tiny, tmp_path, capsys, plan_json):
     model = Path(shutil.copytree(tiny().path("random"), tmp_path / "model"))
     assert plan_json(model)["popularity"] is None
