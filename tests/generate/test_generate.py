@@ -253,10 +253,12 @@ def test_memory_does_not_grow_with_the_tokens(session, opened, tiny):
     for _ in range(2):
         run(one.stream(PROMPTS[1]))
         one.reset()
-    gc.collect()
-    before = process.memory_info().rss
+    grown = []
     for _ in range(4):
+        gc.collect()
+        before = process.memory_info().rss
         run(one.stream(PROMPTS[1]))
         one.reset()
-    gc.collect()
-    assert process.memory_info().rss - before < 1_000_000  # 320 tokens
+        gc.collect()
+        grown.append(process.memory_info().rss - before)
+    assert min(grown) < 250_000  # of 80 tokens: what grows with them grows each time, what else there is does not
