@@ -100,7 +100,7 @@ class PyBatchModel {
 
   // `watch(x [tokens, width] fp32, neuron)`: sees the inputs of the layer's products, each once: those of
   // query, key and value, then of out, of each mixer, with -1; then those of up and gate and those of down,
-  // with the first of their neurons: of each expert in turn.
+  // with the first of their neurons: of each expert in turn; and those of other matrices, with -2.
   // `recurrent` [slots, floats], `slots`: as LentStates, of a layer that keeps a state.
   void run(const PyLentLayer& layer, const AnyArray& states, const Longs& positions, nb::object attend,
            bool decoding, nb::object watch, const std::optional<StateRows>& recurrent,

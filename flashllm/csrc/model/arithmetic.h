@@ -35,10 +35,11 @@ class Arithmetic {
   // To 8 bits, token by token.
   void round_inputs(std::size_t count, std::size_t width, float* x);
   // The inputs [count, width] of the products that follow: `x` must stay as it is until the last of them.
-  // `many`: they are a prompt's. `neuron`: the first of those that take or give these inputs; -1: they go
-  // to other matrices.
+  // `many`: they are a prompt's. `neuron`: the first of those that take or give these inputs, or kMixers: a
+  // mixer's matrices take them, or kOthers: such as lie beside mixers and neurons.
+  static constexpr std::ptrdiff_t kMixers = -1, kOthers = -2;
   void take_inputs(const float* x, std::size_t count, std::size_t width, bool many,
-                   std::ptrdiff_t neuron = -1);
+                   std::ptrdiff_t neuron = kMixers);
   // The same, and nobody sees them.
   void set_inputs(const float* x, std::size_t width, bool many);
   // out [count, rows]: the inputs taken times the weights; rounded, or as they are summed.

@@ -132,7 +132,7 @@ void Layer::make_beside(const BlockWeights& weights, const Part& part, const flo
     input = norms_input(spec.norms) ? to : states;
     if (input != states) arithmetic_.normalize(norm, count, states, to);
   }
-  arithmetic_.set_inputs(input, spec_.d_model, part.is_prompt());
+  arithmetic_.take_inputs(input, count, spec_.d_model, part.is_prompt(), Arithmetic::kOthers);
   arithmetic_.project(weights.beside_up, count, up_.data());
   if (gated) {
     gate_.resize(count * width);
@@ -145,7 +145,7 @@ void Layer::make_beside(const BlockWeights& weights, const Part& part, const flo
   }
   activate_rows(weights, count, width, gated ? gate_.data() : up_.data());
   if (gated) arithmetic_.multiply(up_.data(), gate_.data(), count * width);
-  arithmetic_.set_inputs(up_.data(), width, part.is_prompt());
+  arithmetic_.take_inputs(up_.data(), count, width, part.is_prompt(), Arithmetic::kOthers);
   arithmetic_.project(weights.beside_down, count, to);
   if (spec.beside_norms) arithmetic_.normalize(weights.beside_output_norm, count, to, to);
   if (weighed) weigh_by_gate(count, to);

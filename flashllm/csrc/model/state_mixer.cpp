@@ -106,9 +106,9 @@ void StateMixer::project_by_halves(const StateSpec& spec, const StateWeights& we
   float *of_decay = low_.data(), *of_gate = low_.data() + count * rank;
   arithmetic_.project(weights.decay_down, count, of_decay);
   arithmetic_.project(weights.gate_down, count, of_gate);
-  arithmetic_.set_inputs(of_decay, rank, part.is_prompt());
+  arithmetic_.take_inputs(of_decay, count, rank, part.is_prompt(), Arithmetic::kOthers);
   arithmetic_.project(weights.decay, count, decay_.data());
-  arithmetic_.set_inputs(of_gate, rank, part.is_prompt());
+  arithmetic_.take_inputs(of_gate, count, rank, part.is_prompt(), Arithmetic::kOthers);
   arithmetic_.project(weights.out_gate, count, gate_.data());
 }
 
