@@ -104,8 +104,7 @@ class DeviceWeights(WeightStore):
         return Matrix(array, one.rows, one.columns, one.packing, bias)
 
     def embedding_rows(self, ids: NDArray[np.integer[Any]]) -> Tensor:
-        outer = self.plan.bundles[-1].tensors
-        table = outer["table"] if "table" in outer else outer["head"]
+        _, table = self.plan.table
         if table.home == DEVICE:
             rows: Tensor = self._matrix(table, 0, None).array
             return rows[self._device.from_host(np.asarray(ids, np.int64))]

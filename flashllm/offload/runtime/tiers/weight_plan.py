@@ -49,7 +49,7 @@ class TieredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Tensors that are used together: a layer's matrices; or the head and the embedding."""
+    """Tensors that are used together: a layer's matrices; or the head, or the embedding."""
 
     tensors: Mapping[str, TieredTensor]  # by short name
     image: tuple[int, int]  # of a staging buffer: what is kept in the scratch file, as one run
@@ -72,7 +72,13 @@ class WeightPlan:
     scratch_nbytes: int
     start_nbytes: int  # memory needed while the weights are brought to their tiers, and no longer
     arriving_nbytes: int  # likewise, of weights on their way to an accelerator
-    bundles: tuple[Bundle, ...] = field(repr=False)  # of the layers, then that of head and embedding
+    bundles: tuple[Bundle, ...] = field(repr=False)  # of the layers, then the head's and the embedding's
+
+    @property
+    def table(self) -> tuple[Bundle, TieredTensor]:
+        """The embedding, which may be the head, and the bundle that it is in."""
+        head, own = self.bundles[-2:]
+        return (own, own.tensors["table"]) if own.tensors else (head, head.tensors["head"])
 
     @property
     def memory_nbytes(self) -> int:
@@ -129,12 +135,10 @@ def plan_weights(source: WeightSource, policy: Policy, *, bits: int | None = Non
     for layer in source.stage.numbers:
         tiered = {name: (matrix_name(layer, name), homes[of_either(name)]) for name in source.matrices(layer)}
         layout.add(tiered, layer=layer)
-    outer: dict[str, tuple[str, str]] = {}
-    if source.stage.is_last:
-        outer["head"] = ("embedding.weight" if tied else "head.weight", head)
-    if source.stage.is_first and "embedding.weight" not in (name for name, _ in outer.values()):
-        outer["table"] = ("embedding.weight", table)
-    layout.add(outer)
+    stage = source.stage
+    layout.add({"head": ("embedding.weight" if tied else "head.weight", head)} if stage.is_last else {})
+    is_head = tied and stage.is_last
+    layout.add({"table": ("embedding.weight", table)} if stage.is_first and not is_head else {})
     small = _small_nbytes(source) + layout.plane_nbytes
     return WeightPlan(
         homes=homes,
@@ -202,8 +206,7 @@ class _Layout:
             tensor = TieredTensor(name, home, extent, rows, columns, nbytes, start, end, packing)
             if home != DISK:
                 self.held[home] += tensor.room
-            gathered = short == "table" and (home == CPU or extent is not None)  # rows of it pass no staging buffer
-            if home in (CPU, DISK) and not gathered:
+            if home in (CPU, DISK) and short != "table":  # rows of that pass no staging buffer
                 end += tensor.room
                 read = end if home == DISK else read
             tensors[short] = tensor

@@ -118,7 +118,7 @@ class WeightStore(Closing):
             if buffer is not None:
                 name = "embedding" if self._block.tied_head else "head"
                 bias = self._small.get("head.bias")
-                matrices[name] = self._matrix(self.plan.bundles[-1].tensors["head"], buffer, bias)
+                matrices[name] = self._matrix(self.plan.bundles[-2].tensors["head"], buffer, bias)
             self._lent[None, buffer] = Tensors(matrices, self._vectors(""))
         return self._lent[None, buffer]
 
@@ -130,8 +130,7 @@ class WeightStore(Closing):
 
     def embedding_rows(self, ids: NDArray[np.integer[Any]]) -> Array:
         """Rows [n, embed_dim] of the embedding, in the model's dtype; read from the disk where it lies there."""
-        outer = self.plan.bundles[-1].tensors
-        table = outer["table"] if "table" in outer else outer["head"]
+        _, table = self.plan.table
         if table.home == DISK:
             return self._gathered_rows(table, ids)
         return self._array(table, self._memory[table.home], table.start + table.skip)[ids]
@@ -178,8 +177,13 @@ class WeightStore(Closing):
 
     def _fill(self, source: WeightSource) -> None:
         """Bring every tensor to its tier, a layer at a time."""
-        image = self._buffers[0] if self._buffers else _core.allocate(self.plan.buffer_nbytes)
-        for bundle in self.plan.bundles:
+        *others, table = self.plan.bundles
+        # An embedding that is put into the scratch file comes first: nothing else takes memory yet, and the head, which
+        # is as large, will.
+        for bundle in (table, *others):
+            image = self._buffers[0]
+            if bundle.image[1] > len(image):
+                image = _core.allocate(bundle.image[1])
             # 1. What is read as it is, into memory; files of the disk tier are opened to see that they are there.
             found = [one for one in bundle.tensors.values() if one.extent is not None]
             homes = {tier: self._home(bundle, tier) for tier in (DEVICE, CPU)} | {DISK: (image, 0)}
@@ -271,7 +275,7 @@ class WeightStore(Closing):
 
     def _gather(self, table: TieredTensor, ids: NDArray[np.integer[Any]], rows: NDArray[Any]) -> None:
         """Fill `rows` with the embedding's rows of `ids`, which are distinct and ascending."""
-        bundle = self.plan.bundles[-1]
+        bundle, _ = self.plan.table
         if table.extent is not None:
             file, base = self._file(table.extent.path), table.extent.offset
         else:
