@@ -27,7 +27,7 @@ class BadRequest(Exception):
 
 @contextmanager
 def naming_fields(names: Mapping[str, str]) -> Iterator[None]:
-    """What is raised of one of OpenAI's fields names another dialect's: `names` has it by OpenAI's name."""
+    """A BadRequest within names the field that the client sent: `names` gives it for each of OpenAI's names."""
     try:
         yield
     except BadRequest as error:

@@ -165,7 +165,7 @@ class ModelShape:
         return self.hidden * self.dtype_bytes
 
     def share(self, stages: int) -> "ModelShape":
-        """What the largest of a pipeline's stages has of it, its layers taken for alike."""
+        """The shape of a pipeline's largest stage, as if all layers were alike."""
         layers, keeping, state = (-(-each // stages) for each in (self.layers, self.keeping, self.state_bytes))
         return dataclasses.replace(self, layers=layers, keeping=keeping, state_bytes=state)
 

@@ -56,19 +56,19 @@ def weights(model: HostCostModel) -> tuple[Linear, float]:
 def cache(model: HostCostModel) -> Linear:
     """The cache's blocks in memory and the buffers that blocks pass; recurrent states, which do not move."""
     m, positions = model.method, cached_positions(model)
-    sequences = m.block_size * model.blocks_in_flight * model.shape.kept_layers
+    in_flight = m.block_size * model.blocks_in_flight
+    sequences, states = in_flight * model.shape.kept_layers, in_flight * model.shape.state_bytes
     full, prompt = sealed_blocks(model), -(-model.workload.prompt_len // KV_BLOCK)
     staged = CD * (m.gpu_batch * BUFFERS * full * model.sealed_bytes)
     arriving = m.gpu_batch * prompt * (BUFFERS * model.block_bytes)
     outbox = m.gpu_batch * prompt * model.sealed_bytes
-    staged += m.block_size * model.blocks_in_flight * model.shape.state_bytes
     if not m.compress_cache:
         blocks = -(-positions // KV_BLOCK)
         kept = (CG + CC) * (sequences * blocks * model.block_bytes) + CD * (sequences * model.block_bytes)
-        return kept + staged + CD * (arriving + outbox)
+        return kept + staged + CD * (arriving + outbox) + states
     kept = constant(sequences * model.block_bytes) + (CG + CC) * (sequences * full * model.sealed_bytes)
     has_disk = model.policy is None or model.policy.cd > 0
-    return kept + staged + constant(arriving + (outbox if has_disk else 0))
+    return kept + staged + constant(arriving + (outbox if has_disk else 0)) + states
 
 
 def states(model: HostCostModel, tokens: int) -> Linear:
