@@ -80,20 +80,50 @@ def test_what_does_not_fit_is_refused():
         model.head(model.lend_ends({}), states, np.empty((3, 40), np.float32))
 
 
-@pytest.mark.parametrize("missing", ["conv.weight", "decay_log", "decay_bias"])
-def test_a_vector_that_a_mixer_reads_must_be_there(missing):
+def keeping(rows_together=4):
+    """A model whose layer 1 keeps a state, and that layer's tensors."""
     mixer = DeltaRule(key_heads=1, value_heads=2, key_dim=16, value_dim=16, kernel=4)
     block = dataclasses.replace(BLOCK, layers=(*BLOCK.layers, LayerSpec(mixer=mixer, neurons=NEURONS)))
-    model = _core.BatchModel(block=block, dtype="float32", pool=_core.ThreadPool(1), rows_together=4)
+    model = _core.BatchModel(block=block, dtype="float32", pool=_core.ThreadPool(1), rows_together=rows_together)
     lent = tensors("float32") | {"conv.weight": np.zeros((64, 4), np.float32)}
     lent |= {"value.weight": np.zeros((32, D), np.float32), "out_gate.weight": np.zeros((32, D), np.float32)}
     lent |= {"query.weight": np.zeros((16, D), np.float32)}
     lent |= {f"{name}.weight": np.zeros((2, D), np.float32) for name in ("beta", "decay")}
-    lent |= {name: np.zeros(2, np.float32) for name in ("decay_log", "decay_bias")}
+    return model, lent | {name: np.zeros(2, np.float32) for name in ("decay_log", "decay_bias")}
+
+
+@pytest.mark.parametrize("missing", ["conv.weight", "decay_log", "decay_bias"])
+def test_a_vector_that_a_mixer_reads_must_be_there(missing):
+    model, lent = keeping()
     model.lend_layer(1, lent, {}, False)
     del lent[missing]
     with pytest.raises(ValueError, match=f"{missing} is missing"):
         model.lend_layer(1, lent, {}, False)
+
+
+def test_states_that_do_not_fit_are_refused():
+    model, lent = keeping()
+    layer, states = model.lend_layer(1, lent, {}, False), np.ones((5, D), np.float32)
+    prompts, kept = np.array([0, 1, 2, 0, 1], np.int64), np.ones((3, 2 * 16 * 16 + 3 * 64), np.float32)
+
+    def run(kept, *slots, positions=prompts, decoding=False):
+        model.run(layer, states, positions, print, decoding, None, kept, np.array(slots, np.int32))
+
+    for refused, said in (
+        (lambda: model.run(layer, states, prompts, print), "keeps another recurrent state"),
+        (lambda: run(kept[:, 1:].copy(), 2, 0), "keeps another recurrent state"),
+        (lambda: run(kept, 2), "every sequence needs a recurrent state"),
+        (lambda: run(kept, 2, 0, 1), "more recurrent states than sequences"),
+        (lambda: run(kept, 2, 3), "beyond those there are"),
+        (lambda: run(kept, 2, -1), "beyond those there are"),
+        (lambda: run(kept, 2, positions=prompts + 1), "begins at position 0"),
+        (lambda: run(kept, 2, 0, positions=prompts + 1, decoding=True), "every sequence needs a recurrent state"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            refused()
+    run(kept, 2, 0)
+    assert not kept[[0, 2], : 2 * 16 * 16].any()  # zeros where a sequence begins; no weight adds to them
+    assert np.all(kept[1] == 1)
 
 
 def test_what_attention_raises_ends_the_layer():
