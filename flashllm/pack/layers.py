@@ -82,6 +82,8 @@ class _Inputs:
         self.width, self._tokens, self._least = width, 0, least
 
     def add(self, x: Floats) -> None:
+        if x.shape[1] != self.width:
+            raise ValueError(f"inputs {x.shape[1]} wide are not those of a matrix of {self.width}")
         first = 0
         for total in self._sums:
             part = x[:, first : first + len(total)]
