@@ -4,16 +4,16 @@ It counts bytes and operations of one transformer layer; it does not know weight
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from flashllm.arch.mixers import Attention
-from flashllm.arch.registry import block_spec, resolve, spec_of
+from flashllm.arch.registry import block_spec, resident_shapes, resolve, spec_of
 from flashllm.arch.spec import Architecture, BlockSpec, LayerSpec
-from flashllm.arch.tensors import delta_rules, state_spaces, tensor_shape
+from flashllm.arch.tensors import Shape
 from flashllm.base.codes.carried import SCALE_FORMS, plane_shapes
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.files import is_there, read_json_object
@@ -30,7 +30,12 @@ from flashllm.offload.planner.packing import CODES, WeightPacking
 
 # The paper plans every model in 16 bit, whatever dtype its config was saved in (section 3).
 _PLAN_DTYPE_BYTES = 2
-PLAIN = ("query", "key", "value", "out")  # matrices of most mixers
+_PLAIN = ("query", "key", "value", "out")  # matrices of most mixers
+# Of all: of attention, and of a state beside it or in its place.
+_MIXERS = (
+    *("query_down", "query", "key", "key_up", "value", "out_gate", "out"),
+    *(f"state.{name}" for name in (*_PLAIN, "out_gate")),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,9 +190,16 @@ def check_mixers(block: BlockSpec, name: str) -> None:
 
 
 def shape_of(
-    architecture: Architecture, block: BlockSpec, layers: range, *, name: str, dtype: str | None, assembled: bool
+    architecture: Architecture,
+    block: BlockSpec,
+    shapes: Mapping[str, Shape],
+    layers: range,
+    *,
+    name: str,
+    dtype: str | None,
+    assembled: bool,
 ) -> ModelShape:
-    """The shape of some of a model's layers, with what lies before and behind them."""
+    """The shape of some of a model's layers, with what lies before and behind them. `shapes`: of its tensors."""
     widths = [architecture.width(layer) for layer in layers]
     used = [architecture.cycle if layer in architecture.mixtures else architecture.width(layer) for layer in layers]
     average = [-(-sum(each) // len(layers)) for each in (widths, used)]
@@ -196,7 +208,9 @@ def shape_of(
     attending = [each.mixer for each in own if isinstance(each.mixer, Attention)]
     # A stage of a pipeline may have none: then it keeps nothing of this width.
     mixer = max(attending or block.attentions, key=lambda each: each.query_dim + each.kv_dim)
-    sizes = max((_mixer_sizes(block, each) for each in own), key=lambda each: sum(rows * n for _, rows, n in each))
+    mixers = [mixer_matrices(shapes, layer) for layer in layers]
+    largest = max(mixers, key=lambda each: sum(map(prod, each.values())))
+    sizes = tuple((name, rows, columns) for name, (rows, columns) in largest.items())
     differ = len(set(widths)) + len(set(used)) > 2
     return ModelShape(
         name=name,
@@ -212,7 +226,7 @@ def shape_of(
         kv_heads=mixer.kv_heads,
         head_dim=mixer.head_dim,
         value_dim=mixer.value_dim or 0,
-        mixer=() if {mixer_matrices(each) for each in own} == {PLAIN} else sizes,
+        mixer=() if {*map(tuple, mixers)} == {_PLAIN} else sizes,
         mixer_values=max(_mixer_values(each) for each in own),
         latent=mixer.latent is not None,
         keeping=len(attending) if len(attending) < len(own) else 0,
@@ -227,25 +241,10 @@ def shape_of(
     )
 
 
-def mixer_matrices(layer: LayerSpec) -> tuple[str, ...]:
-    """Names, within a layer, of its mixers' matrices that have a tier."""
-    mixer, names = layer.mixer, []
-    if isinstance(mixer, Attention):
-        latent = mixer.latent
-        names += ["query_down"] if latent is not None and latent.query_rank is not None else []
-        names += ["query", "key", *([] if latent is None else ["key_up"]), *([] if mixer.key_is_value else ["value"])]
-        names += [*([] if mixer.gate == "none" else ["out_gate"]), "out"]
-    if delta_rules(layer):
-        names += [*PLAIN, "out_gate"]
-    elif layer.recurrent is not None:
-        names += [f"state.{name}" for name in (*PLAIN, *(["out_gate"] if state_spaces(layer) else []))]
-    return tuple(names)
-
-
-def _mixer_sizes(block: BlockSpec, layer: LayerSpec) -> tuple[tuple[str, int, int], ...]:
-    """As `ModelShape.mixer`, of a layer."""
-    shapes = {name: tensor_shape(f"layers.{{i}}.{name}.weight", block, layer) for name in mixer_matrices(layer)}
-    return tuple((name, rows, columns) for name, (rows, columns) in shapes.items())
+def mixer_matrices(shapes: Mapping[str, Shape], layer: int) -> dict[str, Shape]:
+    """The matrices of a layer's mixers that have a tier, out of a model's tensors by canonical name."""
+    names = {name: f"layers.{layer}.{name}.weight" for name in _MIXERS}
+    return {name: shapes[full] for name, full in names.items() if full in shapes}
 
 
 def _mixer_values(layer: LayerSpec) -> int:
@@ -311,7 +310,7 @@ def shape_from_config(config: dict[str, Any], *, name: str, assembled: bool = Fa
         raise UnsupportedModelError(f"{name}: a projected embedding (opt-350m) is not planned for")
     dtype = str(config.get("dtype", config.get("torch_dtype")))
     layers, known = range(architecture.num_layers), dtype if dtype in WEIGHT_DTYPES else None
-    shape = shape_of(architecture, block, layers, name=name, dtype=known, assembled=assembled)
+    shape = shape_of(architecture, block, resident_shapes(config), layers, name=name, dtype=known, assembled=assembled)
     dense = len(architecture.mixtures) < architecture.num_layers
     needed = [key for key in (*_SIZES, *_FFN_SIZES) if dense or key != "intermediate_size"]
     missing = next((key for key in needed if key in spec.defaults and key not in config), None)

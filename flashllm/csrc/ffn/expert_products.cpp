@@ -89,7 +89,7 @@ void ExpertProducts::find_values(const ExpertRun& run, std::size_t first, std::s
 }
 
 // Gates and ups of `count` neurons and one token, row after row: all gates before all ups would go from page
-// to page, where the processor fetches little ahead.
+// to page, where the processor fetches little ahead. (AVX2 alone: other levels were not tried.)
 void ExpertProducts::multiply_rows(const std::byte* row, std::size_t count, const CodedInputs& x,
                                    InputForm form, float* gates, float* ups) const {
   const RowFormat& format = options_.format;

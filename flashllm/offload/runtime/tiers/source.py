@@ -80,8 +80,8 @@ class WeightSource(ABC, Closing):
 
     def matrices(self, layer: int) -> tuple[str, ...]:
         """The matrices of a layer of the model that have a tier: those of its mixers, then up, (gate,) down."""
-        spec = self.block.layers[layer]
-        return (*mixer_matrices(spec), *(self.architecture.matrices if spec.neurons else ()))
+        neurons = self.block.layers[layer].neurons
+        return (*mixer_matrices(self._shapes, layer), *(self.architecture.matrices if neurons else ()))
 
     @property
     def shapes(self) -> Mapping[str, Shape]:
@@ -92,7 +92,7 @@ class WeightSource(ABC, Closing):
     def model_shape(self) -> ModelShape:
         layers, assembled = self.stage.numbers, is_assembled(self.path)
         arch, dtype = self.architecture, self.dtype.name
-        return shape_of(arch, self.block, layers, name=self.path.name, dtype=dtype, assembled=assembled)
+        return shape_of(arch, self.block, self._shapes, layers, name=self.path.name, dtype=dtype, assembled=assembled)
 
     @abstractmethod
     def extent(self, name: str) -> Extent | None:

@@ -35,8 +35,9 @@ class RecurrentStates:
     def lend(self, layer: int, batch: int, active: Sequence[int]) -> LentStates | None:
         """States of a batch's `active` places, at a layer; None where it keeps none."""
         array = self._layers[layer]
-        rows = np.array(active, np.int32) + np.int32(self._first[batch])
-        return None if array is None else LentStates(array, rows)
+        if array is None:
+            return None
+        return LentStates(array, np.array(active, np.int32) + np.int32(self._first[batch]))
 
 
 def floats(layers: Sequence[LayerSpec]) -> list[int]:
