@@ -66,6 +66,9 @@ def _plan(args: argparse.Namespace) -> int:
     hardware = _hardware(args, shape.dtype)
     if hardware.device != "cpu":
         shape = shape.widened
+        if shape.experts or shape.state_bytes:
+            kind = "mixtures of experts" if shape.experts else "layers that keep a state"
+            print(f"this plan is a GPU's; `run` computes {kind} on the CPU alone: --hardware here", file=sys.stderr)
     document: dict[str, Any] = {"model": shape.name, "hardware": hardware.to_json()}
     if args.policy is not None:
         policy = Policy.load(args.policy)

@@ -112,5 +112,13 @@ def test_parser_loads_nothing_heavy():
     assert run_python("-c", code).stdout.strip() == "[]"
 
 
+def test_what_a_gpu_does_not_run_is_said(capsys):
+    for model, said in (("qwen3.6-35b-a3b", "mixtures of experts"), ("qwen3.5-4b", "layers that keep a state")):
+        status, _, err = run(capsys, argv=["plan", model, "--prompt-len", "64", "--gen-len", "8"])
+        assert status == 0
+        assert f"computes {said} on the CPU alone" in err
+    assert run(capsys)[2] == ""
+
+
 def test_t4_is_the_default_and_says_so(capsys):
     assert T4.source in run(capsys)[1]
