@@ -262,7 +262,7 @@ def layers_of(directory, x, first=0):
                     decoding=decoding,
                 )
                 found.append(states)
-    matrices = [one for bundle in plan.bundles[:-1] for one in bundle.tensors.values()]
+    matrices = [one for bundle in plan.bundles[: source.num_layers] for one in bundle.tensors.values()]
     return np.array(found), sum(one.nbytes for one in matrices)
 
 
