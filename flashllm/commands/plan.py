@@ -124,7 +124,7 @@ def to_type(known: "WellKnown") -> str:
 
     if (fetched := next((name for name in KNOWN if name in known.hub.lower()), None)) is not None:
         return f"flashllm chat {fetched}"
-    return f"flashllm convert {known.hub} {known.name} --bits {OUTLINE_BITS}"
+    return f"flashllm convert {known.hub} {known.name} --bits {OUTLINE_BITS} --resident-bits {OUTLINE_BITS}"
 
 
 def _beside_the_engine(path: Path) -> tuple[object, int]:

@@ -10,7 +10,8 @@ from tiny_models import config_of, make_tiny_opt
 from flashllm.arch.registry import source_shapes
 from flashllm.base.user_dirs import user_cache_dir
 from flashllm.cli import main
-from flashllm.convert.outline import find_well_known, outlined, well_known, write_outline
+from flashllm.commands.plan import OUTLINE_BITS, to_type
+from flashllm.convert.outline import WellKnown, find_well_known, outlined, well_known, write_outline
 from flashllm.convert.run import convert
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.safetensors import read_header
@@ -113,7 +114,7 @@ def test_a_plan_of_a_model_that_is_not_here(home, tmp_path, capsys):
     status, out, err = run(capsys, "plan", "qwen3-30b-a3b", "--memory", "8GB", "--store", store)
     assert status == 0, err
     assert out.startswith("Qwen/Qwen3-30B-A3B-Instruct-2507\n")
-    assert "flashllm convert Qwen/Qwen3-30B-A3B-Instruct-2507 qwen3-30b-a3b --bits 4" in out
+    assert "flashllm convert Qwen/Qwen3-30B-A3B-Instruct-2507 qwen3-30b-a3b --bits 4 --resident-bits 4" in out
     assert "--context 8192" in out
     assert re.search(r"the first token of a prompt of 128: \d\.\d s of reads; `flashllm calibrate`", out)
     status, out, _ = run(capsys, "plan", "qwen3-30b-a3b", "--memory", "8GB", "--store", store, "--json")
@@ -123,6 +124,20 @@ def test_a_plan_of_a_model_that_is_not_here(home, tmp_path, capsys):
     assert document["prompt"]["bytes_read"] == pytest.approx(17e9 - document["neuron_cache_bytes"], rel=0.1)
     status, _, err = run(capsys, "plan", "qwen3-30b", "--memory", "8GB")
     assert status == 2
+
+
+def test_what_it_says_to_type_makes_what_it_planned(tmp_path, capsys):
+    source = make_tiny_opt(tmp_path / "source")
+    known = WellKnown(name="made", hub="nobody/tiny", config=config_of(source))
+    program, verb, _, _, *options = to_type(known).split()
+    assert program == "flashllm"
+    status, _, err = run(capsys, verb, source, tmp_path / "made", *options)
+    assert status == 0, err
+    (tmp_path / "outline").mkdir()
+    write_outline(known.config, known.shapes, tmp_path / "outline", bits=OUTLINE_BITS, source_name=known.hub)
+    made, outline = (ModelDir.open(tmp_path / name).manifest for name in ("made", "outline"))
+    assert outline.rows.encoding == made.rows.encoding
+    assert outline.resident_encoding == made.resident_encoding is not None
 
 
 def test_models_that_need_least_come_first(home, tmp_path, capsys, monkeypatch):
