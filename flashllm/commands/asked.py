@@ -118,16 +118,18 @@ def warn_of_garbage(path: Path, *, memory: int | None = None, always: bool = Fal
 
 
 @contextmanager
-def loading(path: Path, what: str = "loading") -> Iterator[None]:
-    """Show at a terminal that the block loads a model, or does `what` with it, which takes seconds."""
+def loading(path: Path, what: str = "loading") -> Iterator[Callable[[str], None]]:
+    """Show at a terminal that the block loads a model, or does `what` with it, which takes seconds. Yields what adds to
+    that line, which goes with the block."""
     if not is_terminal(sys.stderr):
-        yield
+        yield lambda more: None
         return
     from rich.console import Console
     from rich.text import Text
 
-    with Console(stderr=True).status(Text(f"{what} {one_line(path.name)}"), spinner="line"):
-        yield
+    line = f"{what} {one_line(path.name)}"
+    with Console(stderr=True).status(Text(line), spinner="line") as status:
+        yield lambda more: status.update(Text(f"{line}: {one_line(more)}"))
 
 
 def find_converted(args: argparse.Namespace) -> Path:

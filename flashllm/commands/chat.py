@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
         if at_terminal:
             stack.enter_context(kept_terminal(sys.stdin.fileno()))
             stack.enter_context(hidden_keys(sys.stdin.fileno()))
-        with loading(path):
+        with loading(path) as show:
             # Before the model, so that the plan counts them.
             from flashllm.base.machine import process_nbytes
             from flashllm.base.user_dirs import user_cache_dir
@@ -65,7 +65,10 @@ def main(args: argparse.Namespace) -> int:
             context = args.context if args.context is not None else model_context(path)
             max_new_tokens = args.max_new_tokens or min(MAX_ANSWER_TOKENS, max(1, context // CONTEXT_SHARE))
             options_given = SamplingOptions(max_new_tokens=max_new_tokens, **sampling)
-            session, model = stack.enter_context(open_session(args, path, options_given, chat=True, notice=notice))
+            waiting = show if at_terminal and not args.verbose else say
+            session, model = stack.enter_context(
+                open_session(args, path, options_given, chat=True, notice=notice, waiting=waiting)
+            )
         session.system = valid_unicode(args.system) if args.system else None
         shelf = Shelf(user_cache_dir() / "conversations", identity(path, model.arithmetic))
         chat = Chat(

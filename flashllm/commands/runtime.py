@@ -39,11 +39,12 @@ def open_session(
     chat: bool = False,
     constraint: Constraint | None = None,
     notice: Callable[[str], None] = say,
+    waiting: Callable[[str], None] = say,
 ) -> Iterator[tuple[Session, Model]]:
     """A session over the model directory `path`, and its model; both closed at the end.
 
     With `chat` turns go through the model's chat template, where it has one. The first answer has the form that
-    `constraint` demands. `notice` gets the engine's notices, a line each.
+    `constraint` demands. `notice` gets the engine's notices, a line each; `waiting` what is waited for meanwhile.
     """
     tokenizer = Tokenizer.load(path)
     matcher = None
@@ -51,7 +52,7 @@ def open_session(
         grammars = Grammars(tokenizer.backend, tokenizer.end_ids, ModelDir.open(path).block.vocab_size)
         matcher = grammars.compile(constraint).start()
     config = run_config(args)
-    profile_drive(args, path, config)
+    profile_drive(args, path, config, notice=notice, waiting=waiting)
     with contextlib.ExitStack() as stack:
         template = stack.enter_context(opened_template(tokenizer)) if chat else None
         draft = stack.enter_context(opened_draft(path, config))
@@ -68,9 +69,17 @@ def open_session(
             yield session, model
 
 
-def profile_drive(args: argparse.Namespace, path: Path, config: RunConfig) -> None:
+def profile_drive(
+    args: argparse.Namespace,
+    path: Path,
+    config: RunConfig,
+    *,
+    notice: Callable[[str], None] = say,
+    waiting: Callable[[str], None] = say,
+) -> None:
     """Take a quick profile, unless --no-profile says not, where the run will read neurons from flash and has no fresh
-    one. What is wrong with the model or the limit is said where it is loaded."""
+    one; `waiting` is told before, `notice` where that fails. What is wrong with the model or the limit is said where it
+    is loaded."""
     if args.no_profile or not config.direct:
         return
     try:
@@ -86,4 +95,6 @@ def profile_drive(args: argparse.Namespace, path: Path, config: RunConfig) -> No
         return
     if dense_token(model, plan.memory, costs=None).bytes_read:
         room = min(plan.memory.limit_nbytes - process, available)
-        take_quick_profile(file, room=room, say=say, encodings=sorted(map(measured_as, encodings)), store=config.store)
+        measured = sorted(map(measured_as, encodings))
+        if failure := take_quick_profile(file, room=room, say=waiting, encodings=measured, store=config.store):
+            notice(failure)

@@ -142,7 +142,8 @@ def profile_drive(model: Path, shape: ModelShape, options: LaunchOptions, *, say
     ):
         return
     folder.mkdir(parents=True, exist_ok=True)
-    take_quick_profile(file, room=memory, say=say, dtype=dtype, writes_in=folder)
+    if failure := take_quick_profile(file, room=memory, say=say, dtype=dtype, writes_in=folder):
+        say(failure)
 
 
 def prepare(

@@ -57,11 +57,11 @@ def take_quick_profile(
     dtype: str | None = None,
     writes_in: Path | None = None,
     store: Path | None = None,
-) -> None:
+) -> str | None:
     """Measure what the profile of the drive of `file` lacks for a run, and keep it; arguments as in `Wanted`.
 
-    Says so in a line before it begins, and in another one why it failed; says nothing where there is nothing to do,
-    or nothing can be done.
+    Says so in a line before it begins. Returns another one where it failed; None, too, where there was nothing to do,
+    or nothing could be done.
     """
     store = store or store_path()
     wanted = Wanted(
@@ -74,11 +74,11 @@ def take_quick_profile(
     )
     with contextlib.suppress(FlashError, OSError):
         if room < _LEAST_NBYTES or not _can_keep(store) or wanted.is_in(find_profile(file, store)[0]):
-            return
+            return None
         say(NOTICE)
-        failure = _run_measurer(wanted)
-        if failure is not None:
-            say(f"{NOT_MEASURED}: {failure}")
+        if (failure := _run_measurer(wanted)) is not None:
+            return f"{NOT_MEASURED}: {failure}"
+    return None
 
 
 def _run_measurer(wanted: Wanted) -> str | None:

@@ -24,7 +24,7 @@ PROMPT = rb"\n[^\n]*>[ \x08\x1b]"  # the space may be a movement of the cursor
 class Terminal:
     """A chat in a pseudo-terminal."""
 
-    def __init__(self, home, *, term="xterm", columns=80, leads=True, full=False):
+    def __init__(self, home, *, term="xterm", columns=80, leads=True, full=False, program=("-m", "flashllm")):
         """`leads`: a session of its own, whose processes cannot be stopped by the terminal. `full`: no file may have a
         byte."""
         self.parent, self.child = pty.openpty()
@@ -35,7 +35,7 @@ class Terminal:
         environment["PROMPT_TOOLKIT_NO_CPR"] = "1"  # nobody answers for this terminal: a warning looks like an answer
         self.process = subprocess.Popen(
             ["sh", "-c", f'ulimit {"-f 0" if full else "-a > /dev/null"}; exec "$@"', "sh",
-             sys.executable, "-m", "flashllm", "chat", str(demo_path()), "--max-new-tokens", "2000"],
+             sys.executable, *program, "chat", str(demo_path()), "--max-new-tokens", "2000"],
             stdin=self.child, stdout=self.child, stderr=self.child, env=environment, start_new_session=leads,
             process_group=None if leads else 0,
         )  # fmt: skip
@@ -94,17 +94,55 @@ def terminal(tmp_path):
         each.close()
 
 
+# A chat whose quick profile takes no time: the second argument is the reason that it fails for, if any.
+MEASURING = """
+import sys
+from types import SimpleNamespace
+from flashllm.cli import main
+from flashllm.commands import runtime
+from flashllm.profile import quick
+
+def measure(wanted):
+    open(sys.argv[1], "w").close()
+    return sys.argv[2] or None
+
+runtime.WORTH_NBYTES, quick._run_measurer = 0, measure
+runtime.dense_token = lambda *given, **named: SimpleNamespace(bytes_read=1)
+sys.exit(main(sys.argv[3:]))
+"""
+
+
+def before_the_prompt(chat):
+    chat.read_until(PROMPT)
+    before = re.sub(rb"\x1b\[[?\d;]*[a-z]", b"", chat.shown).decode().replace("\r", "").split("\n> ")[0]
+    chat.write(b"/quit\r")
+    assert chat.wait() == 0
+    return before
+
+
 def test_at_most_one_line_before_the_prompt(terminal):
     """Notices are in it: the demo's is that it proves nothing."""
     for _ in range(2):
-        chat = terminal(term="dumb", columns=2000)
-        chat.read_until(PROMPT)
-        before = re.sub(rb"\x1b\[[?\d;]*[a-z]", b"", chat.shown).decode().replace("\r", "").split("\n> ")[0]
+        before = before_the_prompt(terminal(term="dumb", columns=2000))
         assert "proves nothing" in before
         assert before.endswith("ends")
         assert len(before.splitlines()) == 1, before
-        chat.write(b"/quit\r")
-        assert chat.wait() == 0
+
+
+@pytest.mark.parametrize("failure", ["", "the drive hangs"])
+def test_a_quick_profile_adds_no_line(terminal, tmp_path, failure):
+    measured = tmp_path / "measured"
+    chat = terminal(term="dumb", columns=2000, program=("-c", MEASURING, measured, failure))
+    before = before_the_prompt(chat)
+    assert measured.exists()
+    assert len(before.splitlines()) == 1, before
+    assert (f"typical figures are used: {failure}" in before) == bool(failure)
+
+
+def test_a_quick_profile_is_shown_while_it_is_taken(terminal, tmp_path):
+    chat = terminal(columns=200, program=("-c", MEASURING, tmp_path / "measured", ""))
+    chat.read_until(rb"loading demo: measuring this drive for a few seconds")
+    chat.read_until(PROMPT)
 
 
 @pytest.mark.parametrize(

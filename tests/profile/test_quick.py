@@ -66,8 +66,8 @@ def test_what_is_lacking_is_measured_and_kept(file, tmp_path, measure):
 
 def take(file, store, room=1 << 30, **wanted):
     said = []
-    take_quick_profile(file, room=room, say=said.append, store=store, **wanted)
-    return said
+    failure = take_quick_profile(file, room=room, say=said.append, store=store, **wanted)
+    return said if failure is None else [*said, failure]
 
 
 def test_a_calibration_suffices(file, tmp_path, monkeypatch):
