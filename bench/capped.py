@@ -2,7 +2,7 @@
 
     python bench/capped.py 7.0GB flashllm generate MODEL --memory 7.0GB --prompt "Once upon"
 
-Needs root and a memory control group (`flashllm.commands.machine.memory_group`). The last line is one JSON document.
+Needs root and a memory control group (`bench/memory_group.py`). The last line is one JSON document.
 """
 
 import argparse
@@ -10,8 +10,9 @@ import json
 import sys
 from dataclasses import asdict
 
+from memory_group import GroupError, run_capped
+
 from flashllm.base.units import format_size, parse_size
-from flashllm.commands.machine.memory_group import GroupError, run_capped
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+from memory_group import GroupError, MemoryGroup
 
 from flashllm.base.units import format_size, parse_size
-from flashllm.commands.machine.memory_group import GroupError, MemoryGroup
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SLACK_NBYTES = 5 << 30  # that stay free on the drive
@@ -48,7 +48,7 @@ def _breakdown(model: str, memory: str, more: str = "--engines flashllm --tokens
 
 def _both(file: str, memory: str) -> str:
     limit = f" --memory {memory}" if memory else ""
-    return f"flashllm bench {file}{limit} --report {Path(file).stem}.md --beside llama.cpp --json"
+    return f"python bench/protocol.py {file}{limit} --beside llama.cpp"
 
 
 def _widths(model: str, limits: str) -> str:
@@ -134,16 +134,16 @@ ROWS = (
     Row("opt-6.7b-4bit-breakdown", ("engine/results/breakdown_opt-6.7b_4bit_zen4.json",), ("opt67-q4",),
         _breakdown("opt67-q4", "2.4GB")),
     Row("opt-6.7b-report", (*(f"engine/results/report_opt-6.7b_{number}.json" for number in (1, 2)),), ("opt67-q4",),
-        "python bench/engine/traced.py bench opt67-q4 --memory 2.4GB --report opt67-q4.md --json"),
+        "python bench/engine/traced.py protocol opt67-q4 --memory 2.4GB"),
     Row("opt-6.7b-7gb-report", ("peer/results/report_opt-6.7b.json",), ("opt67",),
-        "python bench/engine/traced.py bench opt67 --memory 7.0GB --report opt67.md --json"),
+        "python bench/engine/traced.py protocol opt67 --memory 7.0GB"),
     Row("llama-2-7b", _LLAMA, ("llama7b.gguf",), _both("llama7b.gguf", "7.0GB")),
     Row("llama-2-7b-in-memory", _LLAMA, ("llama7b.gguf",), _both("llama7b.gguf", "")),
     Row("olmoe", ("peer/results/report_olmoe_q4_k_m.json",), ("olmoe.gguf",), _both("olmoe.gguf", "2.4GB")),
     Row("smollm2-report", (*(f"engine/results/report_smollm2_{number}.json" for number in (1, 2)),), (),
-        "flashllm bench smollm2 --memory 200MB --report smollm2.md --json"),
+        "python bench/protocol.py smollm2 --memory 200MB"),
     Row("olmoe-report", (*(f"engine/results/report_olmoe_{number}.json" for number in (1, 2)),), ("olmoe.gguf",),
-        "flashllm bench olmoe.gguf --memory 2.4GB --report olmoe.md --json"),
+        "python bench/protocol.py olmoe.gguf --memory 2.4GB"),
     Row("gpt-oss", ("peer/results/report_gpt-oss-20b.json",), ("gpt-oss.gguf",), _both("gpt-oss.gguf", "6.3GB")),
     Row("qwen3.6", ("peer/results/whole_qwen3.6-35b-a3b.json",), ("q36.gguf",),
         "python bench/peer/whole_model.py q36.gguf --memory 8GB 12GB"),

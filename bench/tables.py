@@ -144,7 +144,7 @@ def tokens() -> str:
 
 
 def agreement() -> str:
-    """Two reports of `flashllm bench --report` on one machine, of each model: milliseconds a token, cold and warm."""
+    """Two reports of `protocol.py` on one machine, of each model: milliseconds a token, cold and warm."""
     rows = []
     for model in ("smollm2", "olmoe", "opt-6.7b"):
         pair = [load(path) for path in (f"engine/results/report_{model}_{number}.json" for number in (1, 2))]

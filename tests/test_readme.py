@@ -34,6 +34,8 @@ def commands(text: str) -> Iterator[list[str]]:
 def problem(words: list[str], extras: set[str]) -> str | None:
     """What of a command is not so: a verb, an option, a script, an extra. None where all is."""
     program = words[0].split("/")[-1]
+    if words[1:3] == ["bench/engine/traced.py", "protocol"]:  # it runs that
+        words = [words[0], "bench/protocol.py", *words[3:]]
     if words[1:2] == ["bench/engine/traced.py"]:  # it runs a command of flashllm
         program, words = "flashllm", words[1:]
     if "-m" in words:

@@ -11,8 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from memory_group import GroupError, MemoryGroup, drop_page_cache
+
 from flashllm.base.units import parse_size
-from flashllm.commands.machine.memory_group import GroupError, MemoryGroup, drop_page_cache
 from flashllm.format.model_files import FFN, RESIDENT
 
 WORKER = Path(__file__).with_name("breakdown_worker.py")

@@ -6,7 +6,8 @@ build alone. Of a mixture's prompt the caches hear what the dummy routers choose
 
     python bench/engine/traced.py generate MODEL [OPTION ...]
 
-runs a command of flashllm on such a model; `bench --report` too, whose engines are processes of their own.
+runs a command of flashllm on such a model; `traced.py protocol MODEL ...` runs bench/protocol.py, whose engines are
+processes of their own.
 `open_without` leaves out parts of the engine, to see what each is worth (paper A, table 2).
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
@@ -40,7 +42,7 @@ from flashllm.profile.choice import open_reader
 from flashllm.profile.costs import ReaderChoice
 
 _of_shares = plan_command.expected_activity
-_PROTOCOL = "protocol"
+_ENGINE = "engine"  # of a protocol
 _APART = 997  # tokens of the trace, between those of sequences that share a pass
 PARTS = {
     "cached": "neurons stay in memory from token to token (section 3.1)",
@@ -135,11 +137,17 @@ def expected_activity(model: ModelDir, plan: Plan) -> ExpectedActivity:
 def main(argv: list[str] | None = None) -> int:
     engine.Model = TracedModel  # type: ignore[misc]  # what is imported from here on takes it
     plan_command.expected_activity = expected_activity
-    from flashllm.commands.machine import protocol, report
-
-    report.ENGINE = (sys.executable, __file__, _PROTOCOL)
     words = sys.argv[1:] if argv is None else argv
-    return protocol.main(words[1:]) if words[:1] == [_PROTOCOL] else cli.main(argv)
+    if words[:1] == [_ENGINE]:
+        import protocol_engine
+
+        return protocol_engine.main(words[1:])
+    if words[:1] == ["protocol"]:
+        import protocol
+
+        protocol.ENGINE = (sys.executable, __file__, _ENGINE)
+        return protocol.main(words[1:])
+    return cli.main(argv)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ with the same text as before.
 Attacks: prompts of megabytes; bodies that stop in the middle; connections that never send their headers, more than
 there are descriptors; long answers that are read, and such that never are. The 2,000 requests are of every dialect,
 whole and streamed, with schemas and tools, several at once. Before some of them a client leaves another in the middle
-of its prompt or of its answer. Needs root and a memory control group (`flashllm.commands.machine.memory_group`). The
-last line is one JSON document.
+of its prompt or of its answer. Needs root and a memory control group (`bench/memory_group.py`). The last line is one
+JSON document.
 """
 
 import argparse
@@ -36,12 +36,12 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import psutil
 from limits import FLASHLLM, MOST_GROWTH, TOO_LITTLE, growth, said_need, served
+from memory_group import MemoryGroup, drop_page_cache
 
 from flashllm.base.units import format_size, parse_size
-from flashllm.commands.machine.memory_group import MemoryGroup, drop_page_cache
 from flashllm.plan.requests import body_nbytes
 
 DESCRIPTORS = 1024  # of the server

@@ -5,7 +5,7 @@ below it is refused with numbers, and it is never killed. A limit lowered while 
     python bench/faults/limits.py lower MODEL       a chat gives memory back, then its group's limit falls
     python bench/faults/limits.py flat MODEL        200 turns of a chat, 1,000 requests to a server
 
-Needs root and a memory control group (`flashllm.commands.machine.memory_group`). The last line is one JSON document.
+Needs root and a memory control group (`bench/memory_group.py`). The last line is one JSON document.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import IO, Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import psutil
+from memory_group import MemoryGroup, drop_page_cache
 
 from flashllm.base.units import format_size, parse_size
-from flashllm.commands.machine.memory_group import MemoryGroup, drop_page_cache
 
 FLASHLLM = (sys.executable, "-m", "flashllm")
 PROMPT = "Once upon a time there was a little dog who wanted to see the sea, and"

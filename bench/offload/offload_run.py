@@ -21,9 +21,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from memory_group import MemoryGroup, drop_page_cache
+
 from flashllm.base.units import parse_size
-from flashllm.commands.machine.memory_group import MemoryGroup, drop_page_cache
 from flashllm.offload.policy import Policy
 
 WORKER = Path(__file__).parent / "workers" / "run.py"

@@ -4,7 +4,7 @@
     python bench/peer/whole_model.py FILE.gguf --memory 8GB 12GB 16GB --json OUT.json     # as root
 
 flashllm uses a mixture's file where it lies: everything but the experts is converted once, into FILE.model beside it.
-At each limit the engines take turns, each in a process of its own (flashllm/commands/machine/protocol.py) in a memory
+At each limit the engines take turns, each in a process of its own (bench/protocol_engine.py) in a memory
 group of exactly that size, entered with a cold page cache: a prompt and tokens, cold, then the same again, warm. Ids
 are 0, 1, 2 ... where the file has no vocabulary.
 
@@ -23,10 +23,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from drive import answers
+from protocol import Limit, text_ids
+
 from flashllm import _core
 from flashllm.base.machine import num_cores, system_name
 from flashllm.base.units import format_size, parse_size
-from flashllm.commands.machine.report import Limit, text_ids
 from flashllm.commands.runtime import profile_drive
 from flashllm.config import RunConfig
 from flashllm.convert.run import convert
@@ -34,7 +37,6 @@ from flashllm.errors import FlashError
 from flashllm.format.manifest import MANIFEST
 from flashllm.format.model_dir import ModelDir
 from flashllm.profile.costs import ReaderChoice
-from flashllm.profile.drive import answers
 
 ENGINES = ("flashllm", "llama.cpp")
 ROOF_NBYTES = 512 << 20
@@ -80,7 +82,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 limit = Limit(memory)
                 options = {"memory": memory, "threads": args.threads}
                 if engine == "flashllm":
-                    options |= {"store": None, "context": len(ids) + 1, "simd": args.simd}
+                    options |= {"context": len(ids) + 1, "simd": args.simd}
                 else:
                     options |= peer
                 settings = {"engine": engine, "options": options, "prompt": args.prompt, "ids": ids}

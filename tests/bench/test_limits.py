@@ -4,8 +4,8 @@ import json
 
 import limits
 import pytest
+from memory_group import GroupError, MemoryGroup
 
-from flashllm.commands.machine.memory_group import GroupError, MemoryGroup
 from flashllm.convert.named import demo_path
 
 

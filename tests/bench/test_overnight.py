@@ -28,7 +28,7 @@ def test_a_night_ends_with_every_row_and_another_goes_on(night, tmp_path):
         Row("traced", (), ("tiny",), f"{traced} --prompt dog --max-new-tokens 2 --json"),
         Row("bench", (), ("tiny",), f"{bench} && {bench}"),
         Row("fails", (), (), "flashllm bench gone"),
-        Row("lacks", (), (), "flashllm bench --beside llama.cpp --memory 4000GB", ("gone.txt",)),
+        Row("lacks", (), (), "python bench/protocol.py gone --beside llama.cpp --memory 4000GB", ("gone.txt",)),
     )
     planned = night(rows, "--plan", "--only", "traced", "lacks")[1]
     assert planned["traced"] == "would run"

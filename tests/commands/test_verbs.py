@@ -133,7 +133,17 @@ def test_doctor(run, tmp_path):
     status, out, err = run("doctor", tmp_path, "--store", tmp_path / "none.json")
     assert (status in (0, 1), err) == (True, "")
     lines = [line for line in out.splitlines() if line[:1] != " "]
-    for what in ("flashllm", "processor", "memory", "drive", "direct I/O", "io_uring", "profile", "packages"):
+    for what in (
+        "flashllm",
+        "processor",
+        "memory",
+        "reader",
+        "drive",
+        "direct I/O",
+        "profile",
+        "torch",
+        "transformers",
+    ):
         assert any(line[6:].startswith(what) for line in lines), what
     assert f"flashllm calibrate {tmp_path}" in out
     findings = json.loads(run("doctor", tmp_path, "--json")[1])["findings"]

@@ -12,9 +12,9 @@ import sys
 
 import predictor_files
 import pytest
+from memory_group import GroupError, MemoryGroup, drop_page_cache
 from tiny_models import make_tiny_opt
 
-from flashllm.commands.machine.memory_group import GroupError, MemoryGroup, drop_page_cache
 from flashllm.convert.run import convert
 
 pytestmark = pytest.mark.cgroup

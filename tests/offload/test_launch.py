@@ -11,10 +11,10 @@ import pytest
 from arch_models import Variant, make_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
+from memory_group import GroupError, MemoryGroup
 from offload_host import HOST, policy_of
 from tiny_models import make_tiny_opt
 
-from flashllm.commands.machine.memory_group import GroupError, MemoryGroup
 from flashllm.convert.run import convert
 from flashllm.errors import BudgetError
 from flashllm.offload import launch as launching

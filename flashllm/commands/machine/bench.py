@@ -1,10 +1,9 @@
-"""`flashllm bench [MODEL]`: where each token's time goes on this machine; with --report by a fixed protocol."""
+"""`flashllm bench [MODEL]`: where each token's time goes on this machine."""
 
 import argparse
 import contextlib
+import statistics
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashllm.base.command_line import print_json, say, whole
@@ -26,20 +25,9 @@ _BAR_CHARS = 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "Examples: flashllm bench MODEL --memory 7GB; flashllm bench FILE.gguf --memory 7GB --report out.md"
+    parser.epilog = "Example: flashllm bench MODEL --memory 7GB"
     options.add_model(parser)
     parser.add_argument("--tokens", metavar="N", type=whole(_WARM_TOKENS + 2), default=64, help="default: %(default)s")
-    parser.add_argument(
-        "--report",
-        metavar="FILE",
-        nargs="?",
-        const="",
-        help="a fixed protocol in the place of --tokens, minutes long: prompts of 128 and 2,048 tokens, cold and warm, "
-        "with the machine and the drive; printed, and written to FILE as Markdown and to FILE.json",
-    )
-    parser.add_argument(
-        "--beside", choices=("llama.cpp",), help="with --report: the same for llama.cpp on the same GGUF file"
-    )
     options.add_json(parser)
     options.add_run(parser)
 
@@ -48,11 +36,7 @@ def main(args: argparse.Namespace) -> int:
     """Generate, and show medians; the first tokens do not count."""
     from flashllm.errors import UsageError
 
-    if args.beside is not None and args.report is None:
-        raise UsageError("--beside is a part of --report")
     path = find_model(args)
-    if args.report is not None:
-        return _report(args, path)
     with contextlib.ExitStack() as stack:
         with loading(path):
             from flashllm.commands.runtime import open_session
@@ -86,36 +70,17 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _report(args: argparse.Namespace, path: Path) -> int:
-    """Print the protocol's report, and write it where a file is named."""
-    import json
-
-    from flashllm.commands.machine.report import markdown, report
-
-    file = Path(args.report) if args.report else None
-    if file is not None:
-        file.touch()  # what cannot be written is known before minutes are spent
-    document = report(args, path)
-    block = markdown(document)
-    if file is not None:
-        file.write_text(block + "\n", encoding="utf-8")
-        file.with_name(f"{file.name}.json").write_text(json.dumps(document) + "\n", encoding="utf-8")
-    if args.json:
-        print_json(document)
-    else:
-        print(inert(block))
-    return 0
-
-
 def summary(times: "Sequence[StepTimes]") -> dict[str, Any]:
-    """The figures of `report.summary` that `bench` prints, by name; times in ms."""
-    from flashllm.commands.machine import report
-
-    found = report.summary({"prompt": None, "tokens": [asdict(each) for each in times]})
+    """Medians of the tokens' times in ms, means of their parts and of what was read."""
+    totals = sorted(each.total_ms for each in times)
+    hits, misses = sum(each.hits for each in times), sum(each.misses for each in times)
     return {
         "tokens": len(times),
-        **{name: found[name] for name in ("token_ms", "token_ms_p95", "bytes_read", "hit_rate")},
-        **{f"{kind}_ms": found["mean_ms"][kind] for kind in KINDS},
+        "token_ms": statistics.median(totals),
+        "token_ms_p95": totals[int(0.95 * len(totals))],
+        "bytes_read": statistics.fmean(each.bytes_read for each in times),
+        "hit_rate": hits / (hits + misses) if hits + misses else None,
+        **{f"{kind}_ms": statistics.fmean(getattr(each, f"{kind}_ms") for each in times) for kind in KINDS},
     }
 
 

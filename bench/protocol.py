@@ -1,15 +1,18 @@
-"""`flashllm bench MODEL --report [FILE]`: one fixed protocol, for numbers that others can compare and repeat.
+"""One protocol, to compare a model on a machine with others'; in minutes.
+
+    python bench/protocol.py MODEL --memory 7GB
+    python bench/protocol.py FILE.gguf --memory 7GB --beside llama.cpp
 
 Prompts of 128 and of 2,048 tokens and 128 tokens behind each, from one text (the Apache licence), cold and warm, every
-engine in a process of its own (`protocol.py`), under a limit that the kernel enforces where --memory gives one and
-control groups can be made; what the drive is, and what it does at that size of request. Markdown and JSON.
+engine in a process of its own (`protocol_engine.py`), under a limit that the kernel enforces where --memory gives one
+and control groups can be made; what the drive is, and what it does at that size of request. Prints Markdown to paste;
+the last line is one JSON document.
 """
 
 import argparse
 import contextlib
 import dataclasses
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import statistics
@@ -21,27 +24,28 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from drive import answers, kind_of_drive
+from memory_group import GroupError, drop_page_cache, run_capped
+from protocol_engine import RUNS
 
 import flashllm
 from flashllm import _core
 from flashllm.base.command_line import say
 from flashllm.base.machine import num_cores, system_name
-from flashllm.base.text import one_line
-from flashllm.base.units import format_size
-from flashllm.commands.asked import run_config
-from flashllm.commands.machine.memory_group import GroupError, drop_page_cache, run_capped
-from flashllm.commands.machine.protocol import RUNS
+from flashllm.base.text import inert, one_line
+from flashllm.base.units import format_size, parse_size
+from flashllm.commands.asked import find_model
 from flashllm.commands.runtime import profile_drive
+from flashllm.config import RunConfig
 from flashllm.errors import FlashError, FormatError, UsageError
 from flashllm.format.model_dir import ModelDir
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.profile.costs import ReaderChoice
-from flashllm.profile.drive import answers, kind_of_drive
 from flashllm.profile.reads import file_to_read
 from flashllm.profile.store import device_of
 
 PROMPTS, TOKENS = (128, 2048), 128
-ENGINE = (sys.executable, "-P", "-m", "flashllm.commands.machine.protocol")  # what runs one
+ENGINE = (sys.executable, str(Path(__file__).with_name("protocol_engine.py")))  # what runs one
 _PARTS = ("total", "io", "memory", "compute", "other")  # of a step's times; llama.cpp's have the first alone
 _SCRATCH_NBYTES = 4 << 30  # read at random where the model's own file is small
 # Drives that the arithmetic is done for: bytes a second in sequence, and random reads of 4 KiB a second with many under
@@ -49,22 +53,17 @@ _SCRATCH_NBYTES = 4 << 30  # read at random where the model's own file is small
 _ELSEWHERE = (("SATA SSD", 0.53e9, 90e3), ("NVMe SSD, PCIe 3", 3.2e9, 400e3), ("NVMe SSD, PCIe 4", 6.5e9, 800e3))
 
 
-def report(args: argparse.Namespace, path: Path) -> dict[str, Any]:
-    """Run the protocol over the model directory `path`; the JSON document. Takes minutes.
+def report(args: argparse.Namespace) -> dict[str, Any]:
+    """Run the protocol; the JSON document.
 
     UsageError where the peer cannot run beside; FlashError where an engine of ours fails.
     """
     peer = None if args.beside is None else _file_for_peer(args.model)
-    model, config = ModelDir.open(path), run_config(args)
-    profile_drive(args, path, config)
-    options = {
-        "memory": config.memory,
-        "threads": config.threads or num_cores(),
-        "mode": config.mode,
-        "cache_bits": config.cache_bits,
-        "store": None if config.store is None else str(config.store.absolute()),
-    }
-    limit = Limit(config.memory)
+    path = find_model(args)
+    model = ModelDir.open(path)
+    profile_drive(args, path, RunConfig(memory=args.memory, threads=args.threads))
+    options = {"memory": args.memory, "threads": args.threads}
+    limit = Limit(args.memory)
     runs, ids = [], text_ids(path, model.block.vocab_size, max(PROMPTS) + TOKENS)
     for turn, prompt in enumerate(PROMPTS):
         if prompt + TOKENS > model.block.context:
@@ -103,7 +102,7 @@ def report(args: argparse.Namespace, path: Path) -> dict[str, Any]:
             "peer_file_bytes": None if peer is None else peer.stat().st_size,
         },
         "text": {"tokens": len(ids), "sha256": hashlib.sha256(json.dumps(ids).encode()).hexdigest()},
-        "memory": config.memory,
+        "memory": args.memory,
         "enforced": limit.enforced,
         "not_enforced": limit.reason,
         "runs": runs,
@@ -111,13 +110,13 @@ def report(args: argparse.Namespace, path: Path) -> dict[str, Any]:
     }
 
 
-def _file_for_peer(model: str | None) -> Path:
+def _file_for_peer(model: str) -> Path:
     """The GGUF file that both engines run. UsageError where there is none, or no llama.cpp."""
     if importlib.util.find_spec("llama_cpp") is None:
         raise UsageError(
             "--beside llama.cpp needs its Python package: pip install --no-binary llama-cpp-python llama-cpp-python"
         )
-    file = Path(model or "")
+    file = Path(model)
     if not (file.is_file() and file.suffix.lower() == ".gguf"):
         raise UsageError("--beside llama.cpp runs the same file: MODEL must be a GGUF file here")
     return file
@@ -130,10 +129,7 @@ def text_ids(path: Path, vocab: int, count: int) -> list[int]:
         tokenizer = Tokenizer.load(path)
     except FormatError:
         return [index % vocab for index in range(count)]
-    text = importlib.metadata.distribution("flashllm").read_text("licenses/LICENSE")
-    if text is None:
-        raise FlashError("this installation lacks its licence, the text that the protocol reads; install it again")
-    ids = tokenizer.encode(text)
+    ids = tokenizer.encode((Path(__file__).parents[1] / "LICENSE").read_text(encoding="utf-8"))
     return (ids * -(-count // len(ids)))[:count]
 
 
@@ -292,3 +288,30 @@ def _drive_line(drive: dict[str, Any]) -> str:
     if drive["written_just_before"]:
         parts.append("the file was written just before: a cache behind the drive may hold it")
     return "; ".join(parts)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="as of `flashllm bench`")
+    parser.add_argument("--memory", type=parse_size, help="limit of everything an engine holds")
+    parser.add_argument("--threads", type=int, default=num_cores())
+    parser.add_argument("--no-profile", action="store_true", help="do not measure the drive before the runs")
+    parser.add_argument("--beside", choices=("llama.cpp",), help="the same for llama.cpp on the same GGUF file")
+    parser.add_argument("--json", type=Path, help="write the document here too")
+    parser.set_defaults(verbose=False)
+    args = parser.parse_args(argv)
+    try:
+        document = report(args)
+    except FlashError as error:
+        print(f"protocol: {error}", file=sys.stderr)
+        return error.exit_status
+    print(inert(markdown(document)))
+    text = json.dumps(document)
+    if args.json is not None:
+        args.json.write_text(text + "\n", encoding="utf-8")
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

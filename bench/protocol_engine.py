@@ -1,6 +1,6 @@
-"""One engine's part of `flashllm bench --report`, in a process of its own: a prompt and the tokens after it, twice.
+"""One engine's part of `protocol.py`, in a process of its own: a prompt and the tokens after it, twice.
 
-    python -m flashllm.commands.machine.protocol '{"engine": "flashllm", "model": DIR, "prompt": 128, "ids": ...}'
+    python bench/protocol_engine.py '{"engine": "flashllm", "model": DIR, "prompt": 128, "ids": ...}'
 
 The first time nothing is cached (*cold*), the second time the caches are as the first left them (*warm*). All ids are
 given, those behind the prompt too: what is computed depends on no engine's choice of a token. Prints one JSON document.
@@ -33,11 +33,9 @@ def flashllm(settings: dict[str, Any]) -> dict[str, Any]:
     from flashllm.config import RunConfig
     from flashllm.engine.model import Model
 
-    options = settings["options"]
-    store = None if options["store"] is None else Path(options["store"])
     finite = True
     start = time.perf_counter()
-    with Model.open(Path(settings["model"]), RunConfig(**{**options, "store": store})) as model:
+    with Model.open(Path(settings["model"]), RunConfig(**settings["options"])) as model:
         loaded_s, runs = time.perf_counter() - start, []
         for _ in RUNS:
             with model.new_sequence() as sequence:

@@ -1,29 +1,27 @@
-"""`flashllm bench --report`: the protocol on tiny models, its block, and what is said of the drive."""
+"""The protocol on tiny models, its block, and what is said of the drive."""
 
 import importlib.util
 import json
 import sys
 
 import numpy as np
+import protocol
 import pytest
+from drive import answers, kind_of_drive, modes_of
 from dummy_gguf import config_of, make
-
-from flashllm.cli import main
-from flashllm.commands.machine import report as reporting
-from flashllm.commands.machine.memory_group import GroupError, MemoryGroup
-from flashllm.profile.drive import answers, kind_of_drive, modes_of
+from memory_group import GroupError, MemoryGroup
 
 TINY = {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 2, "num_experts": 12, "vocab_size": 100}
 
 
 @pytest.fixture
 def run(capsys, monkeypatch):
-    monkeypatch.setattr(reporting, "PROMPTS", (12, 20))
-    monkeypatch.setattr(reporting, "TOKENS", 6)
-    monkeypatch.setattr(reporting, "_SCRATCH_NBYTES", 4 << 20)
+    monkeypatch.setattr(protocol, "PROMPTS", (12, 20))
+    monkeypatch.setattr(protocol, "TOKENS", 6)
+    monkeypatch.setattr(protocol, "_SCRATCH_NBYTES", 4 << 20)
 
     def call(*argv):
-        status = main(["bench", *map(str, argv), "--threads", "1", "--no-profile"])
+        status = protocol.main([*map(str, argv), "--threads", "1", "--no-profile"])
         captured = capsys.readouterr()
         return status, captured.out, captured.err
 
@@ -39,10 +37,10 @@ def groups_can_be_made():
 
 
 def test_a_report_has_every_run_the_machine_and_the_drive(run, tiny, tmp_path):
-    status, out, err = run(tiny().path(), "--memory", "300MB", "--report", tmp_path / "out.md")
+    status, out, err = run(tiny().path(), "--memory", "300MB", "--json", tmp_path / "out.json")
     assert status == 0, err
-    assert (tmp_path / "out.md").read_text() == out
-    document = json.loads((tmp_path / "out.md.json").read_text())
+    document = json.loads(out.splitlines()[-1])
+    assert json.loads((tmp_path / "out.json").read_text()) == document
     assert document["enforced"] == groups_can_be_made()
     assert [(one["engine"], one["prompt"]) for one in document["runs"]] == [("flashllm", 12), ("flashllm", 20)]
     for one in document["runs"]:
@@ -61,12 +59,11 @@ def test_a_report_has_every_run_the_machine_and_the_drive(run, tiny, tmp_path):
     assert "memory limit | 300 MB, " + ("enforced" if document["enforced"] else "NOT enforced") in out
 
 
-def test_the_peer_needs_its_package_a_gguf_file_and_a_report(run, tiny, monkeypatch):
-    assert "--beside is a part of --report" in run(tiny().path(), "--beside", "llama.cpp")[2]
+def test_the_peer_needs_its_package_and_a_gguf_file(run, tiny, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "pip install" in run(tiny().path(), "--report", "--beside", "llama.cpp")[2]
+    assert "pip install" in run(tiny().path(), "--beside", "llama.cpp")[2]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    assert "must be a GGUF file" in run(tiny().path(), "--report", "--beside", "llama.cpp")[2]
+    assert "must be a GGUF file" in run(tiny().path(), "--beside", "llama.cpp")[2]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed")
@@ -74,9 +71,9 @@ def test_both_engines_run_the_same_file(run, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     file = tmp_path / "m.gguf"
     make(file, config_of("olmoe-1b-7b", 2, num_key_value_heads=1, **TINY), "bf16")
-    status, out, err = run(file, "--report", "--json", "--beside", "llama.cpp")
+    status, out, err = run(file, "--beside", "llama.cpp")
     assert status == 0, err
-    runs = json.loads(out)["runs"]
+    runs = json.loads(out.splitlines()[-1])["runs"]
     order = [("flashllm", 12), ("llama.cpp", 12), ("llama.cpp", 20), ("flashllm", 20)]
     assert [(one["engine"], one["prompt"]) for one in runs] == order
     assert all(len(each["token_ms_each"]) == 6 for one in runs for each in one["runs"])
@@ -86,33 +83,33 @@ def test_a_peer_that_ends_with_words_of_its_own_is_a_row(monkeypatch, tmp_path):
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\necho '[1] 0x00 in abort ()'\nexit 134\n")
     script.chmod(0o755)
-    monkeypatch.setattr(reporting, "ENGINE", (str(script),))
-    assert reporting.Limit(None).run({"engine": "llama.cpp"})["error"] == "ended with status 134"
+    monkeypatch.setattr(protocol, "ENGINE", (str(script),))
+    assert protocol.Limit(None).run({"engine": "llama.cpp"})["error"] == "ended with status 134"
 
 
 def test_what_the_context_is_too_short_for_is_left_out(run, tiny, monkeypatch):
-    monkeypatch.setattr(reporting, "PROMPTS", (100_000,))
-    status, _, err = run(tiny().path(), "--report")
+    monkeypatch.setattr(protocol, "PROMPTS", (100_000,))
+    status, _, err = run(tiny().path())
     assert status == 2
     assert "a prompt of 100000 tokens is left out" in err
     assert "too short for the protocol" in err
 
 
 def test_text_begins_again_and_without_a_tokenizer_there_are_ids(tiny, tmp_path):
-    ids = reporting.text_ids(tiny().path(), 100, 50_000)
+    ids = protocol.text_ids(tiny().path(), 100, 50_000)
     assert len(ids) == 50_000
     assert ids[: ids.index(ids[0], 1)]
     (tmp_path / "config.json").write_text("{}")
-    assert reporting.text_ids(tmp_path, 5, 7) == [0, 1, 2, 3, 4, 0, 1]
+    assert protocol.text_ids(tmp_path, 5, 7) == [0, 1, 2, 3, 4, 0, 1]
 
 
 def test_another_drive_takes_the_longer_of_requests_and_bytes():
     mean = {"total": 100.0, "io": 40.0, "compute": 50.0}
     run = {"runs": [{"mean_ms": mean, "bytes_read": 53e6, "requests": 900}], "mode": "sparse"}
-    assert reporting.elsewhere(run)[0] == {"drive": "SATA SSD", "token_ms": pytest.approx(160)}
+    assert protocol.elsewhere(run)[0] == {"drive": "SATA SSD", "token_ms": pytest.approx(160)}
     run["runs"][0]["requests"] = 18_000
-    assert reporting.elsewhere(run)[0]["token_ms"] == pytest.approx(260)
-    assert reporting.elsewhere({**run, "mode": "dense"})[0]["token_ms"] == pytest.approx(210)
+    assert protocol.elsewhere(run)[0]["token_ms"] == pytest.approx(260)
+    assert protocol.elsewhere({**run, "mode": "dense"})[0]["token_ms"] == pytest.approx(210)
 
 
 def test_two_modes_are_told_from_one():

@@ -5,9 +5,8 @@ import subprocess
 import sys
 import time
 
+import memory_group
 import pytest
-
-from flashllm.commands.machine import memory_group
 
 LIMIT = 64 << 20
 HOLD = "held = b'x' * ({} << 20)"
