@@ -23,7 +23,7 @@ import sys
 import time
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ def answer(model: Model, tokenizer: Tokenizer, prompt: str, tokens: int, specula
         [each.token_id for each in records],
         sum(each.times.total_ms for each in records[1:]) / 1e3,
         records[1:],
-        None if speculation is None else speculation.stats.as_dict(),
+        None if speculation is None else asdict(speculation.stats),
     )
 
 

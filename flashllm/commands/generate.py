@@ -93,7 +93,7 @@ def _document(
         "prefill": _flat(records[0]),
         "stopped": session.stopped,
         "plan": plan.memory.as_dict(),
-        "speculation": None if session.speculation is None else session.speculation.stats.as_dict(),
+        "speculation": None if session.speculation is None else dataclasses.asdict(session.speculation.stats),
         "direct_io": model.direct_io,
         "reader": dataclasses.asdict(model.reader),
         "model": {

@@ -11,7 +11,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,26 +49,17 @@ class SpeculationStats:
     passes: int = 0  # after prompts
     drafts: int = 0  # passes with drafted tokens
     declined: int = 0  # drafts that could have been made and would not have paid
-    judged: list[int] = field(default_factory=list)  # by place in a draft: tokens that a choice was compared with
-    right: list[int] = field(default_factory=list)  # those of them that were chosen
+    judged_by_place: list[int] = field(default_factory=list)  # in a draft: tokens that a choice was compared with
+    right_by_place: list[int] = field(default_factory=list)  # those of them that were chosen
 
     def count(self, accepted: int, rejected: bool) -> None:
         """A draft of which so many tokens were right, before one that was wrong where `rejected`."""
         for place in range(accepted + rejected):
-            if place == len(self.judged):
-                self.judged.append(0)
-                self.right.append(0)
-            self.judged[place] += 1
-            self.right[place] += place < accepted
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "passes": self.passes,
-            "drafts": self.drafts,
-            "declined": self.declined,
-            "judged_by_place": list(self.judged),
-            "right_by_place": list(self.right),
-        }
+            if place == len(self.judged_by_place):
+                self.judged_by_place.append(0)
+                self.right_by_place.append(0)
+            self.judged_by_place[place] += 1
+            self.right_by_place[place] += place < accepted
 
 
 class Speculation:

@@ -13,6 +13,15 @@ from flashllm.plan.shares import Rows
 LENT_SHARE = 4  # bytes of the neuron caches, at least, for each that a prompt may borrow of them
 MOST_PARALLEL = 8  # requests of a server at once: as many tokens go through an FFN together
 KEPT_CONTEXTS = 4  # of memory that nothing else wants: more is asked for, `serve --keep`
+# Of a plan's figures, those that `as_dict` has under their own names, sizes as `_bytes`.
+_SIZES = (
+    *("limit_nbytes", "total_nbytes", "minimum_nbytes", "kept_nbytes", "kv_block_nbytes", "neuron_cache"),
+    *("process", "resident", "staging", "workspace", "bookkeeping"),
+)
+_COUNTS = (
+    *("limit_is_given", "max_kv_blocks", "shared_tokens", "cache_policy", "bypass_rows", "prefetch_rows"),
+    *("prompt_tokens", "stretch_tokens", "read_ahead", "context", "window"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,13 +208,9 @@ class MemoryPlan:
     def as_dict(self) -> dict[str, Any]:
         """For `--json`. `_full` is with a full context, its counterpart at the start."""
         return {
-            "limit_bytes": self.limit_nbytes,
-            "limit_is_given": self.limit_is_given,
-            "total_bytes": self.total_nbytes,
-            "minimum_bytes": self.minimum_nbytes,
-            "process_bytes": self.process,
+            **{f"{name.removesuffix('_nbytes')}_bytes": getattr(self, name) for name in _SIZES},
+            **{name: getattr(self, name) for name in _COUNTS},
             "page_table_bytes": self.page_tables,
-            "resident_bytes": self.resident,
             "checksum_bytes": self.checksums,
             "gate_bytes": self.gates,
             "down_scale_bytes": self.planes,
@@ -213,28 +218,12 @@ class MemoryPlan:
             "token_row_bytes": self.table,
             "token_rows": self.table_rows,
             "request_bytes": self.requests,
-            "staging_bytes": self.staging,
-            "workspace_bytes": self.workspace,
-            "bookkeeping_bytes": self.bookkeeping,
-            "kv_block_bytes": self.kv_block_nbytes,
             "kv_block_tokens": KV_BLOCK,
-            "max_kv_blocks": self.max_kv_blocks,
             "kv_cache_bytes": self.kv_block_nbytes,
-            "kept_bytes": self.kept_nbytes,
-            "shared_tokens": self.shared_tokens,
             "kv_cache_bytes_full": self.context_blocks * self.kv_block_nbytes,
-            "neuron_cache_bytes": self.neuron_cache,
             "neuron_cache_bytes_full": self.neuron_cache_nbytes(self.context_blocks),
-            "cache_policy": self.cache_policy,
             "cache_rows": list(self.cache_rows),
             "cache_rows_full": list(self.full_cache_rows),
-            "bypass_rows": self.bypass_rows,
-            "prefetch_rows": self.prefetch_rows,
-            "prompt_tokens": self.prompt_tokens,
-            "stretch_tokens": self.stretch_tokens,
             "stretch_token_bytes": self.stretch_nbytes,
             "expanded_token_bytes": self.expanded_heads * self.expanded_nbytes,
-            "read_ahead": self.read_ahead,
-            "context": self.context,
-            "window": self.window,
         }

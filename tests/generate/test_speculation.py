@@ -278,9 +278,9 @@ def test_statistics_tell_places_apart():
         records = list(session.stream_ids(prompt))
     stats = speculation.stats
     assert stats.passes == sum(each.pass_tokens > 0 for each in records[1:])
-    assert stats.judged[0] >= stats.judged[-1] > 0
-    assert all(right <= judged for right, judged in zip(stats.right, stats.judged, strict=True))
-    assert stats.as_dict()["right_by_place"] == stats.right
+    right, judged = stats.right_by_place, stats.judged_by_place
+    assert judged[0] >= judged[-1] > 0
+    assert all(each <= of for each, of in zip(right, judged, strict=True))
 
 
 def look(ids, most=5):
@@ -364,7 +364,7 @@ def test_a_draft_model_drafts(directory_of, sampling):
                 got, _, _ = answer_of(model, prompt, speculation, **sampling)
                 assert ids_and_text(got) == ids_and_text(expected)
             if draft_path == path and not sampling:
-                assert speculation.stats.right == speculation.stats.judged
+                assert speculation.stats.right_by_place == speculation.stats.judged_by_place
                 assert sum(record.pass_tokens > 0 for record in got) == 4
             gated = speculation_of(config, model, draft.drafter)
             assert ids_and_text(answer_of(model, prompt, gated, **sampling)[0]) == ids_and_text(expected)
