@@ -23,7 +23,7 @@ def sequences(prompts, new=NEW):
 
 def answers(path, prompts, scratch, chosen, new=NEW, **options):
     made = sequences(prompts, new)
-    with Runner(path, chosen, scratch=scratch, options=RunOptions(threads=2, **options)) as runner:
+    with Runner(path, chosen, RunOptions(scratch=scratch, threads=2, **options)) as runner:
         runner.run(made)
     assert not list(scratch.iterdir()), "scratch files stayed"
     return [list(sequence.output) for sequence in made]

@@ -127,7 +127,7 @@ def test_serve(installed, model):
 def test_offload(installed, model, tmp_path):
     installed.install("[offload]")
     (tmp_path / "prompts.txt").write_text("The capital of France is\nOnce upon a time\n")
-    options = ["-i", tmp_path / "prompts.txt", "-o", tmp_path / "answers.jsonl", "--max-new-tokens", 4, "--no-profile"]
+    options = ["-i", tmp_path / "prompts.txt", "-o", tmp_path / "answers.jsonl", "--max-new-tokens", 4]
     installed("flashllm", "offload", "run", model, *options, "--memory", "2GB")
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 2
 

@@ -33,6 +33,7 @@ from memory_group import MemoryGroup, drop_page_cache
 from flashllm.base.units import format_size, parse_size
 
 FLASHLLM = (sys.executable, "-m", "flashllm")
+JOB = Path(__file__).parent.parent / "offload/workers/job.py"
 PROMPT = "Once upon a time there was a little dog who wanted to see the sea, and"
 ON_DISK = {"wg": 0.0, "wc": 0.0, "wd": 1.0, "cg": 0.0, "cc": 0.0, "cd": 1.0, "hg": 0.0, "hc": 0.0, "hd": 1.0}
 CONTEXT = 256  # tokens
@@ -109,9 +110,17 @@ def generate_command(model: str) -> list[str]:
 def job_command(model: str, folder: Path) -> list[str]:
     """A batch job with everything on disk."""
     (folder / "in.jsonl").write_text(json.dumps({"custom_id": "a", "prompt": [5, 6, 7, 8], "max_tokens": 3}) + "\n")
-    (folder / "policy.json").write_text(json.dumps({"gpu_batch": 1, "num_batches": 1, **ON_DISK}))
-    return [*FLASHLLM, "offload", "run", model, "-i", f"{folder}/in.jsonl", "-o", f"{folder}/out.jsonl",
-            "--policy", f"{folder}/policy.json", "--scratch", f"{folder}/scratch"]  # fmt: skip
+    fields = {"policy": {"gpu_batch": 1, "num_batches": 1, **ON_DISK}, "scratch": f"{folder}/scratch"}
+    return [
+        sys.executable,
+        str(JOB),
+        json.dumps(fields),
+        model,
+        "-i",
+        f"{folder}/in.jsonl",
+        "-o",
+        f"{folder}/out.jsonl",
+    ]
 
 
 def serve_command(model: str) -> list[str]:

@@ -215,13 +215,13 @@ def limit(check: Check) -> Found:
     """What a block needs is enough for it, and a byte less is refused before anything is computed."""
     model, policy = check.model("small", "float16"), placed("g", "g")
     need = check.run(model, policy)["tiers"]["device"]
-    held = check.run(model, policy, accelerator_memory=need)
+    held = check.run(model, policy, gpu_memory=need)
     peak = held["peak_device_bytes"]
     found = {"need_bytes": need, "peak_bytes": peak}
     if peak is not None and peak > need:
         found["failed"] = f"{peak} bytes were taken of {need}"
     try:
-        check.run(model, policy, accelerator_memory=need - 1)
+        check.run(model, policy, gpu_memory=need - 1)
         found["failed"] = "a limit that is too small was not refused"
     except BudgetError as error:
         found["refused"] = str(error)

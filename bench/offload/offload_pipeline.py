@@ -71,20 +71,24 @@ def measured(measure: BlockMeasure, requests: int, compute_s: list[float]) -> di
     }
 
 
+def options_of(settings: dict[str, Any]) -> RunOptions:
+    return RunOptions(scratch=Path(settings["scratch"]), threads=settings["threads"])
+
+
 def drive(ring: Ring | None, settings: dict[str, Any]) -> dict[str, Any]:
     """One short block to warm up, one measured, at the last process or the only one."""
-    path, scratch, options = Path(settings["model"]), Path(settings["scratch"]), RunOptions(threads=settings["threads"])
+    path, options = Path(settings["model"]), options_of(settings)
     policy, shape = policy_of(settings), load_shape(settings["model"])
     stages = 1 if ring is None else ring.place.world
     if ring is None:
-        with Runner(path, policy, scratch=scratch, options=options) as alone:
+        with Runner(path, policy, options) as alone:
             made = sequences(settings, policy.block_size, alone.vocab)
             alone.run(sequences(settings, policy.block_size, alone.vocab, warm=True))
             measure = alone.run(made)
         compute, layers = [measure.busy[COMPUTE]], [shape.layers]
     else:
         split = split_model(shape, stages, Workload(prompt_len=settings["prompt"], gen_len=settings["new"]))
-        with PipelineRunner(ring, path, policy, split, fingerprint="", scratch=scratch, options=options) as runner:
+        with PipelineRunner(ring, path, policy, split, options, fingerprint="") as runner:
             made = sequences(settings, stages * policy.block_size, runner.vocab)
             runner.run(sequences(settings, stages * policy.block_size, runner.vocab, warm=True))
             measure = runner.run(made)
@@ -106,8 +110,7 @@ def stage(settings: dict[str, Any]) -> int:
         if place.is_last:
             print(json.dumps(drive(ring, settings)))
         else:
-            scratch = Path(settings["scratch"])
-            serve(ring, Path(settings["model"]), fingerprint="", scratch=scratch, threads=settings["threads"])
+            serve(ring, Path(settings["model"]), options_of(settings), fingerprint="")
     return 0
 
 

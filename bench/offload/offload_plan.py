@@ -11,6 +11,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -123,12 +124,16 @@ def frontier(model: str, latencies: Sequence[float], grid: Grid) -> dict[str, li
     shape, work = BUILTIN[model], _workload(512)
     curves: dict[str, list[list[float]]] = {"flashllm": [], "flashllm, 4 bit": [], "row by row": []}
     for name, methods in (("flashllm", {}), ("flashllm, 4 bit", BOTH)):
-        for latency in latencies:
+        plans: list[list[float]] = []  # of each pair of batches the fastest, which is also the one of least latency
+        for pair in product(grid.gpu_batches, grid.num_batches):
             try:
-                got = search(shape, T4, work, _space(grid, methods, latency_s=latency)).prediction
+                got = search(shape, T4, work, _space(Grid(*((each,) for each in pair)), methods)).prediction
             except BudgetError:
                 continue
-            curves[name].append([got.latency_s, got.throughput])
+            plans.append([got.latency_s, got.throughput])
+        for latency in latencies:
+            within = [plan for plan in plans if plan[0] <= latency]
+            curves[name] += [max(within, key=lambda plan: plan[1])] if within else []
     # DeepSpeed's and Accelerate's schedule and placement (section 6): one batch, cache and activations on the device,
     # as many weights on the CPU as it holds.
     for gpu_batch in (1, 2, 4, 8, 16):

@@ -57,9 +57,8 @@ class Row:
             attention_sparsity=self.share,
         )  # fmt: skip
 
-    @property
-    def options(self) -> RunOptions:
-        return RunOptions(weight_bits=self.weight_bits or 4, cache_bits=self.cache_bits or 4)
+    def options(self, scratch: Path) -> RunOptions:
+        return RunOptions(scratch=scratch, weight_bits=self.weight_bits or 4, cache_bits=self.cache_bits or 4)
 
 
 ROWS = (
@@ -147,12 +146,7 @@ def measure(
     texts = [Forced(ids, LAMBADA_PROMPT) for ids, _ in words]
     with (
         tempfile.TemporaryDirectory() as scratch,
-        Runner(
-            copied(model, Path(scratch) / "copy", row, calibrate),
-            row.policy,
-            scratch=Path(scratch),
-            options=row.options,
-        ) as runner,
+        Runner(copied(model, Path(scratch) / "copy", row, calibrate), row.policy, row.options(Path(scratch))) as runner,
     ):
         runner.run(forced)
         if texts:

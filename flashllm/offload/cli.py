@@ -37,9 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_argument("--gen-len", type=whole(1), required=True, metavar="N", help="new tokens for each prompt")
     plan.add_argument(
         "--hardware",
-        default="t4",
-        metavar="FILE|t4|here",
-        help="the machine: a file, or here by its profile, which `flashllm calibrate` makes (default: %(default)s)",
+        default="here",
+        metavar="FILE|t4",
+        help="another machine, by a file of its figures or by name (default: this one, by its profile)",
     )
     plan.add_argument("--memory", type=size, metavar="SIZE", help="limit of memory, e.g. 16GB (default: the machine's)")
     cli_run.add_compress(plan, default="none; of --policy, its own")
@@ -68,7 +68,7 @@ def _plan(args: argparse.Namespace) -> int:
         shape = shape.widened
         if shape.experts or shape.state_bytes:
             kind = "mixtures of experts" if shape.experts else "layers that keep a state"
-            print(f"this plan is a GPU's; `run` computes {kind} on the CPU alone: --hardware here", file=sys.stderr)
+            print(f"this plan is a GPU's; `run` computes {kind} on the CPU alone", file=sys.stderr)
     document: dict[str, Any] = {"model": shape.name, "hardware": hardware.to_json()}
     if args.policy is not None:
         policy = Policy.load(args.policy)
@@ -97,18 +97,10 @@ def _plan(args: argparse.Namespace) -> int:
 def _hardware(args: argparse.Namespace, dtype: str | None) -> "Hardware":
     from flashllm.offload.machine.hardware import Hardware
     from flashllm.offload.machine.machines import MACHINES
+    from flashllm.offload.planner.local import machine_here
 
     if args.hardware == "here":
-        from flashllm.offload.machine.here import this_machine
-
-        folder = Path(args.model) if Path(args.model).is_dir() else Path()
-        here = this_machine(folder, dtype)
-        if here is None:
-            raise UsageError(
-                f"the drive of {folder.absolute()} has no profile with what batches take; run `flashllm calibrate "
-                f"{folder}` first, which takes two minutes"
-            )
-        hardware = here
+        hardware = machine_here(Path(args.model) if Path(args.model).is_dir() else Path(), dtype)
     elif args.hardware in MACHINES:
         hardware = MACHINES[args.hardware]
     elif Path(args.hardware).is_file():

@@ -8,7 +8,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flashllm.base.text import one_line
 from flashllm.errors import INTERRUPTED, FlashError, UsageError
@@ -27,8 +27,8 @@ _LOOPBACK = "127.0.0.1"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "pipeline",
-        "Started by torchrun, the processes share the layers; the last one reads IN and writes OUT. --memory and "
-        "--threads are each process's. Connections are neither encrypted nor authenticated: use a private network.",
+        "Started by torchrun, the processes share the layers; the last one reads IN and writes OUT. --memory is each "
+        "process's. Connections are neither encrypted nor authenticated: use a private network.",
     )
     group.add_argument(
         "--listen", default=_LOOPBACK, metavar="ADDRESS", help="of this machine, for the others (default: %(default)s)"
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace, place: "Place", options: "LaunchOptions", driv
     ring: Ring | None = None
     try:
         with meet(place, address=args.listen) as ring:
-            return drive(ring) if place.is_last else _serve(args, ring, options)
+            return drive(ring) if place.is_last else _serve(args.model, ring, options)
     except (FlashError, KeyboardInterrupt) as error:
         interrupted = isinstance(error, KeyboardInterrupt)
         if ring is not None and ring.is_waiting:  # in native code, under which an interpreter cannot end
@@ -54,34 +54,23 @@ def run(args: argparse.Namespace, place: "Place", options: "LaunchOptions", driv
         raise
 
 
-def open_pipeline(
-    ring: "Ring", model: "ModelText", launch: "Launch", options: "LaunchOptions", sizes: "Sequence[Size]"
-) -> "PipelineRunner":
+def open_pipeline(ring: "Ring", model: "ModelText", launch: "Launch", sizes: "Sequence[Size]") -> "PipelineRunner":
     """The model over the ring, its layers split for sequences of these sizes. Errors as `PipelineRunner`."""
-    from flashllm.offload.launch import run_options, workload_of
+    from flashllm.offload.launch import workload_of
     from flashllm.offload.pipeline.stage_runner import PipelineRunner
     from flashllm.offload.stages import split_model
 
-    return PipelineRunner(
-        ring,
-        model.path,
-        launch.policy,
-        split_model(model.shape, ring.place.world, workload_of(sizes, max)),
-        fingerprint=model.fingerprint,
-        memory=launch.methods.memory,
-        scratch=options.scratch_folder,
-        options=run_options(options),
-    )
+    stages = split_model(model.shape, ring.place.world, workload_of(sizes, max))
+    fingerprint = model.fingerprint
+    return PipelineRunner(ring, model.path, launch.policy, stages, launch.options, fingerprint=fingerprint)
 
 
-def _serve(args: argparse.Namespace, ring: "Ring", options: "LaunchOptions") -> int:
+def _serve(model: str, ring: "Ring", options: "LaunchOptions") -> int:
     from flashllm.offload.launch import memory_limits, run_options
     from flashllm.offload.model_text import ModelText
     from flashllm.offload.pipeline.stage_runner import serve
 
-    model = ModelText.load(args.model)
-    options.scratch_folder.mkdir(parents=True, exist_ok=True)
+    opened = ModelText.load(model)
     _, memory = memory_limits(options)
-    settings: dict[str, Any] = {"memory": memory, "threads": run_options(options).threads}
-    serve(ring, model.path, fingerprint=model.fingerprint, scratch=options.scratch_folder, **settings)
+    serve(ring, opened.path, run_options(options, memory=memory), fingerprint=opened.fingerprint)
     return 0

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashllm.base.command_line import number, print_json, say, size, whole
+from flashllm.base.command_line import print_json, say, size, whole
 from flashllm.base.text import is_terminal, one_line
 from flashllm.base.units import format_size
 from flashllm.errors import INTERRUPTED
@@ -60,54 +60,35 @@ def add_arguments(verbs: Any) -> None:
     run.add_argument("-i", "--input", required=True, type=Path, metavar="IN", help="the batch file")
     run.add_argument("-o", "--output", required=True, type=Path, metavar="OUT", help="the file of answers")
     run.add_argument("--resume", action="store_true", help="go on with an OUT that exists: what it answers is skipped")
-    run.add_argument("--skip-bad", action="store_true", help="answer malformed lines with an error instead of stopping")
-    run.add_argument("--json", action="store_true", help="one JSON document as the last line of standard output")
-    lines = run.add_argument_group("what holds for lines that do not say")
-    lines.add_argument(
-        "--max-new-tokens", type=whole(1), default=256, metavar="N", help="new tokens (default: %(default)s)"
+    run.add_argument(
+        "--max-new-tokens",
+        type=whole(1),
+        default=256,
+        metavar="N",
+        help="new tokens for a line that does not say (default: %(default)s)",
     )
-    lines.add_argument(
-        "--temperature", type=number(0, None), default=0.0, metavar="X", help="default 0: always the likeliest token"
-    )
-    lines.add_argument("--seed", type=whole(0, 2**63 - 1), default=0, metavar="S", help="of the job (default: 0)")
-    group = run.add_argument_group("engine")
-    group.add_argument("--memory", type=size, metavar="SIZE", help="limit of everything the process holds, like 7GB")
-    group.add_argument(
+    run.add_argument("--memory", type=size, metavar="SIZE", help="limit of everything the process holds, like 7GB")
+    run.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
         help="of the device tier: a GPU by torch, or the CPU by our own products (default: a GPU where torch has one)",
     )
-    group.add_argument("--policy", type=Path, metavar="FILE", help="a policy, or a plan's JSON (default: planned)")
-    add_compress(group, default="as the policy says")
-    group.add_argument("--scratch", type=Path, metavar="DIR", help="scratch files (default: the user's cache)")
-    group.add_argument("--threads", type=whole(1, 1024), metavar="T", help="compute threads (default: cores)")
-    group.add_argument("--no-profile", action="store_true", help="do not measure the drive before a job that reads it")
+    add_compress(run, default="none")
+    run.add_argument("--json", action="store_true", help="one JSON document as the last line of standard output")
     cli_pipeline.add_arguments(run)
     run.set_defaults(offload_main=main)
 
 
-def _launch_options(args: argparse.Namespace, processes: int) -> "LaunchOptions":
+def main(args: argparse.Namespace, **fields: Any) -> int:
+    """Run the job, or be a stage of a pipeline that does. Lines that fail are counted and do not fail it. `fields` of
+    LaunchOptions hold besides the command line's."""
     from flashllm.offload.launch import LaunchOptions
-    from flashllm.offload.policy import Policy
-
-    return LaunchOptions(
-        memory=args.memory,
-        device=args.device,
-        policy=None if args.policy is None else Policy.load(args.policy),
-        compress=args.compress,
-        threads=args.threads,
-        scratch=args.scratch,
-        processes=processes,
-    )
-
-
-def main(args: argparse.Namespace) -> int:
-    """Run the job, or be a stage of a pipeline that does. Lines that fail are counted and do not fail it."""
     from flashllm.offload.pipeline.place import Place
 
     place = Place.from_torchrun()
-    options = _launch_options(args, processes=1 if place is None else place.local)
+    fields |= {"memory": args.memory, "device": args.device, "compress": args.compress}
+    options = LaunchOptions(**fields, processes=1 if place is None else place.local)
     if place is None:
         return _answer_file(args, options, None)
     return cli_pipeline.run(args, place, options, lambda ring: _answer_file(args, options, ring))
@@ -116,22 +97,20 @@ def main(args: argparse.Namespace) -> int:
 def _answer_file(args: argparse.Namespace, options: "LaunchOptions", ring: "Ring | None") -> int:
     from flashllm.base.progress import ProgressBar
     from flashllm.offload.jobs.lines import BatchFile
-    from flashllm.offload.jobs.requests import Defaults
     from flashllm.offload.jobs.results import Results, check_output
     from flashllm.offload.model_text import ModelText
 
     check_output(args.output, source=args.input, resume=args.resume)
-    defaults = Defaults(max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed)
     model = ModelText.load(args.model)
     settings = {"model": model.name, "config": model.fingerprint, **options.answers_depend_on(model.shape)}
-    settings |= {"max_new": args.max_new_tokens, "temperature": args.temperature, "seed": args.seed}
+    # The last two were options once: files that were begun then go on.
+    settings |= {"max_new": args.max_new_tokens, "temperature": 0.0, "seed": 0}
     with ProgressBar("check") as bar:
         batch = BatchFile.read(
             args.input,
             model.encoder,
-            defaults,
+            max_new_tokens=args.max_new_tokens,
             settings=json.dumps(settings, sort_keys=True),
-            skip_bad=args.skip_bad,
             progress=lambda done, total: bar(args.input.name, done, total),
         )
     with batch, Results.open(args.output, batch.lines, source=args.input, resume=args.resume) as results:
@@ -140,7 +119,7 @@ def _answer_file(args: argparse.Namespace, options: "LaunchOptions", ring: "Ring
         if results.done:
             say(f"{len(results.done)} of {len(batch.lines)} lines are answered already")
         check_room(batch, results)
-        return _Task(args=args, options=options, model=model, batch=batch, results=results, ring=ring).run()
+        return _Task(options=options, model=model, batch=batch, results=results, ring=ring).run(as_json=args.json)
 
 
 def check_room(batch: "BatchFile", results: "Results") -> None:
@@ -165,7 +144,6 @@ def check_room(batch: "BatchFile", results: "Results") -> None:
 class _Task:
     """The job in its thread, and the main thread that waits for it."""
 
-    args: argparse.Namespace
     options: "LaunchOptions"
     model: "ModelText"
     batch: "BatchFile"
@@ -178,7 +156,7 @@ class _Task:
     _peak_device_nbytes: int | None = None  # of a GPU
     _error: BaseException | None = None
 
-    def run(self) -> int:
+    def run(self, *, as_json: bool) -> int:
         worker = threading.Thread(target=self._work, name="offload run", daemon=True)
         worker.start()
         progress = _Progress(lambda: self._job)
@@ -204,7 +182,7 @@ class _Task:
         progress.clear()
         if self._error is not None:
             raise self._error
-        self._report()
+        self._report(as_json=as_json)
         return 0
 
     def _work(self) -> None:
@@ -216,31 +194,32 @@ class _Task:
     def _answer(self) -> None:
         from flashllm.base.machine import peak_process_nbytes
         from flashllm.offload.jobs.job import Job
-        from flashllm.offload.launch import open_runner, prepare, profile_drive
+        from flashllm.offload.launch import prepare, profile_drive
+        from flashllm.offload.runtime.run import Runner
 
         ring, stages = self.ring, 1 if self.ring is None else self.ring.place.world
         job = Job(self.batch, self.results, model=self.model.name, token_text=self.model.token_text)
         sizes = job.sizes
         if sizes:
-            if not self.args.no_profile and ring is None:
+            if ring is None:
                 profile_drive(self.model.path, self.model.shape, self.options, say=say)
             self._launch = prepare(self.model.path, self.model.shape, sizes, self.options, stages=stages, report=say)
         job.answer_problems()
-        if self._launch is not None:
+        if (launch := self._launch) is not None:
             with (
-                open_runner(self.model.path, self._launch, self.options)
+                Runner(self.model.path, launch.policy, launch.options)
                 if ring is None
-                else cli_pipeline.open_pipeline(ring, self.model, self._launch, self.options, sizes)
+                else cli_pipeline.open_pipeline(ring, self.model, launch, sizes)
             ) as runner:
                 for notice in runner.notices:
                     say(notice)
                 self._stop, self._job = runner.stop, job
-                job.run(runner, self._launch.blocks)
+                job.run(runner, launch.blocks)
                 self._peak_device_nbytes = runner.peak_device_nbytes
         self._job = job
         self._peak_nbytes = peak_process_nbytes()
 
-    def _report(self) -> None:
+    def _report(self, *, as_json: bool) -> None:
         from flashllm.errors import FlashError
         from flashllm.offload.launch import workloads
         from flashllm.offload.planner.local import predict_job
@@ -253,7 +232,7 @@ class _Task:
         if launch is not None and self.ring is None:  # the model prices a process, not one of several on a machine
             try:
                 blocks = workloads(job.sizes, launch.blocks)
-                predicted = predict_job(self.model.shape, launch.methods, launch.policy, blocks)
+                predicted = predict_job(self.model.shape, launch.options, launch.policy, blocks)
             except (FlashError, ValueError) as error:
                 say(f"no prediction: {error}")
         document = {
@@ -272,7 +251,7 @@ class _Task:
             },
             "output": str(self.results.path),
         }
-        if self.args.json:
+        if as_json:
             print_json(document)
         else:
             print("\n".join(_table(document, totals, launch)))
@@ -308,7 +287,7 @@ def _table(document: dict[str, Any], totals: "Totals", launch: "Launch | None") 
     lines.append(f"  {'disk':12s}{format_size(totals.bytes_read)} read, {format_size(totals.bytes_written)} written")
     peak = document["measured"]["peak_rss_bytes"]
     lines.append(f"  {'memory':12s}{format_size(peak)} at most, of {format_size(launch.limit)}")
-    lines.append(f"  {'tiers':12s}{_tiers(document, accelerated=launch.methods.accelerator is not None)}")
+    lines.append(f"  {'tiers':12s}{_tiers(document, accelerated=launch.options.accelerator is not None)}")
     if predicted is not None:
         lines.append(f"  {'predicted':12s}from {predicted['source']}")
     return lines

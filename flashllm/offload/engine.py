@@ -25,7 +25,7 @@ from flashllm.offload.jobs.lines import rank
 from flashllm.offload.jobs.requests import own_seed
 from flashllm.offload.jobs.sequences import FinishReason, sequence_of
 from flashllm.offload.jobs.sequences import Sequence as TokenSequence
-from flashllm.offload.launch import CACHE_BITS, LaunchOptions, open_runner, prepare
+from flashllm.offload.launch import CACHE_BITS, LaunchOptions, prepare
 from flashllm.offload.model_text import ModelText
 from flashllm.offload.planner.packing import PACKED_BITS
 from flashllm.offload.policy import Policy
@@ -232,7 +232,7 @@ class OffloadEngine(Closing):
             runner.close()
             self._runner = None
         launch = prepare(self._model.path, self._model.shape, sizes, self._options, report=self.notices.append)
-        self._runner = runner = open_runner(self._model.path, launch, self._options)
+        self._runner = runner = Runner(self._model.path, launch.policy, launch.options)
         self.notices += runner.notices
         self._block_size, self._planned_requests = launch.policy.block_size, requests
         return runner, launch.blocks

@@ -13,22 +13,19 @@ from flashllm.base.user_dirs import user_cache_dir
 from flashllm.errors import BudgetError, UsageError
 from flashllm.offload.accelerators import DEVICES, Device, choose_accelerator, free_nbytes
 from flashllm.offload.jobs.blocks import Size, cut, equal
-from flashllm.offload.planner.local import Methods, load_search, local_hardware, plan_policy, predict_job
+from flashllm.offload.planner.local import load_search, local_hardware, plan_policy, predict_job
 from flashllm.offload.planner.packing import PACKED_BITS, PACKING
 from flashllm.offload.policy import COMPRESSIBLE, Policy, Workload, compressible
 from flashllm.offload.runtime.opened import OpenModel
 from flashllm.offload.runtime.options import RunOptions
-from flashllm.offload.runtime.run import Runner
 from flashllm.offload.runtime.tiers.scratch import MARGIN_NBYTES
 from flashllm.offload.shape import ModelShape
-from flashllm.offload.stages import Stage, split_model
+from flashllm.offload.stages import split_model
 from flashllm.profile.quick import WORTH_NBYTES, take_quick_profile
 from flashllm.profile.store import device_of
 
 CACHE_BITS = (4, 8)  # of a compressed number; the first is the default
 _MARGIN_NBYTES = 48 * 2**20  # for the interpreter's own growth: prompts, texts, answers of a block
-
-
 _LEAST_TO_MEASURE = 256 << 20  # bytes of memory for the operands of products and attention
 _STEP_NBYTES = 1 << 20  # by which a plan that was too large is made smaller, besides what was short
 _PLANS = 3  # tried for a size of prompts
@@ -105,7 +102,7 @@ class Launch:
     """A run to be: the policy, the limits it was made for, and its blocks."""
 
     policy: Policy
-    methods: Methods
+    options: RunOptions
     blocks: tuple[int, ...]  # how many of the job's sequences go through the runner at once, in their order
     limit: int  # bytes for everything the process holds
 
@@ -171,57 +168,64 @@ def prepare(
     if accelerator is not None and gpu_memory is None:  # before memory is counted, of which a GPU's context takes some
         gpu_memory = free_nbytes(accelerator)
     limit, memory = memory_limits(options)
-    folder = options.scratch_folder
-    folder.mkdir(parents=True, exist_ok=True)
-    methods = Methods(
-        memory=memory,
-        disk=max(0, shutil.disk_usage(folder).free - MARGIN_NBYTES) // options.processes,
-        folder=folder,
-        accelerator=accelerator,
-        gpu_memory=gpu_memory,
-        compress_weights=options.compress_weights,
-        compress_cache=options.compress_cache,
-        weight_bits=options.weight_bits,
-        cache_bits=options.cache_bits,
-        attention_sparsity=options.attention_sparsity,
-        overlap=options.overlap,
-    )
-    job = _Job(model=model, shape=shape, sizes=sizes, options=options, methods=methods, limit=limit)
+    run = run_options(options, memory=memory, accelerator=accelerator, gpu_memory=gpu_memory)
+    job = _Job(model=model, shape=shape, sizes=sizes, options=run, limit=limit)
     if options.policy is not None:
         return job.given(options.policy, stages)
     launch = job.planned() if stages == 1 else job.pipeline(stages)
     counts = "-".join(str(count) for count in sorted({min(launch.blocks), max(launch.blocks)}))
     blocks = f"the job's {len(sizes)} sequences in blocks of {counts}"
-    report(f"planned a policy from {local_hardware(shape, methods).source}: {describe(launch.policy)}; {blocks}")
+    report(f"planned a policy from {local_hardware(shape, run).source}: {describe(launch.policy)}; {blocks}")
     return launch
+
+
+def run_options(
+    options: LaunchOptions, *, memory: int, accelerator: str | None = None, gpu_memory: int | None = None
+) -> RunOptions:
+    """`options` on this machine, of which the model may take so much. Makes the folder of scratch files."""
+    folder = options.scratch_folder
+    folder.mkdir(parents=True, exist_ok=True)
+    return RunOptions(
+        scratch=folder,
+        memory=memory,
+        disk=max(0, shutil.disk_usage(folder).free - MARGIN_NBYTES) // options.processes,
+        accelerator=accelerator,
+        gpu_memory=gpu_memory,
+        threads=options.threads or max(1, num_cores() // options.processes),
+        weight_bits=options.weight_bits,
+        cache_bits=options.cache_bits,
+        compress_weights=options.compress_weights,
+        compress_cache=options.compress_cache,
+        attention_sparsity=options.attention_sparsity,
+        overlap=options.overlap,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """A job to be launched: the sizes of a job's sequences, and how a user wants them run."""
+    """A job to be launched: the sizes of its sequences, and what it may take."""
 
     model: Path
     shape: ModelShape
     sizes: Sequence[Size]
-    options: LaunchOptions
-    methods: Methods
+    options: RunOptions
     limit: int
 
     def given(self, policy: Policy, stages: int) -> Launch:
         """With the policy that was given, as far as options do not say otherwise. A block that is too large is refused:
         whoever gives a policy says how large it is. Of a pipeline the last stage's share is counted, which is this
         process's; the others count their own."""
-        methods = self.methods
+        options = self.options
         policy = replace(
             policy,
-            compress_weights=methods.compress_weights,
-            compress_cache=methods.compress_cache,
-            attention_sparsity=methods.attention_sparsity,
-            overlap=policy.overlap if methods.overlap is None else methods.overlap,
+            compress_weights=options.compress_weights,
+            compress_cache=options.compress_cache,
+            attention_sparsity=options.attention_sparsity,
+            overlap=policy.overlap if options.overlap is None else options.overlap,
         )
         stage = split_model(self.shape, stages, workload_of(self.sizes, max))[-1]
         counts = equal(len(self.sizes), policy.block_size * stages)
-        with self._open(policy, stage) as opened:
+        with OpenModel(self.model, policy, options, stage=stage) as opened:
             opened.check(None)
             for block in _blocks(self.sizes, counts):
                 opened.check(block)
@@ -231,89 +235,103 @@ class _Job:
     def planned(self) -> Launch:
         """With the best of the policies for the longest sequences and for middling ones, by the time of all blocks."""
         middling = workload_of(self.sizes, lambda values: -(-sum(values) // len(values)))
-        best: tuple[float, Launch] | None = None
-        refused: BudgetError | None = None
+        launches: list[Launch] = []
+        refused: list[BudgetError] = []
         for workload in dict.fromkeys((workload_of(self.sizes, max), middling)):
             try:
-                launches = list(self._plans(workload))
+                launches += self._plans(workload)
             except BudgetError as error:
-                refused = refused or error
-                continue
-            for launch in launches:
-                blocks = workloads(self.sizes, launch.blocks)
-                predicted = predict_job(self.shape, self.methods, launch.policy, blocks)
-                seconds = predicted["prefill_s"] + predicted["decode_s"]
-                if best is None or seconds < best[0]:
-                    best = seconds, launch
-        if best is None:
-            raise refused or BudgetError("no policy was found whose blocks fit; give more memory, or a --policy")
-        return best[1]
+                refused.append(error)
+        if not launches:
+            raise refused[0]
+        return min(launches, key=self._seconds)
+
+    def _seconds(self, launch: Launch) -> float:
+        predicted = predict_job(self.shape, self.options, launch.policy, workloads(self.sizes, launch.blocks))
+        return float(predicted["prefill_s"] + predicted["decode_s"])
 
     def pipeline(self, stages: int) -> Launch:
         """With one policy for all stages, each of which counts again for its own layers."""
-        policy = self._plan(workload_of(self.sizes, max), self.methods, stages)
+        policy = self._plan(workload_of(self.sizes, max), self.options, stages)
         return self._launch(policy, equal(len(self.sizes), policy.block_size * stages))
 
-    def _plan(self, workload: Workload, methods: Methods, stages: int = 1) -> Policy:
+    def _plan(self, workload: Workload, options: RunOptions, stages: int = 1) -> Policy:
         try:
-            return plan_policy(self.shape, workload, methods, requests=len(self.sizes), stages=stages)
+            return plan_policy(self.shape, workload, options, requests=len(self.sizes), stages=stages)
         except BudgetError as error:
-            left = f"--memory {format_size(self.limit)} leaves the model {format_size(methods.memory)}"
+            left = f"--memory {format_size(self.limit)} leaves the model {format_size(options.memory or 0)}"
             raise BudgetError(f"{error}; {left}: give it that much more") from error
 
-    def _plans(self, workload: Workload) -> Iterator[Launch]:
-        """The best policies for prompts of one size of which all blocks of the job fit.
+    def _plans(self, workload: Workload) -> list[Launch]:
+        """The best policies for prompts of one size of which all blocks of the job fit; BudgetError where none is.
 
         The planner's forms are close to what the runtime counts, and not exact: what a block of its size is short of is
         planned away, for a block that is cut by one sequence may cost as much as two.
         """
-        methods = self.methods
-        for attempt in range(_PLANS):
+        options, found, lacking = self.options, list[Launch](), list[tuple[int, int]]()
+        alike = (workload.prompt_len, workload.full_context - 1)
+        for _ in range(_PLANS):
             try:
-                policy = self._plan(workload, methods)
+                policy = self._plan(workload, options)
             except BudgetError:
-                if attempt:
-                    return
+                if lacking:
+                    break
                 raise
-            alike = (workload.prompt_len, workload.full_context - 1)
-            with self._open(policy) as opened:
-                needed = [None, [alike] * min(policy.block_size, len(self.sizes)), *([size] for size in self._ends())]
-                short = [max(0, *each) for each in zip(*map(opened.shortage, needed), strict=True)]
-                starts = max(opened.shortage(None)) <= 0
-                counts = cut(self.sizes, policy.block_size, opened.fits) if starts else None
+            with OpenModel(self.model, policy, self.options) as opened:
+                starting = opened.shortage(None)
+                # The sequences that take most: of the longest prompt, and of the most positions.
+                ends = max(self.sizes), max(self.sizes, key=lambda size: size[1])
+                least = _most(starting, *(opened.shortage([size]) for size in ends))
+                short = _most(least, opened.shortage([alike] * min(policy.block_size, len(self.sizes))))
+                counts = cut(self.sizes, policy.block_size, opened.fits) if max(starting) <= 0 else None
                 for block in _blocks(self.sizes, counts or ()):
                     self._check_disk(opened.need(block).scratch)
+            lacking.append(least)
             if counts is not None:
-                yield self._launch(policy, counts)
-            if not any(short):
-                return
-            gpu = methods.gpu_memory
-            methods = replace(
-                methods,
-                memory=methods.memory - short[0] - _STEP_NBYTES * (short[0] > 0),
-                gpu_memory=gpu if gpu is None else gpu - short[1] - _STEP_NBYTES * (short[1] > 0),
-            )
-            if methods.memory <= 0 or (methods.gpu_memory is not None and methods.gpu_memory <= 0):
-                return
+                found.append(self._launch(policy, counts))
+            less = [
+                size and size - more - _STEP_NBYTES * (more > 0)
+                for size, more in zip((options.memory, options.gpu_memory), short, strict=True)
+            ]
+            if short == (0, 0) or any(size is not None and size <= 0 for size in less):
+                break
+            options = replace(options, memory=less[0], gpu_memory=less[1])
+        if not found:
+            raise BudgetError(self._refusal(min(lacking)))
+        return found
 
-    def _ends(self) -> list[Size]:
-        """The sequences that take most: of the longest prompt, and of the most positions."""
-        return [max(self.sizes), max(self.sizes, key=lambda size: size[1])]
+    def _refusal(self, short: tuple[int, int]) -> str:
+        """Say what one sequence takes for which limits are `short` by so much, and what to do."""
+        longest = max(positions for _, positions in self.sizes) + 1
+        memory, gpu = short
+        needs = []
+        if memory > 0:
+            needs.append(f"--memory {format_size(self.limit + memory)}, not {format_size(self.limit)}")
+        if gpu > 0:
+            limit = self.options.gpu_memory or 0
+            needs.append(f"{format_size(limit + gpu)} of the GPU's memory, not {format_size(limit)}")
+        return (
+            f"one sequence of up to {longest} tokens needs at least {' and '.join(needs)}; give it that, pack with "
+            "--compress weights,cache, or ask for fewer tokens"
+        )
 
     def _launch(self, policy: Policy, blocks: Sequence[int]) -> Launch:
-        return Launch(policy=policy, methods=self.methods, blocks=tuple(blocks), limit=self.limit)
-
-    def _open(self, policy: Policy, stage: Stage | None = None) -> OpenModel:
-        options = run_options(self.options, self.methods)
-        return OpenModel(self.model, policy, options=options, memory=self.methods.memory, stage=stage)
+        return Launch(policy=policy, options=self.options, blocks=tuple(blocks), limit=self.limit)
 
     def _check_disk(self, nbytes: int) -> None:
-        methods = self.methods
-        if nbytes > methods.disk:
+        options = self.options
+        if nbytes > options.disk:
             raise BudgetError(
-                f"the policy does not fit: a block puts {format_size(nbytes)} in scratch files, and {methods.folder} "
-                f"has room for {format_size(methods.disk)}; choose another folder with --scratch, or keep less on disk"
+                f"the policy does not fit: a block puts {format_size(nbytes)} in scratch files, and {options.scratch} "
+                f"has room for {format_size(options.disk)}; make room there, give more memory, or another folder from "
+                "Python (`scratch` of OffloadEngine)"
             )
+
+
+def _most(*shortages: tuple[int, int]) -> tuple[int, int]:
+    """What is short for all of them, or 0, of memory and of an accelerator's."""
+    memory, gpu = zip(*shortages, strict=True)
+    return max(0, *memory), max(0, *gpu)
 
 
 def workload_of(sizes: Sequence[Size], of: Callable[[list[int]], int]) -> Workload:
@@ -334,17 +352,6 @@ def _blocks(sizes: Sequence[Size], counts: Sequence[int]) -> Iterator[Sequence[S
         first += count
 
 
-def open_runner(model: Path, launch: Launch, options: LaunchOptions) -> Runner:
-    """The model loaded as `launch` says. Errors as `Runner`."""
-    return Runner(
-        model,
-        launch.policy,
-        memory=launch.methods.memory,
-        scratch=options.scratch_folder,
-        options=run_options(options, launch.methods),
-    )
-
-
 def find_accelerator(options: LaunchOptions, *, stages: int = 1) -> str | None:
     """Torch's name of the accelerator that is the device tier; None for the CPU. UsageError where it cannot be had."""
     if stages == 1:
@@ -352,16 +359,6 @@ def find_accelerator(options: LaunchOptions, *, stages: int = 1) -> str | None:
     if options.device == "cuda":
         raise UsageError("a pipeline's stages compute on CPUs for now: use --device cpu, or one process for the GPU")
     return None
-
-
-def run_options(options: LaunchOptions, methods: Methods | None = None) -> RunOptions:
-    return RunOptions(
-        accelerator=None if methods is None else methods.accelerator,
-        accelerator_memory=None if methods is None or methods.accelerator is None else methods.gpu_memory,
-        threads=options.threads or max(1, num_cores() // options.processes),
-        weight_bits=options.weight_bits,
-        cache_bits=options.cache_bits,
-    )
 
 
 def describe(policy: Policy) -> str:

@@ -25,7 +25,7 @@ from flashllm.format.predictors import check_predictors_header
 from flashllm.format.safetensors import read_header
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.tokenizer import Tokenizer
-from flashllm.offload.jobs.requests import Defaults, parse_request
+from flashllm.offload.jobs.requests import parse_request
 from flashllm.offload.machine.hardware import Hardware
 from flashllm.offload.machine.machines import MACHINES
 from flashllm.offload.policy import Policy
@@ -139,9 +139,7 @@ def make_kinds(root: Path) -> dict[str, Kind]:
     }  # fmt: skip
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions",
             "body": {name: value for name, value in body.items() if not name.startswith("stream")}}  # fmt: skip
-    kinds["batch line"] = Kind(
-        json.dumps(line).encode(), lambda raw: parse_request(raw, 7, text=False, defaults=Defaults()), ""
-    )
+    kinds["batch line"] = Kind(json.dumps(line).encode(), lambda raw: parse_request(raw, 7, text=False), "")
     options = SamplingOptions()
     kinds["chat request"] = Kind(
         json.dumps(body).encode(), lambda raw: parse(raw, "chat", custom_id="a", defaults=options), ""

@@ -15,9 +15,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 TESTS = Path(__file__).parent.parent
 BUG = "a bug in flashllm"
@@ -104,7 +106,6 @@ class Operations:
         (self.root / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         lines = [{"custom_id": f"r{n}", "prompt": [5 + n, 6, 7 + n], "max_tokens": 3} for n in range(6)]
         (self.root / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        (self.root / "policy.json").write_text(json.dumps({"policy": {"gpu_batch": 2, "num_batches": 1, **ON_DISK}}))
 
     def load(self, names: Iterable[str]) -> None:
         """Import what the operations `names` need, so that children need not."""
@@ -191,8 +192,13 @@ class Operations:
 
     def offload_run(self) -> Callable[[], str]:
         root = self.root
-        command("offload", "run", self.hf, "-i", root / "in.jsonl", "-o", root / "out.jsonl", "--resume",
-                "--policy", root / "policy.json", "--scratch", root / "scratch")  # fmt: skip
+        from flashllm.offload import cli_run
+        from flashllm.offload.policy import Policy
+
+        policy = Policy(gpu_batch=2, num_batches=1, **ON_DISK)
+        run = partial(cli_run.main, policy=policy, scratch=root / "scratch")
+        with mock.patch.object(cli_run, "main", run):
+            command("offload", "run", self.hf, "-i", root / "in.jsonl", "-o", root / "out.jsonl", "--resume")
 
         def answers() -> str:
             values = [json.loads(line) for line in (root / "out.jsonl").read_text().splitlines()]

@@ -312,7 +312,7 @@ def test_third_1_a_long_line_of_a_batch_costs_little(tiny, tmp_path):
         {"custom_id": "short", "prompt": "dog", "max_tokens": 2},
     ]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    command = ["-c", PEAK, "offload", "run", tiny().path("random"), "--threads", "1", "-i"]
+    command = ["-c", PEAK, "offload", "run", tiny().path("random"), "-i"]
     done = run_python(*command, tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl")
     answers = {each["custom_id"]: each for each in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}
     assert "tokens or more" in answers["long"]["error"]["message"]

@@ -8,8 +8,9 @@ from scripts import run_python
 
 from flashllm.cli import main
 from flashllm.offload.machine.machines import T4
+from flashllm.offload.planner import local
 
-PLAN = ["plan", "opt-1.3b", "--prompt-len", "64", "--gen-len", "8"]
+PLAN = ["plan", "opt-1.3b", "--prompt-len", "64", "--gen-len", "8", "--hardware", "t4"]
 
 
 def run(capsys, *more, argv=PLAN):
@@ -51,7 +52,7 @@ def test_a_policy_that_does_not_fit_fails_but_is_priced(capsys, tmp_path):
     path.write_text(
         json.dumps({"gpu_batch": 4, "wg": 1, "wc": 0, "wd": 0, "cg": 1, "cc": 0, "cd": 0, "hg": 1, "hc": 0, "hd": 0})
     )
-    argv = ["plan", "opt-175b", "--prompt-len", "64", "--gen-len", "8"]
+    argv = ["plan", "opt-175b", *PLAN[2:]]
     status, out, err = run(capsys, "--json", "--policy", str(path), argv=argv)
     assert status == 1
     assert "device memory is short by" in err
@@ -98,6 +99,15 @@ def test_errors_have_their_status(capsys, more, status, said):
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    "option", ["--policy=p", "--scratch=s", "--threads=1", "--no-profile", "--skip-bad", "--seed=1"]
+)
+def test_what_a_job_needs_is_asked_and_no_more(capsys, option):
+    status, out, err = run(capsys, option, argv=["run", "model", "-i", "in.jsonl", "-o", "out.jsonl"])
+    assert (status, out) == (2, "")
+    assert f"unrecognized arguments: {option}" in err
+
+
 def test_unknown_model_is_wrong_use(capsys):
     status, _, err = run(capsys, argv=["plan", "opt-9b", "--prompt-len", "1", "--gen-len", "1"])
     assert status == 2
@@ -114,11 +124,21 @@ def test_parser_loads_nothing_heavy():
 
 def test_what_a_gpu_does_not_run_is_said(capsys):
     for model, said in (("qwen3.6-35b-a3b", "mixtures of experts"), ("qwen3.5-4b", "layers that keep a state")):
-        status, _, err = run(capsys, argv=["plan", model, "--prompt-len", "64", "--gen-len", "8"])
+        status, _, err = run(capsys, argv=["plan", model, *PLAN[2:]])
         assert status == 0
         assert f"computes {said} on the CPU alone" in err
     assert run(capsys)[2] == ""
 
 
-def test_t4_is_the_default_and_says_so(capsys):
+def test_a_machine_by_name_says_so(capsys):
     assert T4.source in run(capsys)[1]
+
+
+def test_this_machine_is_the_default_known_by_its_profile_or_typical(capsys, monkeypatch):
+    argv = PLAN[:-2]
+    monkeypatch.setattr(local, "this_machine", lambda folder, dtype, device: None)
+    assert "on this machine (typical figures: this machine has no profile" in run(capsys, argv=argv)[1]
+    small = run(capsys, "--json", "--memory", "2GB", argv=argv)[1]
+    assert json.loads(small)["predicted"]["peak_device"] <= 2e9
+    monkeypatch.setattr(local, "this_machine", lambda folder, dtype, device: HOST)
+    assert f"on {HOST.name} ({HOST.source})" in run(capsys, argv=argv)[1]

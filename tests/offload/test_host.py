@@ -19,10 +19,11 @@ from flashllm.convert.run import convert
 from flashllm.errors import BudgetError
 from flashllm.offload.planner import host_peaks
 from flashllm.offload.planner.host_costs import HostCostModel, cost_model
-from flashllm.offload.planner.local import Methods, local_hardware, plan_policy, predict_job
+from flashllm.offload.planner.local import local_hardware, plan_policy, predict_job
 from flashllm.offload.planner.predict import predict
 from flashllm.offload.planner.search import SearchSpace, search
 from flashllm.offload.policy import Workload
+from flashllm.offload.runtime.options import RunOptions
 from flashllm.offload.runtime.tiers.activations import Activations
 from flashllm.offload.runtime.tiers.arrangement import arrange
 from flashllm.offload.runtime.tiers.kv import KvCache
@@ -176,10 +177,10 @@ def test_one_layer_in_memory_at_a_time_where_two_are_too_many(model_of):
         for overlap in (True, False)
     )
     assert one < both - shape.layer_bytes / 2
-    methods = Methods(memory=(both + one) // 2, disk=GB, folder=Path("/"))
-    assert not plan_policy(shape, work, methods, requests=1).overlap
+    options = RunOptions(scratch=Path("/"), memory=(both + one) // 2, disk=GB)
+    assert not plan_policy(shape, work, options, requests=1).overlap
     with pytest.raises(BudgetError, match="more memory"):
-        plan_policy(shape, work, dataclasses.replace(methods, overlap=True), requests=1)
+        plan_policy(shape, work, dataclasses.replace(options, overlap=True), requests=1)
 
 
 @pytest.mark.parametrize("memory", [1.7, 2.1, 3.0])
@@ -266,16 +267,16 @@ def test_disk_reads_are_the_full_blocks_and_the_weights(model):
 def test_a_job_is_planned_and_priced_here(model, tmp_path):
     _, shape = model
     for compress, memory in itertools.product((False, True), (60 * 10**6, GB)):
-        methods = Methods(
-            memory=memory, disk=GB, folder=tmp_path, compress_weights=compress, compress_cache=compress
-        )  # fmt: skip
-        policy = plan_policy(shape, WORK, methods, requests=40)
+        options = RunOptions(
+            scratch=tmp_path, memory=memory, disk=GB, compress_weights=compress, compress_cache=compress
+        )
+        policy = plan_policy(shape, WORK, options, requests=40)
         assert policy.compress_cache == compress
-        whole = predict_job(shape, methods, policy, [(policy.block_size, WORK)])
+        whole = predict_job(shape, options, policy, [(policy.block_size, WORK)])
         assert whole["tiers"]["device"] <= memory
-        one = predict(shape, local_hardware(shape, methods), WORK, policy)
+        one = predict(shape, local_hardware(shape, options), WORK, policy)
         assert whole["decode_s"] == pytest.approx(one.decode_s)
-        part = predict_job(shape, methods, policy, [(1, WORK)])
+        part = predict_job(shape, options, policy, [(1, WORK)])
         assert 0 < part["decode_s"] <= whole["decode_s"]  # equal where the disk is the limit
 
 
@@ -287,11 +288,11 @@ from flashllm.base.machine import peak_process_nbytes, process_nbytes
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.offload.jobs.sequences import Sequence
 from flashllm.offload.policy import Policy
-from flashllm.offload.runtime.run import Runner
+from flashllm.offload.runtime.run import Runner, RunOptions
 model, scratch, policy = Path(sys.argv[1]), Path(sys.argv[2]), Policy.from_json(json.loads(sys.argv[3]))
 random, options = np.random.default_rng(0), SamplingOptions(max_new_tokens=6, temperature=0.0)
 before = process_nbytes()
-with Runner(model, policy, scratch=scratch) as runner:
+with Runner(model, policy, RunOptions(scratch=scratch)) as runner:
     prompts = [random.integers(4, 2000, 100).tolist() for _ in range(policy.block_size)]
     runner.run([Sequence(prompt, options, decoder=None, end_ids=frozenset()) for prompt in prompts])
 print(peak_process_nbytes() - before)

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from memory_group import GroupError, MemoryGroup
 from offload_host import HOST, policy_of
+from scripts import REPOSITORY
 from tiny_models import make_tiny_opt
 
 from flashllm.convert.run import convert
@@ -94,7 +95,7 @@ def test_the_planner_counts_as_the_runtime(request, kind, where):
         chosen = policy_of(where, compress_weights=compress, compress_cache=compress, **changes)
         work = Workload(prompt_len=prompt, gen_len=new)
         planned = predict(shape, HOST, work, chosen)
-        with OpenModel(folder, chosen, options=RunOptions(threads=1)) as opened:
+        with OpenModel(folder, chosen, RunOptions(scratch=folder, threads=1)) as opened:
             need = opened.need([(prompt, prompt + new - 1)] * chosen.block_size)
             starting = opened.shortage(None)
         assert starting == (0, 0)  # without limits nothing is short
@@ -112,7 +113,7 @@ def test_the_planner_counts_recurrent_states(tmp_path, where):
     shape, chosen, work = load_shape(str(folder)), policy_of(where), Workload(prompt_len=200, gen_len=32)
     assert shape.state_bytes == 2 * 4 * (64 * 8 * 64 + 3 * 2 * 8 * 64)  # of two layers: heads, and a convolution
     planned = predict(shape, HOST, work, chosen)
-    with OpenModel(folder, chosen, options=RunOptions(threads=1)) as opened:
+    with OpenModel(folder, chosen, RunOptions(scratch=folder, threads=1)) as opened:
         need = opened.need([(200, 231)] * chosen.block_size)
     assert 0.93 * planned.peak_device < need.memory(accelerated=False) <= 1.01 * planned.peak_device
 
@@ -120,7 +121,9 @@ def test_the_planner_counts_recurrent_states(tmp_path, where):
 def test_of_a_pipeline_a_stage_s_layers_and_all_blocks_in_flight_are_counted(model, tmp_path, monkeypatch):
     folder, shape = model
     sizes, policy = [(20, 29)] * 48, policy_of()
-    with OpenModel(folder, policy, options=RunOptions(threads=1), stage=split_model(shape, 2, WORK)[-1]) as opened:
+    with OpenModel(
+        folder, policy, RunOptions(scratch=tmp_path, threads=1), stage=split_model(shape, 2, WORK)[-1]
+    ) as opened:
         needed = opened.need(sizes[: 2 * policy.block_size]).memory(accelerated=False)
     options = LaunchOptions(scratch=tmp_path / "scratch", device="cpu", policy=policy)
     monkeypatch.setattr(launching, "memory_limits", lambda options: (0, needed))
@@ -142,15 +145,15 @@ def test_a_ragged_job_is_planned_by_its_blocks(model, tmp_path, monkeypatch):
     found = prepare(folder, shape, sizes, options, report=lines.append)
     assert sum(found.blocks) == len(sizes)
     assert f"406 sequences in blocks of {min(found.blocks)}-{max(found.blocks)}" in lines[0]
-    with OpenModel(folder, found.policy, options=RunOptions(threads=1), memory=90 * MB) as opened:
+    with OpenModel(folder, found.policy, RunOptions(scratch=tmp_path, threads=1, memory=90 * MB)) as opened:
         opened.check(None)
         for block in blocks_of(sizes, found.blocks):
             opened.check(block)
     # Against all blocks as if they were of the longest.
     work = Workload(prompt_len=400, gen_len=51)
-    longest = launching.plan_policy(shape, work, found.methods, requests=len(sizes))
+    longest = launching.plan_policy(shape, work, found.options, requests=len(sizes))
     priced = [
-        predict_job(shape, found.methods, each, [(len(block), largest(block)) for block in blocks_of(sizes, counts)])
+        predict_job(shape, found.options, each, [(len(block), largest(block)) for block in blocks_of(sizes, counts)])
         for each, counts in ((found.policy, found.blocks), (longest, equal(len(sizes), longest.block_size)))
     ]
     assert priced[0]["throughput"] >= priced[1]["throughput"]
@@ -172,11 +175,25 @@ def test_what_cannot_be_held_is_refused_with_numbers(model, tmp_path, monkeypatc
     assert prepare(folder, shape, [(20, 29)] * 30, given).blocks == (12, 12, 6)
 
 
+def test_where_no_planned_block_fits_the_least_memory_is_said(model, tmp_path, monkeypatch):
+    """The planner's count is a little less than the runtime's."""
+    folder, shape = model
+    monkeypatch.setattr(launching, "memory_limits", lambda options: (300 * MB, 250 * MB))
+    monkeypatch.setattr(launching, "plan_policy", lambda *job, **sizes: policy_of("disk"))
+    short = iter(range(40, 0, -1))
+    monkeypatch.setattr(OpenModel, "shortage", lambda self, sizes: (next(short) * MB, 0))
+    said = r"up to 451 tokens needs at least --memory 3(\d\d) MB, not 300 MB; give it that, .*--compress weights,cache"
+    with pytest.raises(BudgetError, match=said) as refused:
+        prepare(folder, shape, [(400, 450)] * 3, LaunchOptions(scratch=tmp_path / "scratch", device="cpu"))
+    assert next(short) < 40 - 5  # there were several plans
+    assert f"--memory {300 + next(short) + 5} MB" in str(refused.value)  # of the last plan, the least
+
+
 def test_a_disk_is_planned_with_what_scratch_files_leave_free(model_dir, tmp_path, monkeypatch):
     """What is accepted here, the runtime has room for."""
     folder, shape = model_dir
     policy, sizes = policy_of("disk"), [(20, 29)] * 12
-    with OpenModel(folder, policy, options=RunOptions(threads=1)) as opened:
+    with OpenModel(folder, policy, RunOptions(scratch=folder, threads=1)) as opened:
         needed = opened.need(sizes).scratch + MARGIN_NBYTES
     options = LaunchOptions(scratch=tmp_path, device="cpu", policy=policy, memory=4 * 10**9)
     for free in (needed, needed - 1):
@@ -204,9 +221,9 @@ def test_a_job_keeps_to_its_memory(model, tmp_path, compress):
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     base = int(subprocess.run([sys.executable, "-c", _BASE], capture_output=True, text=True, check=True).stdout)
     limit = base + 48 * 2**20 + 85 * MB  # the interpreter, its margin, and less than half of what it would like
-    command = [sys.executable, "-m", "flashllm", "offload", "run", folder, "-i", tmp_path / "in.jsonl"]
+    command = [sys.executable, REPOSITORY / "bench/offload/workers/job.py"]
+    command += [json.dumps({"scratch": str(tmp_path / "scratch"), "threads": 2}), folder, "-i", tmp_path / "in.jsonl"]
     command += ["-o", tmp_path / "out.jsonl", "--memory", limit, "--compress", compress, "--json", "--device", "cpu"]
-    command += ["--scratch", tmp_path / "scratch", "--threads", 2]
     try:
         with MemoryGroup(limit) as group:
             done = subprocess.run(group.entering([*map(str, command)]), capture_output=True, text=True, check=False)

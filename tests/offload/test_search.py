@@ -86,16 +86,6 @@ def test_bound_is_below_the_program_and_the_program_below_whole_tensors():
         assert relaxed[0] <= whole[0] * (1 + 1e-6)
 
 
-def test_latency_trades_throughput():
-    best = 0.0
-    for latency in (3500.0, 5000.0, 12000.0):
-        space = dataclasses.replace(COARSE, latency_s=latency)
-        got = search(BUILTIN["opt-175b"], T4, WORK, space).prediction
-        assert got.latency_s <= latency
-        assert got.throughput > best
-        best = got.throughput
-
-
 def test_forbidden_tiers_hold_nothing():
     space = dataclasses.replace(COARSE, forbid=frozenset({"disk"}))
     plan = search(BUILTIN["opt-30b"], T4, WORK, space)

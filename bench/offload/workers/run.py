@@ -6,6 +6,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,15 +105,16 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
     random = np.random.default_rng(1)
     greedy = SamplingOptions(max_new_tokens=settings["new"], ignore_eos=True)
     policy = Policy.from_json(settings["policy"])
-    options = RunOptions(
+    options = partial(
+        RunOptions,
         weight_bits=settings["weight_bits"] or 4,
         cache_bits=settings["cache_bits"] or 4,
         accelerator=settings.get("accelerator"),
-        accelerator_memory=settings.get("accelerator_memory"),
+        gpu_memory=settings.get("gpu_memory"),
     )
     with (
         tempfile.TemporaryDirectory(dir=settings["scratch"]) as scratch,
-        Runner(Path(settings["model"]), policy, scratch=Path(scratch), options=options) as runner,
+        Runner(Path(settings["model"]), policy, options(scratch=Path(scratch))) as runner,
     ):
         prompts = random.integers(4, runner.vocab, (settings["sequences"], settings["prompt"])).tolist()
         sequences = [Sequence(prompt, greedy, decoder=None, end_ids=frozenset()) for prompt in prompts]

@@ -17,7 +17,7 @@ from flashllm.api.requests import Request
 from flashllm.base.files import Closing, file_status, naming, open_for_reading
 from flashllm.errors import FlashIOError, FormatError
 from flashllm.offload.jobs.blocks import Size
-from flashllm.offload.jobs.requests import Defaults, parse_request
+from flashllm.offload.jobs.requests import MAX_NEW_TOKENS, parse_request
 from flashllm.offload.jobs.sequences import Sequence, sequence_of
 
 MAX_LINE_NBYTES = 16 * 2**20
@@ -49,9 +49,9 @@ class Line:
 class BatchFile(Closing):
     """The checked lines of a batch file, which stays open. See `read`."""
 
-    def __init__(self, path: Path, fd: int, encoder: PromptEncoder, defaults: Defaults, settings: str) -> None:
+    def __init__(self, path: Path, fd: int, encoder: PromptEncoder, max_new_tokens: int, settings: str) -> None:
         self.path, self._fd = path, fd
-        self._encoder, self._defaults = encoder, defaults
+        self._encoder, self._max_new_tokens = encoder, max_new_tokens
         self._settings = settings.encode()
         self._stamp = self._state()
         self._text = path.suffix == ".txt"
@@ -62,23 +62,22 @@ class BatchFile(Closing):
         cls,
         path: Path,
         encoder: PromptEncoder,
-        defaults: Defaults,
         *,
+        max_new_tokens: int = MAX_NEW_TOKENS,
         settings: str = "",
-        skip_bad: bool = False,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Self:
         """Opens and checks the file `path`: plain prompts where it ends in .txt, else a JSON object a line.
 
         `settings` names what else the answers depend on, the model first. `progress` is called with bytes read and in
-        all. FormatError that lists every malformed line (the first ten in full), unless `skip_bad`: then they become
-        lines with a `problem`, as do well-formed requests that the model cannot answer.
+        all. FormatError that lists every malformed line (the first ten in full); well-formed requests that the model
+        cannot answer become lines with a `problem`.
         """
         fd = open_for_reading(path)
         try:
-            batch = cls(path, fd, encoder, defaults, settings)
+            batch = cls(path, fd, encoder, max_new_tokens, settings)
             with naming(path):
-                batch._check(skip_bad=skip_bad, progress=progress)
+                batch._check(progress)
         except BaseException:
             os.close(fd)
             raise
@@ -96,12 +95,12 @@ class BatchFile(Closing):
             raw = os.pread(self._fd, line.nbytes, line.offset)
         if self._state() != self._stamp or len(raw) != line.nbytes:
             raise FlashIOError(f"{self.path}: was changed while the job ran; start it again with --resume")
-        if self._identity("", line.custom_id, raw) != line.identity:  # by the drive, or with its old time
+        if self._identity(line.custom_id, raw) != line.identity:  # by the drive, or with its old time
             raise FlashIOError(
                 f"{self.path}: line {line.number} reads otherwise than when it was checked: it was changed, or the "
                 "drive fails; start the job again with --resume"
             )
-        return parse_request(raw, line.number, text=self._text, defaults=self._defaults)
+        return parse_request(raw, line.number, text=self._text, max_new_tokens=self._max_new_tokens)
 
     def sequence(self, index: int) -> Sequence:
         """The sequence of `lines[index]`, with `index` as its key."""
@@ -112,69 +111,60 @@ class BatchFile(Closing):
         status = file_status(self._fd, self.path)
         return status.st_size, status.st_mtime_ns
 
-    def _check(self, *, skip_bad: bool, progress: Callable[[int, int], None]) -> None:
+    def _check(self, progress: Callable[[int, int], None]) -> None:
         places: dict[str, int] = {}  # custom_id -> line number
         problems: list[str] = []
-        num_problems = 0
-        for number, offset, raw in self._raw_lines():
+        num_problems = count = 0
+        for count, (number, offset, raw) in enumerate(self._raw_lines(), 1):
             progress(offset, self._stamp[0])
-            if len(self.lines) == MAX_LINES:
+            if count > MAX_LINES:
                 raise FormatError(f"{self.path}: has more than {MAX_LINES} lines; split it")
-            line, bad = self._line(number, offset, raw, places)
-            if bad:
+            try:
+                self.lines.append(self._line(number, offset, raw, places))
+            except BadRequest as error:
                 num_problems += 1
                 if num_problems <= _SHOWN_PROBLEMS:
-                    problems.append(f"line {number}: {line.problem}")
-            self.lines.append(line)
+                    problems.append(f"line {number}: {error}")
         progress(self._stamp[0], self._stamp[0])
-        if problems and not skip_bad:
+        if problems:
             more = f"; and {num_problems - len(problems)} more" if num_problems > len(problems) else ""
             raise FormatError(
-                f"{self.path}: {num_problems} of {len(self.lines)} lines are malformed, and nothing was run "
-                f"(--skip-bad runs the others): {'; '.join(problems)}{more}"
+                f"{self.path}: {num_problems} of {count} lines are malformed, and nothing was run: "
+                f"{'; '.join(problems)}{more}"
             )
         if not self.lines:
             raise FormatError(f"{self.path}: has no requests")
 
-    def _line(self, number: int, offset: int, raw: bytes | None, places: dict[str, int]) -> tuple[Line, bool]:
-        """The entry of a line, and whether it is malformed. Enters its custom_id in `places`."""
-        custom_id, problem, bad = f"line-{number}", None, False
+    def _line(self, number: int, offset: int, raw: bytes | None, places: dict[str, int]) -> Line:
+        """The entry of a line, whose custom_id is entered in `places`. BadRequest where it is malformed."""
+        if raw is None:
+            raise BadRequest(f"is longer than {MAX_LINE_NBYTES} bytes")
+        request = parse_request(raw, number, text=self._text, max_new_tokens=self._max_new_tokens)
+        custom_id, problem = request.custom_id, None
+        if custom_id in places:
+            raise BadRequest(f"custom_id {custom_id[:80]!r} is that of line {places[custom_id]}")
+        places[custom_id] = number
         tokens = new = 0
-        is_batch = not self._text
         try:
-            if raw is None:
-                raise BadRequest(f"is longer than {MAX_LINE_NBYTES} bytes", is_prompt=self._text)
-            request = parse_request(raw, number, text=self._text, defaults=self._defaults)
-            custom_id, is_batch = request.custom_id, request.kind != "prompt"
-            if custom_id in places:
-                custom_id = f"line-{number}"
-                raise BadRequest(f"custom_id {request.custom_id[:80]!r} is that of line {places[request.custom_id]}")
             tokens = len(self._encoder.encode(request))
             new = self._encoder.max_new_tokens(request, tokens)
-        except BadRequest as error:
-            problem, bad = str(error), True
-            is_batch = is_batch and not error.is_prompt
-            if error.custom_id is not None and error.custom_id not in places:
-                custom_id = error.custom_id
         except Unanswerable as error:
             problem = str(error)
-        places.setdefault(custom_id, number)
-        line = Line(
+        return Line(
             number=number,
             offset=offset,
-            nbytes=0 if raw is None else len(raw),
+            nbytes=len(raw),
             custom_id=custom_id,
-            identity=self._identity(f"bad {number} " if bad else "", custom_id, raw),
+            identity=self._identity(custom_id, raw),
             prompt_tokens=tokens,
             max_new_tokens=new,
-            is_batch=is_batch,
+            is_batch=request.kind != "prompt",
             problem=problem,
         )
-        return line, bad
 
-    def _identity(self, kind: str, custom_id: str, raw: bytes | None) -> str:
+    def _identity(self, custom_id: str, raw: bytes) -> str:
         digest = hashlib.sha256()
-        for part in (self._settings, kind.encode(), custom_id.encode(), b"" if raw is None else raw):
+        for part in (self._settings, b"", custom_id.encode(), raw):  # the second told malformed lines apart
             digest.update(len(part).to_bytes(8, "little") + part)
         return digest.hexdigest()[:_IDENTITY_CHARS]
 

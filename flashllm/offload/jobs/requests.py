@@ -6,7 +6,6 @@ What a body means is in `flashllm.api.requests`. Knows no model and no file.
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from flashllm.api.fields import BadRequest, json_object
@@ -18,47 +17,34 @@ from flashllm.generate.sampling import SamplingOptions
 MAX_CUSTOM_ID_CHARS = 512
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Defaults:
-    """Defaults of lines that do not say. UsageError for a value that cannot be."""
-
-    max_new_tokens: int = 256  # less where the context is shorter
-    temperature: float = 0.0  # the likeliest token, where OpenAI's service would draw at temperature 1
-    seed: int = 0  # of the job: every line has a seed of its own, made of this one and its custom_id
-
-    def __post_init__(self) -> None:
-        SamplingOptions(max_new_tokens=self.max_new_tokens, temperature=self.temperature, seed=self.seed)
+MAX_NEW_TOKENS = 256  # of a line that does not say; less where the context is shorter
 
 
-def parse_request(raw: bytes, number: int, *, text: bool, defaults: Defaults) -> Request:
+def parse_request(raw: bytes, number: int, *, text: bool, max_new_tokens: int = MAX_NEW_TOKENS) -> Request:
     """The request in the line `raw` (without its line end), line `number` of its file. BadRequest for anything else.
 
-    With `text` the line is a prompt as it stands. A line without a custom_id has "line-NUMBER".
+    With `text` the line is a prompt as it stands. A line without a custom_id has "line-NUMBER"; one without a
+    temperature gets the likeliest tokens, where OpenAI's service would draw at temperature 1.
     """
     if text:
         try:
             prompt = raw.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise BadRequest(f"is not UTF-8 at byte {error.start}", is_prompt=True) from None
-        return _request({"prompt": prompt}, "prompt", f"line-{number}", defaults)
+            raise BadRequest(f"is not UTF-8 at byte {error.start}") from None
+        return _request({"prompt": prompt}, "prompt", f"line-{number}", max_new_tokens)
     try:
         value = json_object(raw, "the line")
     except BadRequest as error:
         raise BadRequest(str(error).removeprefix("the line").lstrip(": ")) from None
-    is_batch = any(name in value for name in ("body", "url", "method"))
-    custom_id: str | None = None
-    try:
-        custom_id = _custom_id(value, number)
-        if is_batch:
-            return _of_batch_line(value, custom_id, defaults)
-        if "prompt" in value:
-            return _request(value, "prompt", custom_id, defaults)
-        raise BadRequest('has neither a "prompt" nor a "body"')
-    except BadRequest as error:
-        raise BadRequest(str(error), custom_id, is_prompt=not is_batch) from None
+    custom_id = _custom_id(value, number)
+    if any(name in value for name in ("body", "url", "method")):
+        return _of_batch_line(value, custom_id, max_new_tokens)
+    if "prompt" in value:
+        return _request(value, "prompt", custom_id, max_new_tokens)
+    raise BadRequest('has neither a "prompt" nor a "body"')
 
 
-def _of_batch_line(value: Mapping[str, Any], custom_id: str, defaults: Defaults) -> Request:
+def _of_batch_line(value: Mapping[str, Any], custom_id: str, max_new_tokens: int) -> Request:
     for name in value:
         if name not in ("custom_id", "method", "url", "body"):
             raise BadRequest(f"the field {name[:80]!r} is unknown besides custom_id, method, url and body")
@@ -73,15 +59,11 @@ def _of_batch_line(value: Mapping[str, Any], custom_id: str, defaults: Defaults)
     body = value.get("body")
     if not isinstance(body, dict):
         raise BadRequest("body must be an object")
-    return _request(body, kind, custom_id, defaults)
+    return _request(body, kind, custom_id, max_new_tokens)
 
 
-def _request(body: Mapping[str, Any], kind: Kind, custom_id: str, defaults: Defaults) -> Request:
-    options = SamplingOptions(
-        max_new_tokens=defaults.max_new_tokens,
-        temperature=defaults.temperature,
-        seed=own_seed(defaults.seed, custom_id),
-    )
+def _request(body: Mapping[str, Any], kind: Kind, custom_id: str, max_new_tokens: int) -> Request:
+    options = SamplingOptions(max_new_tokens=max_new_tokens, temperature=0.0, seed=own_seed(0, custom_id))
     return parse_body(body, kind, custom_id=custom_id, defaults=options)
 
 

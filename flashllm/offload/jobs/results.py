@@ -168,8 +168,8 @@ class Results(Closing):
             )
         custom_id = str(value.get("custom_id"))
         reason = (
-            "which was asked otherwise: the line has changed, or the model, --max-new-tokens, --temperature, --seed, "
-            "--policy or --compress has, or another version of flashllm began the file and packed weights otherwise"
+            "which was asked otherwise: the line has changed, or the model, --max-new-tokens or --compress has, or "
+            "another version of flashllm began the file and packed weights otherwise"
             if custom_id in custom_ids
             else "which the input does not have"
         )

@@ -19,7 +19,6 @@ from flashllm.offload.policy import Policy
 from flashllm.offload.runtime.run import Runner, RunOptions
 from flashllm.offload.stages import Stage
 
-_SHARED = ("weight_bits", "cache_bits")  # of RunOptions: answers depend on them, so all use the driver's
 _VERSION = 3
 
 
@@ -31,21 +30,11 @@ class PipelineRunner(Closing):
     """
 
     def __init__(
-        self,
-        ring: Ring,
-        model: Path,
-        policy: Policy,
-        stages: Sequence[Stage],
-        *,
-        fingerprint: str,
-        memory: int | None = None,
-        scratch: Path,
-        options: RunOptions | None = None,
+        self, ring: Ring, model: Path, policy: Policy, stages: Sequence[Stage], options: RunOptions, *, fingerprint: str
     ) -> None:
-        """`fingerprint` is of the model: a process with another one fails. `options` hold for all, but for threads."""
+        """`fingerprint` is of the model: a process with another one fails."""
         if len(stages) != ring.place.world or not ring.place.is_last:
             raise ValueError(f"{len(stages)} stages, and process {ring.place.rank} of {ring.place.world} to drive them")
-        options = options or RunOptions()
         self.policy, self._ring = policy, ring
         self.stage_measures: list[BlockMeasure] = []  # of the last block, in the order of the stages
         ring.say(
@@ -54,11 +43,11 @@ class PipelineRunner(Closing):
                 "version": _VERSION,
                 "fingerprint": fingerprint,
                 "policy": policy.to_json(),
-                "options": {name: getattr(options, name) for name in _SHARED},
+                "options": options.bits,
                 "stages": [asdict(stage) for stage in stages],
             }
         )
-        self._runner = _open(ring, model, policy, stages[-1], memory=memory, scratch=scratch, options=options)
+        self._runner = _open(ring, model, policy, stages[-1], options)
         try:
             ready = _answer(ring, "ready")
         except BaseException:
@@ -96,10 +85,9 @@ class PipelineRunner(Closing):
         self._runner.close()
 
 
-def serve(
-    ring: Ring, model: Path, *, fingerprint: str, memory: int | None = None, scratch: Path, threads: int | None = None
-) -> None:
-    """Be a stage other than the last until the driver ends the ring. Errors as Runner's, and PeerLost."""
+def serve(ring: Ring, model: Path, options: RunOptions, *, fingerprint: str) -> None:
+    """Be a stage other than the last until the driver ends the ring, with packed numbers as wide as the driver's, for
+    answers depend on them. Errors as Runner's, and PeerLost."""
     plan = ring.hear()
     if plan is None:
         return
@@ -109,9 +97,9 @@ def serve(
     if plan["fingerprint"] != fingerprint:
         raise UsageError(f"{model}: is not the model that the driver of the pipeline has; their files differ")
     stage = Stage(**plan["stages"][ring.place.rank])
-    options = RunOptions(threads=threads, **plan["options"])
+    options = replace(options, **plan["options"])
     policy = Policy.from_json(plan["policy"])
-    with _open(ring, model, policy, stage, memory=memory, scratch=scratch, options=options) as runner:
+    with _open(ring, model, policy, stage, options) as runner:
         before = _answer(ring, "ready") if ring.place.rank else {"word": "ready", "notices": []}
         ring.say(before | {"notices": [*before["notices"], *_notices(ring, runner)]})
         while (block := ring.hear()) is not None:
@@ -138,10 +126,8 @@ def _answer(ring: Ring, word: str) -> Word:
     return heard
 
 
-def _open(
-    ring: Ring, model: Path, policy: Policy, stage: Stage, *, memory: int | None, scratch: Path, options: RunOptions
-) -> Runner:
-    runner = Runner(model, policy, memory=memory, scratch=scratch, options=options, stage=stage)
+def _open(ring: Ring, model: Path, policy: Policy, stage: Stage, options: RunOptions) -> Runner:
+    runner = Runner(model, policy, options, stage=stage)
     ring.dtype, ring.width = runner.states_dtype, runner.block.d_model
     return runner
 

@@ -3,18 +3,20 @@
 Rates are those of this machine's profile (`flashllm calibrate`, or a quick one); without one, a typical machine's.
 """
 
+import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flashllm.base.machine import num_cores
+from flashllm.base.machine import available_nbytes, num_cores
 from flashllm.errors import UsageError
 from flashllm.offload.machine.hardware import Hardware
 from flashllm.offload.machine.here import this_machine
 from flashllm.offload.machine.machines import T4
 from flashllm.offload.planner.predict import predict
 from flashllm.offload.policy import Policy, Workload
+from flashllm.offload.runtime.options import RunOptions
 from flashllm.offload.shape import ModelShape
 from flashllm.profile.rates import RateCurve
 
@@ -24,47 +26,29 @@ _DISK_RATE = 1.5e9
 _SQUARE_S = 5e-4  # of a batch in a layer, besides its work
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Methods:
-    """Means that a job allows the planner to use.
-
-    `gpu_memory` is the device tier's size: with an accelerator bytes of its own, else a part of `memory`, or all of it.
-    """
-
-    memory: int  # bytes for weights, cache and working memory: all tiers but the disk
-    disk: int  # bytes that scratch files may take
-    folder: Path  # where they are made, which says the drive
-    accelerator: str | None = None  # torch's name of the device tier; None: the CPU
-    gpu_memory: int | None = None
-    compress_weights: bool = False
-    compress_cache: bool = False
-    weight_bits: int = 4  # of compressed ones
-    cache_bits: int = 4
-    attention_sparsity: float = 1.0
-    overlap: bool | None = None  # None: as is faster; it takes a second layer's memory
-
-    @property
-    def bits(self) -> dict[str, int]:
-        """The widths of compressed weights and cache, by the names of `predict`'s arguments."""
-        return {"weight_bits": self.weight_bits, "cache_bits": self.cache_bits}
-
-
-def local_hardware(shape: ModelShape, methods: Methods) -> Hardware:
+def local_hardware(shape: ModelShape, options: RunOptions) -> Hardware:
     """This machine under the limits of a job, by its stored profile where there is one."""
-    if methods.accelerator is not None:
-        hardware = this_machine(methods.folder, shape.dtype, device="cuda") or _typical_gpu()
+    memory = options.memory or 0
+    if options.accelerator is not None:
+        hardware = machine_here(options.scratch, shape.dtype, device="cuda")
         return hardware.limited(
-            device_memory=(methods.gpu_memory or 0) + hardware.device_reserved,
-            cpu_memory=methods.memory + hardware.cpu_reserved,
-            disk_capacity=methods.disk,
+            device_memory=(options.gpu_memory or 0) + hardware.device_reserved,
+            cpu_memory=memory + hardware.cpu_reserved,
+            disk_capacity=options.disk,
         )
-    hardware = this_machine(methods.folder, shape.dtype, device="cpu") or _typical()
-    device = methods.memory if methods.gpu_memory is None else min(methods.gpu_memory, methods.memory)
+    hardware = machine_here(options.scratch, shape.dtype, device="cpu")
+    device = memory if options.gpu_memory is None else min(options.gpu_memory, memory)
     return hardware.limited(
         device_memory=device + hardware.device_reserved,
-        cpu_memory=0 if methods.gpu_memory is None else methods.memory - device,
-        disk_capacity=methods.disk,
+        cpu_memory=0 if options.gpu_memory is None else memory - device,
+        disk_capacity=options.disk,
     )
+
+
+def machine_here(folder: Path, dtype: str | None, *, device: str | None = None) -> Hardware:
+    """As `this_machine`; typical figures where it has no profile."""
+    found = this_machine(folder, dtype, device=device)
+    return found or (_typical_gpu() if device == "cuda" else _typical(folder))
 
 
 def load_search() -> None:
@@ -75,11 +59,12 @@ def load_search() -> None:
     try:
         import flashllm.offload.planner.search  # noqa: F401
     except ModuleNotFoundError as error:
-        message = f"planning needs {error.name}: pip install 'flashllm[offload]', or give a policy with --policy"
-        raise UsageError(message) from None
+        raise UsageError(f"planning needs {error.name}: pip install 'flashllm[offload]'") from None
 
 
-def plan_policy(shape: ModelShape, workload: Workload, methods: Methods, *, requests: int, stages: int = 1) -> Policy:
+def plan_policy(
+    shape: ModelShape, workload: Workload, options: RunOptions, *, requests: int, stages: int = 1
+) -> Policy:
     """The policy of greatest throughput for `requests` prompts of at most `workload`'s sizes.
 
     With `stages` it is that of a pipeline's stages, on machines like this one: as many blocks are in flight, and the
@@ -87,23 +72,20 @@ def plan_policy(shape: ModelShape, workload: Workload, methods: Methods, *, requ
     """
     from flashllm.offload.planner.search import GPU_BATCHES, SearchSpace, search
 
-    hardware = local_hardware(shape, methods)
+    hardware = local_hardware(shape, options)
     shape = shape.share(stages)
     requests = -(-requests // stages)
-    overlap = (True,) if methods.accelerator is not None else (True, False)
-    if methods.overlap is not None:
-        overlap = (methods.overlap,)
     # A block larger than the job pays for room that nothing fills.
     batches = tuple(size for size in GPU_BATCHES if size <= max(requests, 1))
     space = SearchSpace(
         gpu_batches=batches,
         sequences=max(requests, 1),
-        compress_weights=methods.compress_weights,
-        compress_cache=methods.compress_cache,
-        weight_bits=methods.weight_bits,
-        cache_bits=methods.cache_bits,
-        attention_sparsity=methods.attention_sparsity,
-        overlap=overlap,
+        compress_weights=options.compress_weights,
+        compress_cache=options.compress_cache,
+        weight_bits=options.weight_bits,
+        cache_bits=options.cache_bits,
+        attention_sparsity=options.attention_sparsity,
+        overlap=None if options.overlap is None else (options.overlap,),
         blocks_in_flight=stages,
         cpu_attention=(True,),  # what the runtime does with a cache beside the device
     )
@@ -111,16 +93,16 @@ def plan_policy(shape: ModelShape, workload: Workload, methods: Methods, *, requ
 
 
 def predict_job(
-    shape: ModelShape, methods: Methods, policy: Policy, blocks: Iterable[tuple[int, Workload]]
+    shape: ModelShape, options: RunOptions, policy: Policy, blocks: Iterable[tuple[int, Workload]]
 ) -> dict[str, Any]:
     """Prediction for the blocks of a job, (sequences, longest sizes) each: seconds, new tokens/s, and the most bytes
     of each tier. (On a machine without an accelerator all memory is the device's.)"""
-    hardware = local_hardware(shape, methods)
+    hardware = local_hardware(shape, options)
     prefill_s = decode_s = tokens = 0.0
     peaks = dict.fromkeys(("device", "cpu", "disk"), 0)
     for sequences, workload in blocks:
         part = of_size(policy, sequences)
-        prediction = predict(shape, hardware, workload, part, **methods.bits)
+        prediction = predict(shape, hardware, workload, part, **options.bits)
         prefill_s += prediction.prefill_s
         decode_s += prediction.decode_s
         tokens += sequences * workload.gen_len
@@ -143,7 +125,7 @@ def _typical_gpu() -> Hardware:
     return replace(T4, name="this machine", source=source)
 
 
-def _typical() -> Hardware:
+def _typical(folder: Path) -> Hardware:
     most = _CORE_FLOPS * num_cores()
     flops = RateCurve(((1, most / 10), (16, most / 2), (64, most)))  # rows share what loading a weight costs
     memory, disk = RateCurve.flat(_MEMORY_RATE), RateCurve.flat(_DISK_RATE)
@@ -151,9 +133,9 @@ def _typical() -> Hardware:
         name="this machine",
         device="cpu",
         source="typical figures: this machine has no profile, which `flashllm calibrate` makes",
-        device_memory=0,
+        device_memory=available_nbytes(),
         cpu_memory=0,
-        disk_capacity=0,
+        disk_capacity=shutil.disk_usage(folder).free,
         ctog=memory,
         gtoc=memory,
         dtoc=disk,

@@ -33,7 +33,7 @@ class PlacementProgram:
     """Least seconds of a block over the placements of one method: rows over nine fractions and the times of
     prefill, decoding and the output head."""
 
-    def __init__(self, model: CostModel, *, forbid: frozenset[str] = frozenset(), latency_s: float = np.inf) -> None:
+    def __init__(self, model: CostModel, *, forbid: frozenset[str] = frozenset()) -> None:
         """`forbid`: tiers that home no tensor."""
         self.model = model
         layers, steps = model.shape.layers, model.workload.gen_len
@@ -59,11 +59,7 @@ class PlacementProgram:
         for _, peak, limit in memory_limits(model):
             rows.append(np.append(peak.coef / self._byte, np.zeros(_PHASES)))
             limits.append((limit * (1 - _MARGIN) - peak.const) / self._byte)
-        self._last_memory = len(rows)
         self._block_time = np.append(np.zeros(SIZE), np.ones(_PHASES))
-        if latency_s < np.inf:
-            rows.append(self._block_time)
-            limits.append(latency_s * (1 - _MARGIN) / self._second)
         self.rows, self.limits = np.array(rows), np.array(limits)
         self.upper = np.append(np.ones(SIZE), np.full(_PHASES, np.inf))
         for tier, name in enumerate(TIERS):
@@ -75,7 +71,7 @@ class PlacementProgram:
 
     def bound(self) -> float:
         """Seconds of a block, at least, without a solver; infinite where some memory cannot hold the least it must."""
-        memory = slice(self._first_memory, self._last_memory)
+        memory = slice(self._first_memory, None)
         least = self.rows[memory, :SIZE].reshape(-1, 3, 3).min(axis=2).sum(axis=1)
         if (least > self.limits[memory]).any():
             return float("inf")

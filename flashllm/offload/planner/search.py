@@ -39,13 +39,12 @@ class SearchSpace:
     compress_weights: bool = False
     compress_cache: bool = False
     attention_sparsity: float = 1.0
-    overlap: tuple[bool, ...] = (True,)
+    overlap: tuple[bool, ...] | None = None  # None: as is faster
     weight_bits: int = 4  # of compressed weights
     cache_bits: int = 4
     blocks_in_flight: int = 1  # of a pipeline: its stages
     sequences: int | None = None  # of the whole job: a block needs no batch that they would not reach
     forbid: frozenset[str] = frozenset()  # tiers that home no tensor
-    latency_s: float = math.inf  # of a block, at most
 
     def methods(self) -> Iterator[Method]:
         for gpu_batch in self.gpu_batches:
@@ -59,7 +58,7 @@ class SearchSpace:
         return min(method.block_size, self.sequences or method.block_size)
 
     def methods_of(self, gpu_batch: int, num_batches: int) -> Iterator[Method]:
-        for cpu_attention, overlap in product(self.cpu_attention, self.overlap):
+        for cpu_attention, overlap in product(self.cpu_attention, self.overlap or (True,)):
             yield Method(
                 gpu_batch=gpu_batch,
                 num_batches=num_batches,
@@ -83,10 +82,11 @@ class SearchSpace:
 
     def on(self, hardware: Hardware) -> "SearchSpace":
         """The part of this space that a machine has. Without a GPU its memory is the device, and the CPU tier would be
-        that again; attention is where the cache is."""
+        that again; attention is where the cache is; a layer that arrives beside another takes memory from the rest."""
         if hardware.device != "cpu":
             return self
-        return dataclasses.replace(self, cpu_attention=(True,), forbid=self.forbid | {"cpu"})
+        overlap = (True, False) if self.overlap is None else self.overlap
+        return dataclasses.replace(self, cpu_attention=(True,), overlap=overlap, forbid=self.forbid | {"cpu"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +124,7 @@ def search(shape: ModelShape, hardware: Hardware, workload: Workload, space: Sea
     for method in space.methods():
         pairs += 1
         model = space.model(shape, hardware, workload, method)
-        program = PlacementProgram(model, forbid=space.forbid, latency_s=space.latency_s)
+        program = PlacementProgram(model, forbid=space.forbid)
         bound = program.bound() / space.filled(method)
         if math.isfinite(bound):
             heap.append(_Candidate(bound, next(ticket), program))
@@ -140,7 +140,7 @@ def search(shape: ModelShape, hardware: Hardware, workload: Workload, space: Sea
             if prediction.over:  # what its leaps take (HostCostModel) was not counted: once more with that
                 if best.program.model.policy is None:
                     exact = dataclasses.replace(best.program.model, method=policy)
-                    program = PlacementProgram(exact, forbid=space.forbid, latency_s=space.latency_s)
+                    program = PlacementProgram(exact, forbid=space.forbid)
                     heapq.heappush(heap, _Candidate(best.bound, next(ticket), program))
                 continue
             return Plan(

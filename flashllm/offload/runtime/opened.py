@@ -27,11 +27,8 @@ if TYPE_CHECKING:
 class OpenModel(Closing):
     """A context manager. Raises what `open_weights` raises, and what the device does."""
 
-    def __init__(
-        self, model: Path, policy: Policy, *, options: RunOptions, memory: int | None = None, stage: Stage | None = None
-    ) -> None:
-        """`memory` is the limit for all tiers but the disk and an accelerator's own, in bytes."""
-        self.policy, self.options, self.memory = policy, options, memory
+    def __init__(self, model: Path, policy: Policy, options: RunOptions, *, stage: Stage | None = None) -> None:
+        self.policy, self.options = policy, options
         self.pool = _core.ThreadPool(options.threads or num_cores())
         with ExitStack() as parts:
             codes = CODES if options.accelerator is None else GROUP_CODES if policy.compress_weights else ()
@@ -61,11 +58,14 @@ class OpenModel(Closing):
         Not positive where they suffice.
         """
         need = self.weights + self._starting if sizes is None else self.need(sizes)
-        memory = need.memory(accelerated=self.options.accelerator is not None)
-        limit = self.tier.limit
-        return memory - (memory if self.memory is None else self.memory), need.device - (
-            need.device if limit is None else limit
-        )
+        takes = (need.memory(accelerated=self.options.accelerator is not None), need.device)
+        limits = zip(takes, self._limits, strict=True)
+        memory, device = (0 if limit is None else took - limit for took, (_, limit) in limits)
+        return memory, device
+
+    @property
+    def _limits(self) -> tuple[tuple[str, int | None], ...]:
+        return ("memory", self.options.memory), ("the accelerator's memory", self.tier.limit)
 
     def fits(self, sizes: Sizes) -> bool:
         return max(self.shortage(sizes)) <= 0
@@ -73,9 +73,7 @@ class OpenModel(Closing):
     def check(self, sizes: Sizes | None) -> None:
         """BudgetError, with the numbers, where `sizes` do not fit; without, where the weights do not."""
         what = "the weights" if sizes is None else _block(sizes)
-        for short, limit, of in zip(
-            self.shortage(sizes), (self.memory, self.tier.limit), ("memory", "the accelerator's memory"), strict=True
-        ):
+        for short, (of, limit) in zip(self.shortage(sizes), self._limits, strict=True):
             if short > 0 and limit is not None:
                 raise BudgetError(
                     f"{what} need {format_size(limit + short)} of {of}, and {format_size(limit)} is the limit for the "
@@ -92,7 +90,7 @@ class OpenModel(Closing):
         from flashllm.offload.runtime.accelerator.tier import AcceleratorTier, check_policy
 
         check_policy(self.policy)
-        limit = options.accelerator_memory
+        limit = options.gpu_memory
         return AcceleratorTier(options.accelerator, self.block, shape, dtype, limit=limit, cache_bits=cache_bits)
 
 

@@ -59,37 +59,26 @@ class Runner(OneProcess, Closing):
 
     A forked child cannot use it: `run` raises UsageError there, and `close` does nothing.
 
-    Raises BudgetError where weights and working memory exceed `memory`, FlashIOError where the scratch folder cannot
+    Raises BudgetError where weights and working memory exceed the limits, FlashIOError where the scratch folder cannot
     hold what the policy puts on disk, and what `open_weights` raises.
     """
 
-    def __init__(
-        self,
-        model: Path,
-        policy: Policy,
-        *,
-        memory: int | None = None,
-        scratch: Path,
-        options: RunOptions | None = None,
-        stage: Stage | None = None,
-    ) -> None:
+    def __init__(self, model: Path, policy: Policy, options: RunOptions, *, stage: Stage | None = None) -> None:
         super().__init__()
-        self.policy, self.options = policy, options or RunOptions()
-        self._scratch_folder = scratch
+        self.policy, self.options = policy, options
         self._executor: Executor | None = None
         self._lock = threading.Lock()
         self._reader = open_reader()
-        if memory is not None:
+        if options.memory is not None:
             return_freed_memory()
         with ExitStack() as parts:  # what is open is closed where something fails
-            opened = OpenModel(model, policy, options=self.options, memory=memory, stage=stage)
-            self._opened = parts.enter_context(opened)
+            self._opened = opened = parts.enter_context(OpenModel(model, policy, options, stage=stage))
             self.block, self.stage, self.num_layers = opened.block, opened.source.stage, opened.source.num_layers
             self.vocab = self.block.vocab_size
             self._ops, self._attention = opened.tier.ops, opened.attention
             self.states_dtype = np.dtype(self._ops.storage)  # of hidden states
             opened.check(None)
-            files = parts.enter_context(Scratch(scratch, opened.plan.scratch_nbytes))
+            files = parts.enter_context(Scratch(options.scratch, opened.plan.scratch_nbytes))
             store = opened.tier.open_weights(
                 opened.source, opened.plan, pool=opened.pool, scratch=files, reader=self._reader
             )
@@ -186,7 +175,7 @@ class _Run:
         kv_disk = KvCache.disk_nbytes(runner._attention, self._arrangement)
         itemsize = runner._ops.storage.itemsize
         hidden_disk = Activations.disk_nbytes(self._arrangement, width=block.d_model, itemsize=itemsize)
-        self._scratch = Scratch(runner._scratch_folder, kv_disk + hidden_disk)
+        self._scratch = Scratch(runner.options.scratch, kv_disk + hidden_disk)
         self._disk: ScratchFile | None = None
         with ExitStack() as parts:  # closed where something fails; else `execute` closes it
             parts.enter_context(self._scratch)

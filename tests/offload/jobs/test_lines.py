@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from flashllm.api.fields import MAX_DEPTH, BadRequest
 from flashllm.api.prompts import PromptEncoder
-from flashllm.errors import FlashIOError, FormatError, UsageError
+from flashllm.errors import FlashIOError, FormatError
 from flashllm.offload.jobs import lines as lines_module
 from flashllm.offload.jobs.lines import BatchFile, ranked
-from flashllm.offload.jobs.requests import Defaults, parse_request
+from flashllm.offload.jobs.requests import parse_request
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 
@@ -29,12 +29,12 @@ def write(path, *values):
 
 
 def read(path, **options):
-    return BatchFile.read(path, ENCODER, Defaults(max_new_tokens=8), **options)
+    return BatchFile.read(path, ENCODER, max_new_tokens=8, **options)
 
 
-def parse(value, *, number=1, defaults=None, text=False):
+def parse(value, *, number=1, text=False):
     raw = value if isinstance(value, bytes) else json.dumps(value).encode()
-    return parse_request(raw, number, text=text, defaults=defaults or Defaults())
+    return parse_request(raw, number, text=text)
 
 
 def test_a_completion_line():
@@ -74,7 +74,6 @@ def test_a_line_that_says_nothing_is_greedy_and_has_a_seed_of_its_own():
     assert one.options.temperature == 0
     assert one.options.seed != two.options.seed
     assert one.options.seed == parse({"prompt": "b", "custom_id": "1"}).options.seed
-    assert one.options.seed != parse({"prompt": "a", "custom_id": "1"}, defaults=Defaults(seed=1)).options.seed
     assert not one.max_new_given
 
 
@@ -137,25 +136,11 @@ def test_ten_problems_are_shown(tmp_path):
         read(path)
 
 
-def test_bad_lines_are_skipped_where_told(tmp_path):
-    bad = batch_line({"prompt": "a", "n": 3}, custom_id="b")
-    path = write(tmp_path / "in.jsonl", {"prompt": "a"}, "{", bad, {"prompt": 4, "custom_id": "c"})
-    with read(path, skip_bad=True) as batch:
-        assert [(line.custom_id, line.is_batch, line.problem is None) for line in batch.lines] == [
-            ("line-1", False, True),
-            ("line-2", True, False),
-            ("b", True, False),
-            ("c", False, False),
-        ]
-
-
 def test_a_custom_id_may_occur_once(tmp_path):
     same = {"prompt": "a", "custom_id": "x"}
     path = write(tmp_path / "in.jsonl", same, {"prompt": "b"}, same, same)
     with pytest.raises(FormatError, match="line 3: custom_id 'x' is that of line 1; line 4"):
         read(path)
-    with read(path, skip_bad=True) as batch:
-        assert len({line.identity for line in batch.lines}) == 4
 
 
 def test_a_custom_id_that_looks_like_ours(tmp_path):
@@ -201,12 +186,9 @@ def test_bounds(tmp_path, monkeypatch):
     path = write(tmp_path / "in.txt", "0123456789", "01234567890", "x" * 100, "last")
     with pytest.raises(FormatError, match="line 2: is longer than 10 bytes; line 3"):
         read(path)
-    with read(path, skip_bad=True) as batch:
-        assert [line.problem is None for line in batch.lines] == [True, False, False, True]
-        assert batch.request(3).prompt == "last"
     monkeypatch.setattr(lines_module, "MAX_LINES", 3)
     with pytest.raises(FormatError, match="more than 3 lines"):
-        read(path, skip_bad=True)
+        read(path)
 
 
 def test_files_that_are_none(tmp_path):
@@ -241,13 +223,13 @@ def test_a_model_without_tokenizer_or_template(tmp_path):
 
     def problem(value):
         with pytest.raises(FormatError) as caught:
-            BatchFile.read(write(tmp_path / "in.jsonl", value), bare, Defaults())
+            BatchFile.read(write(tmp_path / "in.jsonl", value), bare)
         return str(caught.value)
 
     assert "no tokenizer" in problem({"prompt": "a"})
     assert "no chat template" in problem(batch_line(CHAT, url="/v1/chat/completions"))
     assert "stop needs" in problem({"prompt": [3], "stop": "a"})
-    with BatchFile.read(write(tmp_path / "in.jsonl", {"prompt": [3]}), bare, Defaults()) as batch:
+    with BatchFile.read(write(tmp_path / "in.jsonl", {"prompt": [3]}), bare) as batch:
         assert list(batch.sequence(0).prompt) == [3]
 
 
@@ -262,11 +244,6 @@ def test_a_conversation_that_the_template_breaks_on_fails_alone(tmp_path):
     lines = [batch_line(body, custom_id=name, url="/v1/chat/completions") for name, body in (("a", bad), ("b", CHAT))]
     with read(write(tmp_path / "in.jsonl", *lines)) as batch:
         assert [line.problem for line in batch.lines] == ["the chat template failed", None]
-
-
-def test_defaults_that_cannot_be():
-    with pytest.raises(UsageError):
-        Defaults(max_new_tokens=0)
 
 
 def test_neighbours_are_alike_and_the_longest_first(tmp_path):

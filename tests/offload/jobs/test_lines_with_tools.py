@@ -13,7 +13,6 @@ from flashllm.generate.templates.chat_template import ChatTemplate
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.offload.jobs.answers import answer
 from flashllm.offload.jobs.lines import BatchFile
-from flashllm.offload.jobs.requests import Defaults
 from flashllm.replies.formats import find
 
 TEMPLATE = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}[TOOL_CALLS]"
@@ -43,7 +42,7 @@ def asked(tmp_path, **body):
 
 def said(encoder, path):
     """The answer's choice where the model says CALLS."""
-    with BatchFile.read(path, encoder, Defaults(max_new_tokens=200)) as batch:
+    with BatchFile.read(path, encoder, max_new_tokens=200) as batch:
         sequence = batch.sequence(0)
         for token in encoder.tokenizer.encode(CALLS, add_special=False):
             sequence.accept(np.eye(320, dtype=np.float32)[token])
@@ -71,12 +70,12 @@ def test_a_line_without_tools_has_no_calls(encoder, tmp_path):
 def test_tools_of_a_model_whose_form_is_not_known(encoder, tmp_path):
     unknown = PromptEncoder(tokenizer=encoder.tokenizer, template=encoder.template, context=1000, vocab=320)
     with pytest.raises(FormatError, match="the form in which this model writes calls is not known"):
-        BatchFile.read(asked(tmp_path, tools=[NOW]), unknown, Defaults())
+        BatchFile.read(asked(tmp_path, tools=[NOW]), unknown)
 
 
 def test_a_line_that_must_call(encoder, tmp_path):
     path = asked(tmp_path, tools=[NOW], tool_choice="required", parallel_tool_calls=False)
-    with BatchFile.read(path, encoder, Defaults(max_new_tokens=200)) as batch:
+    with BatchFile.read(path, encoder, max_new_tokens=200) as batch:
         sequence = batch.sequence(0)
         logits = np.zeros(320, np.float32)
         logits[encoder.tokenizer.encode("[TOOL_CALLS]}", add_special=False)] = 1  # neither reasoning nor arguments
@@ -91,4 +90,4 @@ def test_a_line_that_must_call(encoder, tmp_path):
 def test_a_line_whose_schema_cannot_be_compiled(encoder, tmp_path):
     form = {"type": "json_schema", "json_schema": {"schema": {"items": {"type": "x"}}}}
     with pytest.raises(FormatError, match=r"line 1: response_format: .* at /items: Invalid type"):
-        BatchFile.read(asked(tmp_path, response_format=form), encoder, Defaults())
+        BatchFile.read(asked(tmp_path, response_format=form), encoder)

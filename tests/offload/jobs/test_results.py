@@ -14,10 +14,9 @@ from flashllm.errors import FlashIOError, FormatError, UsageError
 from flashllm.offload.jobs.blocks import equal
 from flashllm.offload.jobs.job import Job
 from flashllm.offload.jobs.lines import BatchFile
-from flashllm.offload.jobs.requests import Defaults
 from flashllm.offload.jobs.results import Results, expected_nbytes
 
-DEFAULTS = Defaults(max_new_tokens=6)
+NEW = 6  # tokens, of a line that does not say
 
 
 def chat(custom_id, text, **body):
@@ -29,7 +28,7 @@ def chat(custom_id, text, **body):
 LINES = [
     json.dumps({"prompt": "é|a"}),
     chat("c1", "hello", max_tokens=4, logprobs=True, top_logprobs=2),
-    "{",
+    json.dumps({"custom_id": "long", "url": "/v1/completions", "method": "POST", "body": {"prompt": [3] * 200}}),
     json.dumps({"prompt": "bb", "custom_id": 'q"u\u2028o', "logprobs": 1}),
     json.dumps({"prompt": [3] * 200, "custom_id": "too long"}),
     json.dumps(
@@ -54,7 +53,7 @@ def source(tmp_path):
 def run(source, out, *, resume=False, runner=None, block_size=2, settings="model", encoder=ENCODER):
     """Runs what is left to do; the job's totals, or None where the runner broke it off."""
     with (
-        BatchFile.read(source, encoder, DEFAULTS, settings=settings, skip_bad=True) as batch,
+        BatchFile.read(source, encoder, max_new_tokens=NEW, settings=settings) as batch,
         Results.open(out, batch.lines, source=source, resume=resume) as results,
     ):
         text = lambda token: Letters().decode([token])  # noqa: E731
@@ -86,7 +85,7 @@ def expected(source, tmp_path):
 
 
 def test_the_form_of_answers(expected):
-    assert set(expected) == {"line-1", "c1", "line-3", 'q"u\u2028o', "too long", "c2", "c3"}
+    assert set(expected) == {"line-1", "c1", "long", 'q"u\u2028o', "too long", "c2", "c3"}
     c1 = expected["c1"]
     assert set(c1) == {"id", "custom_id", "response", "error"}
     assert c1["error"] is None
@@ -126,9 +125,9 @@ def test_prompts_of_ids_are_answered_with_ids(tmp_path):
 
 
 def test_lines_that_failed_say_why(expected):
-    assert expected["line-3"]["response"]["status_code"] == 400
-    assert "is not JSON" in expected["line-3"]["error"]["message"]
-    assert expected["line-3"]["response"]["body"]["error"]["type"] == "invalid_request_error"
+    assert expected["long"]["response"]["status_code"] == 400
+    assert "200 tokens" in expected["long"]["error"]["message"]
+    assert expected["long"]["response"]["body"]["error"]["type"] == "invalid_request_error"
     assert expected["too long"]["error"]["status_code"] == 400
     assert "200 tokens" in expected["too long"]["error"]["message"]
 
@@ -149,7 +148,7 @@ def test_a_sequence_that_failed_is_a_500(source, tmp_path):
 def test_how_far_a_job_is(source, tmp_path):
     shares = []
     with (
-        BatchFile.read(source, ENCODER, DEFAULTS, skip_bad=True) as batch,
+        BatchFile.read(source, ENCODER, max_new_tokens=NEW) as batch,
         Results.open(tmp_path / "out.jsonl", batch.lines, source=source, resume=False) as results,
     ):
         job = Job(batch, results, model="tiny", token_text=str)
@@ -187,7 +186,7 @@ def test_answers_do_not_depend_on_the_blocks(source, tmp_path, expected, block_s
 
 def test_cut_at_every_byte_and_resumed_every_line_is_there_once(source, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # hundreds of them take seconds
-    source.write_text("\n".join([LINES[0], chat("é\u2028\n", "hello", max_tokens=2), "{"]))
+    source.write_text("\n".join([LINES[0], chat("é\u2028\n", "hello", max_tokens=2), LINES[2]]))
     out, first = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
     run(source, first, block_size=100)
     expected, whole = answers(first), first.read_bytes()
@@ -220,7 +219,7 @@ def test_what_finished_in_a_broken_block_is_kept(source, tmp_path, expected):
     out = tmp_path / "out.jsonl"
     assert run(source, out, runner=Runner(end_after=5), block_size=100) is None
     kept = answers(out)
-    assert {"line-3", "too long"} < set(kept) < set(expected)
+    assert {"long", "too long"} < set(kept) < set(expected)
     assert all(expected[name] == value for name, value in kept.items())
 
 
@@ -325,7 +324,7 @@ def test_more_lines_may_be_added_to_the_input(source, tmp_path, expected):
 def test_one_process_at_a_time(source, tmp_path):
     out = tmp_path / "out.jsonl"
     with (
-        BatchFile.read(source, ENCODER, DEFAULTS, skip_bad=True) as batch,
+        BatchFile.read(source, ENCODER, max_new_tokens=NEW) as batch,
         Results.open(out, batch.lines, source=source, resume=False),
         pytest.raises(FlashIOError, match="another flashllm is writing"),
     ):
@@ -362,6 +361,6 @@ def test_no_directory_no_file(source, tmp_path):
 
 
 def test_expected_size(source):
-    with BatchFile.read(source, ENCODER, DEFAULTS, skip_bad=True) as batch:
+    with BatchFile.read(source, ENCODER, max_new_tokens=NEW) as batch:
         least, most = expected_nbytes(batch.lines)
     assert 0 < least < most

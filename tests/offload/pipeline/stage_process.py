@@ -29,9 +29,7 @@ def drive(ring, settings):
     policy = Policy.from_json(settings["policy"])
     stages = split(settings["layers"], ring.place.world, head=0.5)
     tokens = []
-    with PipelineRunner(
-        ring, path, policy, stages, fingerprint="1", scratch=scratch, options=RunOptions(threads=1)
-    ) as runner:
+    with PipelineRunner(ring, path, policy, stages, RunOptions(scratch=scratch, threads=1), fingerprint="1") as runner:
         Path(settings["ready"]).touch()
         for _ in range(settings["blocks"]):
             made = sequences(settings["prompts"], settings["new"])
@@ -52,8 +50,8 @@ def main(settings, out, environment):
                 result = drive(ring, settings)
             else:
                 memory = settings["memory"] if place.rank == 0 else None
-                fingerprint, scratch = settings["fingerprint"], Path(settings["scratch"])
-                serve(ring, Path(settings["model"]), fingerprint=fingerprint, scratch=scratch, threads=1, memory=memory)
+                options = RunOptions(scratch=Path(settings["scratch"]), threads=1, memory=memory)
+                serve(ring, Path(settings["model"]), options, fingerprint=settings["fingerprint"])
                 result = {}
     except FlashError as error:
         result = {"error": type(error).__name__, "message": str(error), "at": time.monotonic()}

@@ -15,6 +15,7 @@ import pytest
 import stage_process
 import torch
 from arch_models import VARIANTS, make_checkpoint
+from scripts import REPOSITORY
 from tiny_models import make_tiny_opt
 
 from flashllm.errors import PeerLost
@@ -120,9 +121,7 @@ def results(started, tmp_path, within_s=60.0):
 def alone(model, tmp_path, chosen):
     made = stage_process.sequences(prompts(), NEW)
     (tmp_path / "alone").mkdir(exist_ok=True)
-    with Runner(
-        model[0], Policy.from_json(chosen), scratch=tmp_path / "alone", options=RunOptions(threads=2)
-    ) as runner:
+    with Runner(model[0], Policy.from_json(chosen), RunOptions(scratch=tmp_path / "alone", threads=2)) as runner:
         runner.run(made)
     return [list(sequence.output) for sequence in made]
 
@@ -218,8 +217,8 @@ def test_another_model_is_refused(context, models, tmp_path):
 
 def test_offload_run_under_torchrun(models, tmp_path):
     path, _ = models["opt"]
-    source, out, given = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "policy.json"
-    given.write_text(json.dumps(policy(DEVICE)))
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    fields = json.dumps({"policy": policy(DEVICE), "scratch": str(tmp_path / "scratch")})
     lines = [
         {
             "custom_id": str(index),
@@ -230,9 +229,9 @@ def test_offload_run_under_torchrun(models, tmp_path):
         for index, (prompt, new) in enumerate(zip(prompts(), NEW, strict=True))
     ]
     source.write_text("\n".join(json.dumps(line) for line in lines))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    command += ["flashllm", "offload", "run", str(path), "-i", str(source), "-o", str(out), "--policy", str(given)]
-    command += ["--json", "--scratch", str(tmp_path / "scratch")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(REPOSITORY / "bench/offload/workers/job.py"), fields, str(path), "-i", str(source), "-o", str(out)]
+    command.append("--json")
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout.splitlines()[-1])

@@ -109,29 +109,29 @@ def test_codes_come_back(bits):
 
 def test_too_little_memory_of_the_device_is_refused_with_numbers(models, tmp_path):
     path, prompts, _ = models("llama")
-    options = RunOptions(accelerator="cpu", accelerator_memory=1000)
+    options = RunOptions(scratch=tmp_path, accelerator="cpu", gpu_memory=1000)
     with pytest.raises(BudgetError, match="the accelerator's memory, and 1 kB is the limit"):
-        Runner(path, placed(), scratch=tmp_path, options=options)
-    enough = RunOptions(accelerator="cpu", accelerator_memory=10**9)
-    with Runner(path, placed(), scratch=tmp_path, options=enough) as runner:
+        Runner(path, placed(), options)
+    enough = RunOptions(scratch=tmp_path, accelerator="cpu", gpu_memory=10**9)
+    with Runner(path, placed(), enough) as runner:
         need = runner.need(sizes_of(sequences(prompts)))
-    options = dataclasses.replace(enough, accelerator_memory=need.device - 1)
-    with Runner(path, placed(), scratch=tmp_path, options=options) as runner, pytest.raises(BudgetError, match="limit"):
+    options = dataclasses.replace(enough, gpu_memory=need.device - 1)
+    with Runner(path, placed(), options) as runner, pytest.raises(BudgetError, match="limit"):
         runner.run(sequences(prompts))
     assert not list(tmp_path.iterdir())
 
 
 def test_memory_beside_the_device_has_a_limit_of_its_own(models, tmp_path):
     path, prompts, _ = models("llama")
-    options = RunOptions(accelerator="cpu")
-    with Runner(path, placed(DEVICE), scratch=tmp_path, options=options) as runner:
+    options = RunOptions(scratch=tmp_path, accelerator="cpu")
+    with Runner(path, placed(DEVICE), options) as runner:
         on_device = runner.need(sizes_of(sequences(prompts)))
-    with Runner(path, placed(CPU, CPU, CPU), scratch=tmp_path, options=options) as runner:
+    with Runner(path, placed(CPU, CPU, CPU), options) as runner:
         beside = runner.need(sizes_of(sequences(prompts)))
     assert beside.cpu > on_device.cpu
     assert beside.device < on_device.device
     with pytest.raises(BudgetError, match="of memory"):
-        Runner(path, placed(CPU), memory=1000, scratch=tmp_path, options=options)
+        Runner(path, placed(CPU), dataclasses.replace(options, memory=1000))
 
 
 def test_a_device_that_is_not_there_is_named():
@@ -142,7 +142,7 @@ def test_a_device_that_is_not_there_is_named():
 def test_a_cache_beside_the_device_needs_the_cpus_attention(models, tmp_path):
     path, _, _ = models("llama")
     with pytest.raises(UsageError, match="cpu_attention"):
-        Runner(path, policy(DEVICE, CPU), scratch=tmp_path, options=RunOptions(accelerator="cpu"))
+        Runner(path, policy(DEVICE, CPU), RunOptions(scratch=tmp_path, accelerator="cpu"))
 
 
 def test_an_activation_without_an_operation_is_refused(models):

@@ -87,7 +87,7 @@ def test_what_lies_behind_a_window_is_not_read(tmp_path):
     path = make_checkpoint(tmp_path / "hf", VARIANTS["mistral window"], dtype="bfloat16")
     (prompt,), new, window = prompts_of(150), 40, 37
     (tmp_path / "scratch").mkdir()
-    with Runner(path, policy(cache=DISK), scratch=tmp_path / "scratch") as runner:
+    with Runner(path, policy(cache=DISK), RunOptions(scratch=tmp_path / "scratch")) as runner:
         block = runner._attention[0].sealed_nbytes
         (sequence,) = sequences([prompt], new)
         measure = runner.run([sequence])
@@ -135,7 +135,7 @@ def test_a_finished_sequence_leaves_its_batch(models, tmp_path, name):
         for prompt, n in zip(prompts, wanted, strict=True)
     ]
     progress = []
-    with Runner(path, policy(DISK, MIXED, MIXED), scratch=tmp_path, options=RunOptions(threads=2)) as runner:
+    with Runner(path, policy(DISK, MIXED, MIXED), RunOptions(scratch=tmp_path, threads=2)) as runner:
         measure = runner.run(made, progress.append)
         assert [list(s.output) for s in made] == [a[:n] for a, n in zip(expected, wanted, strict=True)]
         assert measure.new_tokens == sum(wanted) == progress[-1]
@@ -156,7 +156,7 @@ def test_sparse_attention_of_everything_is_attention(models, tmp_path):
 
 def test_stop_ends_a_run(models, tmp_path):
     path, prompts, _ = models("llama")
-    runner = Runner(path, policy(DISK), scratch=tmp_path, options=RunOptions(threads=2))
+    runner = Runner(path, policy(DISK), RunOptions(scratch=tmp_path, threads=2))
     with runner, pytest.raises(Stopped):
         runner.run(sequences(prompts), lambda count: runner.stop())
     assert not list(tmp_path.iterdir())
@@ -165,4 +165,4 @@ def test_stop_ends_a_run(models, tmp_path):
 def test_too_little_memory_is_refused_with_numbers(models, tmp_path):
     path, _, _ = models("llama")
     with pytest.raises(BudgetError, match="limit"):
-        Runner(path, policy(), memory=1000, scratch=tmp_path)
+        Runner(path, policy(), RunOptions(scratch=tmp_path, memory=1000))
