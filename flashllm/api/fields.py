@@ -12,17 +12,11 @@ MAX_DEPTH = 32  # of objects and lists in a request
 
 
 class BadRequest(Exception):
-    """A request that cannot be meant; the message says why. `param` is the field at fault, where there is one.
+    """A request that cannot be meant; the message says why. `param` is the field at fault, where there is one."""
 
-    In a batch file, `custom_id` is the line's, where it could be read, and `is_prompt` says that it is not a line of an
-    OpenAI batch.
-    """
-
-    def __init__(
-        self, message: str, custom_id: str | None = None, *, is_prompt: bool = False, param: str | None = None
-    ) -> None:
+    def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
-        self.custom_id, self.is_prompt, self.param = custom_id, is_prompt, param
+        self.param = param
 
 
 @contextmanager
@@ -34,7 +28,7 @@ def naming_fields(names: Mapping[str, str]) -> Iterator[None]:
         ours = error.param or ""
         if ours not in names:
             raise
-        raise BadRequest(str(error).replace(ours, names[ours], 1), error.custom_id, param=names[ours]) from None
+        raise BadRequest(str(error).replace(ours, names[ours], 1), param=names[ours]) from None
 
 
 def text(name: str, value: Any) -> str:

@@ -108,7 +108,7 @@ class PromptEncoder:
                 # The shorter side is encoded again; a token may be on both.
                 begins = alike <= len(text) // 2
                 shorter = text[:alike] if begins else text[alike:]
-                part = yield from self._encode(shorter, add_special=False, custom_id=request.custom_id)
+                part = yield from self._encode(shorter, add_special=False)
             except (FlashError, Unanswerable):  # the template refuses what ends there, or there is nothing before
                 continue
             if begins:
@@ -142,11 +142,11 @@ class PromptEncoder:
             return None if reasoning is None else Matcher(None, self.vocab, (), reasoning)
         param = "tool_choice" if request.must_call else "response_format"
         if self.grammars is None:
-            raise BadRequest(f"{param} needs the model's tokenizer, which is missing", request.custom_id, param=param)
+            raise BadRequest(f"{param} needs the model's tokenizer, which is missing", param=param)
         try:
             grammar = self.grammars.compile(self._constraint(self.grammars, request, param))
         except UsageError as error:
-            raise BadRequest(f"{param}: {error}", request.custom_id, param=param) from None
+            raise BadRequest(f"{param}: {error}", param=param) from None
         except BudgetError as error:
             raise Unanswerable(f"{param}: {error}") from None
         return grammar.start(self._reasoning(request, ids))
@@ -159,7 +159,7 @@ class PromptEncoder:
                 return constraint
             if constraint.kind != "json":
                 asked = f"{constraint.kind} goes neither with tools nor with this model's form of answers"
-                raise BadRequest(f"{param}: {asked}", request.custom_id, param=param)
+                raise BadRequest(f"{param}: {asked}", param=param)
         marks = grammars.marks()
         tools = [
             each for each in request.tools if each["function"]["name"] in request.must_call or not request.must_call
@@ -169,7 +169,7 @@ class PromptEncoder:
             text = grammar_of(form, marks, written=WRITTEN, tools=tools, one_call=request.one_call, schema=schema)
         except ValueError as error:
             asked = f"{param}: an answer cannot be held to this model's form of calls ({error})"
-            raise BadRequest(f'{asked}; use tool_choice "auto" alone', request.custom_id, param=param) from None
+            raise BadRequest(f'{asked}; use tool_choice "auto" alone', param=param) from None
         return Constraint("lark", text)
 
     def _opened(self, decoder: Decoder, ids: Sequence[int]) -> tuple[str, str] | None:
@@ -202,7 +202,7 @@ class PromptEncoder:
             return plain_text(messages)
         text = self._text(request, messages)
         if any(self._loses(message, text) for message in messages):
-            raise BadRequest(f"messages: {_NO_TOOLS}", request.custom_id, param="messages")
+            raise BadRequest(f"messages: {_NO_TOOLS}", param="messages")
         return text
 
     def _loses(self, message: Message, text: str) -> bool:
@@ -220,22 +220,22 @@ class PromptEncoder:
         text = self._render(request, messages[:-1])
         if self.answers is not None and any(text.rstrip().endswith(opened) for opened, _ in self.answers.thinking):
             asked = "messages: an answer that is begun cannot be continued where the model reasons first"
-            raise BadRequest(f"{asked}; set enable_thinking to false", request.custom_id, param="messages")
+            raise BadRequest(f"{asked}; set enable_thinking to false", param="messages")
         return text + str(begun["content"])
 
     def _render(self, request: Request, messages: Sequence[Message]) -> str:
         """The conversation's text. BadRequest for what this model's template cannot be told, else as `render`."""
         template, values = self.template, dict(request.template_values)
         if template is None:
-            raise BadRequest("the model has no chat template; use /v1/completions", request.custom_id)
+            raise BadRequest("the model has no chat template; use /v1/completions")
         tools = request.tools
         if self.answers is GENERIC and not template.takes("tools"):
             messages, tools = _in_text(messages, tools), ()
         if tools and not template.takes("tools"):
-            raise BadRequest(f"tools: {_NO_TOOLS}", request.custom_id, param="tools")
+            raise BadRequest(f"tools: {_NO_TOOLS}", param="tools")
         if tools and (self.answers is None or not self.answers.calls):
             message = "tools: the form in which this model writes calls is not known; `serve --tool-format` names one"
-            raise BadRequest(message, request.custom_id, param="tools")
+            raise BadRequest(message, param="tools")
         if "reasoning_effort" in values and not template.takes("reasoning_effort"):
             values.setdefault("enable_thinking", values.pop("reasoning_effort") != "none")
         silent = self.answers in (None, GENERIC) and not template.takes("enable_thinking")
@@ -244,7 +244,7 @@ class PromptEncoder:
         for name in values:
             if not template.takes(name):
                 asked = "reasoning_effort" if "reasoning_effort" in request.template_values else "chat_template_kwargs"
-                raise BadRequest(f"{asked}: this model's chat template has no {name}", request.custom_id, param=asked)
+                raise BadRequest(f"{asked}: this model's chat template has no {name}", param=asked)
         try:
             return template.render(messages, tools=tools, values=values)
         except FormatError:
@@ -257,7 +257,7 @@ class PromptEncoder:
     def _ids(self, request: Request) -> Generator[None, None, list[int]]:
         prompt = request.prompt
         if request.options.stop and self.tokenizer is None:
-            raise BadRequest("stop needs the model's tokenizer, which is missing", request.custom_id, param="stop")
+            raise BadRequest("stop needs the model's tokenizer, which is missing", param="stop")
         if request.kind == "chat":
             try:
                 text = self.conversation(request)
@@ -265,18 +265,18 @@ class PromptEncoder:
                 raise Unanswerable(str(error)) from error
             # A template writes the special tokens.
             plain = self.template is None
-            return (yield from self._encode(text, add_special=plain, custom_id=request.custom_id))
+            return (yield from self._encode(text, add_special=plain))
         if isinstance(prompt, str):
-            return (yield from self._encode(prompt, add_special=True, custom_id=request.custom_id))
+            return (yield from self._encode(prompt, add_special=True))
         ids = [each for each in prompt if isinstance(each, int)]
         if max(ids) >= self.vocab:
             message = f"prompt: token id {max(ids)} is not below the model's vocabulary of {self.vocab}"
-            raise BadRequest(message, request.custom_id, param="prompt")
+            raise BadRequest(message, param="prompt")
         return ids
 
-    def _encode(self, text: str, *, add_special: bool, custom_id: str) -> Generator[None, None, list[int]]:
+    def _encode(self, text: str, *, add_special: bool) -> Generator[None, None, list[int]]:
         if self.tokenizer is None:
-            raise BadRequest("the model has no tokenizer; give the prompt as token ids", custom_id, param="prompt")
+            raise BadRequest("the model has no tokenizer; give the prompt as token ids", param="prompt")
         if self.pieces is None:
             ids = self.tokenizer.encode(text, add_special=add_special)
         else:
