@@ -142,7 +142,7 @@ def _convert(args: argparse.Namespace, source: Path, name: str | None, bars: Exi
         return manifest
     choices["predictors"] = True
     if args.calibrate is None:
-        choices["keep"] = args.bits is None and args.resident_bits is None
+        choices["keep"] = args.bits is None
         choices["in_place"] = args.in_place
         manifest = convert(source, args.dst, source_name=name, say=say, progress=progress, **choices)
     else:

@@ -24,4 +24,7 @@ class Choices(TypedDict, total=False):
     gate: GatePlace  # of a gated FFN; by default "rows"
     coded: CodedWeights | None  # weights that are written as they are, and not encoded
     in_place: bool  # without encodings and `coded`: experts stay where they lie, as far as they can be read there
-    keep: bool  # without encodings and `coded`: the weights of a quantised checkpoint keep their codes and scales
+    keep: (
+        bool  # without `encoding` and `coded`: the weights of a quantised checkpoint keep their codes and scales, those
+    )
+    # of the resident matrices too where no encoding is given for them

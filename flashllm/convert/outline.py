@@ -16,6 +16,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from flashllm.arch.registry import block_spec, source_shapes
 from flashllm.arch.tensors import Shape
 from flashllm.base.group_codes import DEFAULT_GROUP, code_of
@@ -27,6 +30,7 @@ from flashllm.format.manifest_values import FileEntry
 from flashllm.format.model_files import CONFIG, FFN, PREDICTORS, RESIDENT, TABLE
 from flashllm.format.safetensors import TensorInfo
 
+MXFP4 = "mxfp4"  # of a config.json
 _CONTEXT = 8192
 _UNKNOWN = "0" * 64  # the hash of what is not there
 
@@ -38,6 +42,11 @@ class WellKnown:
     name: str
     hub: str
     config: Mapping[str, Any]
+
+    @property
+    def published(self) -> str | None:
+        """The codes of its original: mxfp4, which a conversion keeps, or fp8, which it widens; None: 16 bits."""
+        return published(self.config)
 
     @property
     def context(self) -> int:
@@ -55,6 +64,27 @@ class WellKnown:
         return sum(math.prod(shape) for shape in self.shapes.values())
 
 
+@dataclass(frozen=True, slots=True)
+class _Coded:
+    """A `QuantisedTensor` that has a kind alone."""
+
+    kind: str
+    transposed: bool = False
+    scale: float = 1.0
+
+    def place(self) -> None:
+        return None
+
+    def raw(self, first: int, count: int) -> NDArray[np.uint8]:
+        raise NotImplementedError("an outline has no weights")
+
+
+def published(config: Mapping[str, Any]) -> str | None:
+    """How a config.json says that weights are in codes."""
+    said: str | None = config.get("quantization_config", {}).get("quant_method")
+    return said
+
+
 def well_known() -> list[WellKnown]:
     """Those of `models.json`, in its order."""
     text = resources.files("flashllm.convert").joinpath("models.json").read_text(encoding="utf-8")
@@ -69,8 +99,9 @@ def find_well_known(text: str | None) -> WellKnown | None:
 
 @contextlib.contextmanager
 def outlined(known: WellKnown, bits: int) -> Iterator[Path]:
-    """An outline as `flashllm convert --bits` (16, its dtype, or 8 or 4) would make the model, beside the converted
-    models, or where files may come and go if nothing can be written there; gone at the end."""
+    """An outline as `flashllm convert --bits --resident-bits` (16, its dtype, or 8 or 4; of gpt-oss --resident-bits
+    alone, as its experts keep their codes) would make the model, beside the converted models, or where files may come
+    and go if nothing can be written there; gone at the end."""
     folder = user_cache_dir()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -92,8 +123,11 @@ def write_outline(
         name: TensorInfo(name=name, dtype="BF16", shape=shape, offset=0, nbytes=2 * math.prod(shape))
         for name, shape in shapes.items()
     }
-    checkpoint = Checkpoint(path=directory, config=config, tensors=tensors, _files={})
-    plan = plan_conversion(checkpoint, encoding=encoding, resident_encoding=encoding, predictors=True)
+    keep, coded = published(config) == MXFP4, _Coded(MXFP4.upper())
+    experts = {name: coded for name, shape in shapes.items() if keep and ".experts." in name and len(shape) == 2}
+    checkpoint = Checkpoint(path=directory, config=config, tensors=tensors, quantised=experts, _files={})
+    of_rows = None if keep else encoding
+    plan = plan_conversion(checkpoint, encoding=of_rows, resident_encoding=encoding, predictors=True, keep=keep)
     content = json.dumps(dict(config)).encode()
     (directory / CONFIG).write_bytes(content)
     files = {CONFIG: FileEntry(sha256=hashlib.sha256(content).hexdigest(), nbytes=len(content))}

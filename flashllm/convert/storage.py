@@ -98,11 +98,13 @@ def storage_of(sources: Sources, architecture: Architecture, target: WeightDtype
     kept = None
     if choices.get("keep"):
         apart = choices.get("gate") == "resident"
-        kept = keep_weights(checkpoint, names, claimed, matrices, architecture, one_layout=apart)
+        of_neurons = {name: claim for name, claim in claimed.items() if resident is None or name not in matrices}
+        kept = keep_weights(checkpoint, names, of_neurons, matrices, architecture, one_layout=apart)
     if kept is not None:
-        resident = most_common(kept.resident.values())
-        own = {name: kept.resident.get(name, target.name) for name in matrices}
-        others = {name: encoding for name, encoding in own.items() if encoding != (resident or target.name)}
+        if resident is None:
+            resident = most_common(kept.resident.values())
+            own = {name: kept.resident.get(name, target.name) for name in matrices}
+            others = {name: encoding for name, encoding in own.items() if encoding != (resident or target.name)}
         ups, downs = (tuple(each or target.name for each in of) for of in (kept.ups, kept.downs))
         up, down = longest_up(ups, architecture.d_model), widest_down(downs)
         ups, downs = (of if len({*of}) > 1 else () for of in (ups, downs))

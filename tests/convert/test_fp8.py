@@ -69,12 +69,17 @@ def test_a_model_in_codes_converts_to_the_weights_that_they_mean(tmp_path, block
     assert "quantization_config" not in json.loads((tmp_path / "found" / "config.json").read_text())
 
 
-def test_the_dtype_is_that_of_what_is_whole(tmp_path):
-    source, _ = coded(tmp_path, (16, 16))
+def in_bfloat16(source):
+    """Makes what is in no codes bfloat16, but for scales."""
     state = load_file(source / "model.safetensors")
     state = {name: tensor.bfloat16() if tensor.dtype == torch.float32 and "scale" not in name else tensor
              for name, tensor in state.items()}  # fmt: skip
     save_file(state, source / "model.safetensors", {"format": "pt"})
+
+
+def test_the_dtype_is_that_of_what_is_whole(tmp_path):
+    source, _ = coded(tmp_path, (16, 16))
+    in_bfloat16(source)
     with open_checkpoint(source) as checkpoint:
         assert checkpoint.preferred_dtype == "bfloat16"
 

@@ -13,8 +13,8 @@ from arch_models import Variant, make_checkpoint
 from arch_reference import ReferenceDecoder
 from gguf_files import write_gguf
 from offload_runs import DEVICE, DISK, MIXED, answers, policy
-from safetensors.torch import save_file
-from tiny_models import change_config
+from safetensors.torch import load_file, save_file
+from tiny_models import change_config, config_of
 
 from flashllm import _core
 from flashllm.arch.registry import resident_shapes
@@ -30,7 +30,7 @@ from flashllm.errors import FormatError, UsageError
 from flashllm.format import rows
 from flashllm.format.install import change_manifest
 from flashllm.format.manifest import MANIFEST, Manifest
-from flashllm.format.model_files import RESIDENT
+from flashllm.format.model_files import FFN, RESIDENT
 from flashllm.format.report.inspect import format_inspection, inspect
 from flashllm.format.report.verify import verify
 from flashllm.format.safetensors import read_header
@@ -381,6 +381,23 @@ def test_experts_keep_their_bits(tmp_path, kind, model_type):
         np.testing.assert_array_equal(logits_of(tmp_path / "kept", mode), expected, err_msg=mode)
     small = logits_of(tmp_path / "kept", "sparse", cache_policy="window", window=1)
     np.testing.assert_array_equal(small, expected)
+
+
+@pytest.mark.parametrize("kind", [mixed, but_one_layer], ids=lambda kind: kind.__name__)
+def test_neurons_keep_their_bits_where_the_rest_is_encoded_anew(tmp_path, kind):
+    path, folder = make(tmp_path, kind)
+    told = []
+    found = convert(path, tmp_path / "found", keep=True, resident_encoding="int8_32", say=told.append)
+    kept = convert(path, tmp_path / "kept", keep=True)
+    wide = convert(folder, tmp_path / "wide", dtype="float16", resident_encoding="int8_32")
+    assert found.files[FFN] == kept.files[FFN] != wide.files[FFN]
+    assert (found.resident_encoding, found.other_encodings) == ("int8_32", {})
+    ours, theirs = (load_file(tmp_path / each / RESIDENT) for each in ("found", "wide"))
+    for name in resident_shapes(config_of(folder)):
+        assert torch.equal(ours[name], theirs[name]), name
+    (line,) = (line for line in told if "are kept" in line)
+    assert "dequantised" not in line
+    assert verify(tmp_path / "found").ok
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -4,7 +4,10 @@ import json
 import re
 
 import pytest
+from arch_models import VARIANTS, Variant, make_checkpoint
 from profiles import BATCHES, profile_of
+from test_fp8 import coded, in_bfloat16
+from test_gpt_oss import mxfp4
 from tiny_models import config_of, make_tiny_opt
 
 from flashllm.arch.registry import source_shapes
@@ -13,6 +16,7 @@ from flashllm.cli import main
 from flashllm.commands.plan import OUTLINE_BITS, to_type
 from flashllm.convert.outline import WellKnown, find_well_known, outlined, well_known, write_outline
 from flashllm.convert.run import convert
+from flashllm.format.manifest import Manifest
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.safetensors import read_header
 from flashllm.profile.store import device_of, save_profile
@@ -125,16 +129,28 @@ def test_a_plan_of_a_model_that_is_not_here(home, tmp_path, capsys):
     assert status == 2
 
 
-def test_what_it_says_to_type_makes_what_it_planned(tmp_path, capsys):
-    source = make_tiny_opt(tmp_path / "source", dtype="bfloat16")
+@pytest.mark.parametrize("kind", ["16 bits", "mxfp4", "fp8"])
+def test_what_it_says_to_type_makes_what_it_planned(tmp_path, capsys, kind):
+    if kind == "16 bits":
+        source = make_tiny_opt(tmp_path / "source", dtype="bfloat16")
+    elif kind == "mxfp4":
+        wide = Variant("gpt_oss", {**VARIANTS["gpt_oss"].config, "intermediate_size": 64})
+        source = make_checkpoint(tmp_path / "source", wide, dtype="bfloat16")
+        mxfp4(source)
+    else:
+        source, _ = coded(tmp_path, (16, 16))
+        in_bfloat16(source)
     known = WellKnown(name="made", hub="nobody/tiny", config=config_of(source))
     program, verb, _, _, *options = to_type(known).split()
     assert program == "flashllm"
     status, _, err = run(capsys, verb, source, tmp_path / "made", *options)
     assert status == 0, err
+    assert ("are kept" in err) == (kind == "mxfp4")
     (tmp_path / "outline").mkdir()
     write_outline(known.config, known.shapes, tmp_path / "outline", bits=OUTLINE_BITS, source_name=known.hub)
-    compare_files(tmp_path, ("ffn.safetensors", "resident.safetensors", "predictors.safetensors"))
+    compare_files(tmp_path, ("ffn.safetensors", "resident.safetensors"))
+    outline, made = (Manifest.load(tmp_path / place) for place in ("outline", "made"))
+    assert outline.down_scales == made.down_scales
 
 
 def test_models_that_need_least_come_first(home, tmp_path, capsys, monkeypatch):

@@ -12,7 +12,7 @@ Knows kinds of codes by `blocks.KINDS`, and encodings by their names, no file fo
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -54,7 +54,7 @@ class KeptWeights:
     left: tuple[str, ...]  # canonical names of quantised matrices that are not kept
     _claims: Mapping[str, Claim]
     _tensors: Mapping[str, QuantisedTensor]  # by canonical name
-    _where: Mapping[str, str]  # the same, for messages
+    _where: Callable[[str], str]  # the same, for messages
     _bundles: Sequence[Sequence[str]]  # of each layer, `bundle_names`
     _columns: dict[str, NDArray[np.uint8]] = field(default_factory=dict)  # of the layer at hand
 
@@ -175,7 +175,7 @@ class KeptWeights:
         try:
             return kind.quantised(self._tensors[name].raw(start, length), self._tensors[name].scale)
         except OverflowError as error:
-            raise FormatError(f"{self._where[name]}: {error}: damaged; get the file again") from error
+            raise FormatError(f"{self._where(name)}: {error}: damaged; get the file again") from error
 
 
 def keep_weights(
@@ -225,7 +225,7 @@ def keep_weights(
         left=tuple(name for name in found if name not in kept),
         _claims={name: claimed[name] for name in kept},
         _tensors={name: usable[name] for name in kept},
-        _where={name: checkpoint.where(names[claimed[name].source]) for name in kept},
+        _where=lambda name: checkpoint.where(names[claimed[name].source]),
         _bundles=bundles,
     )
 
