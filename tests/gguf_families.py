@@ -74,6 +74,8 @@ def family_tensors(state: dict[str, torch.Tensor], config: dict[str, Any], whole
             result[name] = -torch.exp(tensor)
         elif name.endswith("self_attn.dt_bias"):
             result[name.replace("dt_bias", "dt_proj.bias")] = tensor
+        elif name.endswith("_sub_norm.weight"):
+            result[f"blk.{name.split('.')[2]}.{name.split('.')[-2]}.weight"] = tensor
         elif name.endswith("_conv1d.weight"):
             result[name] = tensor.reshape(1, len(tensor), 1, -1)
         elif re.search(r"block_sparse_moe\.(up|gate|down)_proj", name):  # a dense layer's

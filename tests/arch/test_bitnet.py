@@ -8,11 +8,13 @@ others by a rounding's step; without the rounding none would.
 import json
 import warnings
 
+import gguf_files
 import numpy as np
 import pytest
 import torch
-from arch_models import VARIANTS, make_checkpoint
+from arch_models import VARIANTS, Variant, make_checkpoint
 from arch_reference import ReferenceDecoder
+from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
 from tiny_models import change_config
 from transformers import AutoConfig, BitNetForCausalLM, BitNetQuantConfig
@@ -22,6 +24,7 @@ from flashllm.config import RunConfig
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
 from flashllm.errors import FormatError, UnsupportedModelError
+from flashllm.format.install import change_manifest
 from flashllm.format.model_dir import ModelDir
 from flashllm.plan.latency import dense_token
 
@@ -39,9 +42,9 @@ CLOSE = 2e-4  # of fp32 logits of the order of 1 to 10
 STEP = 0.5  # the same, after a rounding that went the other way
 
 
-def quantised(path, form, dtype="float32"):
+def quantised(path, form, dtype="float32", **config):
     """A checkpoint of the form in the folder `path`, from random weights; the folder."""
-    make_checkpoint(path, VARIANTS["bitnet"], dtype=dtype)
+    make_checkpoint(path, Variant("bitnet", config), dtype=dtype)
     change_config(path, quantization_config={"quant_method": "bitnet", **FORMS[form]})
     if form == "master":
         return path
@@ -50,7 +53,7 @@ def quantised(path, form, dtype="float32"):
         if not name.endswith("_proj.weight"):
             tensors[name] = weight
             continue
-        mean = weight.abs().mean()
+        mean = weight.abs().mean().half().float()  # as files have it
         tensors[name] = pack_weights((weight / mean).round().clamp(-1, 1))
         tensors[f"{name}_scale"] = (mean if form == "scaled" else 1 / mean).reshape(1)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
@@ -72,6 +75,7 @@ def transformers_model(path, dtype=None):
         tensors[name] = (
             tensor if packed and not offline else (unpack_weights if packed else torch.Tensor.to)(tensor, whole)
         )
+    tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"])
     model.load_state_dict(tensors, assign=True)
     return model
 
@@ -168,6 +172,36 @@ def test_bfloat16_is_as_close_as_transformers(tmp_path, form):
     own = np.abs(theirs - exact).mean()
     for choices in ({"mode": "dense"}, {"mode": "oracle", "prompts": "sparse"}):
         assert np.abs(logits_of(tmp_path / "model", **choices) - exact).mean() < 1.25 * own
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "activation"),
+    [("F16", "bitnet-b1.58", "relu2"), ("TQ2_0", "bitnet-b1.58", "relu2"), ("TQ1_0", "bitnet-25", "relu2"),
+     ("TQ2_0", "bitnet", "silu")],
+)  # fmt: skip
+def test_a_gguf_file_is_the_model_of_its_folder(tmp_path, monkeypatch, kind, architecture, activation):
+    """Its weights to the bit, its block with the rounding of inputs, and transformers' logits."""
+    monkeypatch.delitem(gguf_files.HALVES, kind, raising=False)  # the gguf package codes these without loss
+    wide = {"hidden_size": 256, "intermediate_size": 512, "tie_word_embeddings": True, "hidden_act": activation}
+    source = quantised(tmp_path / "hf", "scaled", **wide)
+    convert(source, tmp_path / "expected", keep=True, predictors=True)
+    whole = make_checkpoint(tmp_path / "whole", Variant("bitnet", wide))
+    save_file(load_whole(tmp_path / "expected"), whole / "model.safetensors", metadata={"format": "pt"})
+    lines, matrices = [], lambda name: "F32" if "token_embd" in name else kind
+    path = write_gguf(whole, tmp_path / "model.gguf", matrices, architecture=architecture)
+    convert(path, tmp_path / "found", dtype="float32", keep=True, predictors=True, say=lines.append)
+    found, expected = (ModelDir.open(tmp_path / name) for name in ("found", "expected"))
+    assert found.block == expected.block
+    assert found.block.rounded_inputs
+    assert found.manifest.rows.encoding == ("float32" if kind == "F16" else "ternary")
+    assert any("SiLU is assumed" in line for line in lines) == (activation == "silu")
+    weights = load_whole(tmp_path / "expected")
+    for name, tensor in load_whole(tmp_path / "found").items():
+        assert torch.equal(tensor, weights[name]), name
+    with torch.no_grad():
+        logits = transformers_model(source)(prompts()).logits.numpy()
+    change_manifest(tmp_path / "found", activations=None)  # which would round before the model does
+    agree(logits_of(tmp_path / "found", mode="dense"), logits)
 
 
 def test_matrices_have_three_values_in_two_bits(made):

@@ -101,7 +101,10 @@ WITH_STATES = (  # whose tensors have another form, or whose value heads another
 )
 
 
-@pytest.mark.parametrize("architecture", [name for name in supported() if name not in ("llama", *WITH_STATES)])
+IN_CODES = ("bitnet", "bitnet-b1.58", "bitnet-25")  # whose folders hold codes: tests/arch/test_bitnet.py
+
+
+@pytest.mark.parametrize("architecture", [one for one in supported() if one not in ("llama", *WITH_STATES, *IN_CODES)])
 def test_every_architecture_converts_to_the_same_weights_and_block(tmp_path, architecture):
     """Every row of the table; in bf16, to whose norms 1 can be added and taken from without rounding."""
     of_head = {"gemma2": "query_pre_attn_scalar", "gemma3": "query_pre_attn_scalar", "minicpm3": "v_head_dim"}

@@ -214,6 +214,19 @@ NEMOTRON_KEYS = (
 )
 
 
+_BITNET: dict[str, Any] = {  # inputs are rounded, as these models were trained
+    "model_type": "bitnet",
+    "names": {
+        "self_attn.attn_sub_norm.weight": "attn_sub_norm.weight",
+        "mlp.ffn_sub_norm.weight": "ffn_sub_norm.weight",
+    },
+    "table": "bitnet",
+}
+_TERNARY = {
+    "quantization_config": {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"}
+}
+
+
 MODELS: dict[str, GgufModel] = {
     "llama": GgufModel(model_type="llama", orders=INTERLEAVED, has=_BIASES, relu=True),
     "qwen2": GgufModel(model_type="qwen2", constants={**SILU, "use_sliding_window": False}),
@@ -323,6 +336,9 @@ MODELS: dict[str, GgufModel] = {
     "ernie4_5": GgufModel(model_type="ernie4_5", has={"use_bias": "attn_q.bias"}),
     "hunyuan-dense": GgufModel(model_type="hunyuan_v1_dense", has={"attention_bias": "attn_q.bias"}),
     "lfm2": GgufModel(model_type="lfm2", constants={"block_auto_adjust_ff_dim": False}, **CONVOLUTION),
+    "bitnet": GgufModel(constants=SILU | _TERNARY, relu=True, **_BITNET),  # the older models, and llama.cpp
+    # Microsoft's own files: BitNet b1.58 2B4T
+    **dict.fromkeys(("bitnet-b1.58", "bitnet-25"), GgufModel(constants={"hidden_act": "relu2"} | _TERNARY, **_BITNET)),
     "qwen35": GgufModel(model_type="qwen3_5_text", keys=DELTA, **STATES),
     "falcon-h1": GgufModel(
         model_type="falcon_h1",
