@@ -254,6 +254,44 @@ FAMILIES = {
 {{- messages | batch(2) | list | length }}{{ 'a' | center(9) }}|{{ 'x'.ljust(4) }}|{{ 7 | round(1) }}{{ 5000000 | tojson }}""",
 }
 
+# What the templates of 2026's models are made of, a snippet each: Gemma 4, LFM2.5, Qwen3.5, Kimi K3, Step 3.7 and others.
+FEATURES = {
+    "neighbours": "{% for m in messages %}{{ loop.previtem.role if loop.previtem }}>{{ m.role }}>"
+    "{{ loop.nextitem.role if loop.nextitem is defined }}{{ ', ' if not loop.last }}{% endfor %}",
+    "namespaces": "{% macro more(state, by=1) %}{% set state.n = state.n + by %}{% endmacro %}{% set s = namespace(n=1) %}"
+    "{% set t = namespace({'parts': []}) %}{{ more(s) }}{{ more(s, by=3) }}{% set t.parts = t.parts + [s.n] %}{{ t.parts }}",
+    "lists": "{% set found = messages[3].tool_calls or [] %}{{ found | length }}{{ [1, 2] + [3] }}{{ [1] is sequence }}{{ ('a', 1)[0] }}{{ [3, 1] | sort | join(', ') }}",
+    "macros": "{% macro told(v, deep=true) %}{% if v is mapping %}{% for key, of in v | dictsort %}{{ key }}:{{ told(of) }};"
+    "{% endfor %}{% elif v is string %}'{{ v }}'{% elif v is boolean %}{{ v | lower }}{% elif v is number %}#{{ v }}"
+    "{% elif v is none %}null{% elif v is sequence %}[{% for each in v %}{{ told(each, deep=false) }}{% endfor %}]"
+    "{% endif %}{% endmacro %}{{ told(messages[3].tool_calls[0].function.arguments) | upper }}",
+    "items": "{% for a, b in messages[3].tool_calls[0].function.arguments.items() %}{{ a }}={{ b }}{% endfor %}"
+    "{% for a, b in messages[3].tool_calls[0].function.arguments | items %}{{ a ~ b | string }}{% endfor %}",
+    "json": "{% set of = messages[3].tool_calls %}{{ of | tojson }}{{ of | tojson(ensure_ascii=True) }}"
+    "{{ of | tojson(indent=2, sort_keys=true) }}{{ of | tojson(separators=(',', ':')) | safe }}",
+    "dates": "{{ strftime_now('%Y') }}{{ strftime_now('%d') | int > 0 }}",
+    "refusals": "{% if messages | length > 99 %}{{ raise_exception('long') }}{% endif %}",
+    "generation": "{% for m in messages %}{%- generation -%}{% set own = m.role %}{{ own }}{%- endgeneration -%}{% endfor %}",
+    "loops": "{% for m in messages[::-1] %}{% if m.role == 'tool' %}{% continue %}{% endif %}{{ loop.index0 }}"
+    "{% if loop.index > 3 %}{% break %}{% endif %}{% else %}none{% endfor %}{% for i in range(5, 1, -2) %}{{ i }}{% endfor %}",
+    "slices": "{{ messages[1:][-1].role }}{{ messages[0].content[:-2] }}{{ 'abcdef'[1:5:2] }}",
+    "strings": "{% set c = '\n<think>\nwhy</think>\n\nso' %}{{ c.split('</think>')[0].split('<think>')[-1].lstrip('\n') }}"
+    "{{ c.rsplit('\n', 1)[1] }}{{ c.startswith('\n<') }}{{ c.endswith('so') }}{{ c.strip() | length }}"
+    "{{ 'a b'.title() }}{{ 'x' * 3 }}{{ '%s-%d' % ('a', 2) }}{{ '%s!' | format('b') }}{{ '{:>4}'.format(7) }}"
+    "{{ c.splitlines() | length }}{{ c.find('why') }}{{ c.count('\n') }}{{ 'Ab'.lower() ~ 'Ab'.upper() }}",
+    "filters": "{{ messages | map(attribute='role') | unique | list }}{{ messages | selectattr('role', 'equalto', 'tool') | "
+    "map(attribute='content') | join('|') }}{{ messages | rejectattr('tool_calls', 'defined') | list | length }}"
+    "{{ ['a', 'b'] | map('upper') | list }}{{ [1, 2] | reverse | first }}{{ '<a&b>' | trim | replace('&', '+') }}"
+    "{{ (messages | groupby('role') | last).grouper }}{{ '  x' | trim | indent(2, first=true) }}{{ [0, 3] | select | list }}",
+    "blocks": "{% set text %}in {{ 1 + 1 }}{% endset %}{{ text | trim }}{% filter upper %}up{% endfilter %}"
+    "{% macro around() %}<{{ caller() }}>{% endmacro %}{% call around() %}it{% endcall %}{# nothing #}",
+    "undefined": "{{ thinking | default('no') }}{{ '' | default('yes', true) }}{{ thinking is undefined }}"
+    "{{ messages[0].none is defined }}{% if enable_thinking is defined and enable_thinking is false %}off{% endif %}",
+    "dictionaries": "{% set d = dict(a=1, **{'b': 2}) %}{{ d }}{{ dict.fromkeys(['x', 'y'], 0) }}{{ d.get('c', 'none') }}"
+    "{{ 'a' in d }}{{ d.keys() | list }}{{ d.values() | sum }}{{ {'k': [1]}['k'][0] }}",
+    "arithmetic": "{{ (7 // 2, 7 % 4, 2 ** 3, 1 if 2 > 1 > 0 else 0, not none, 7 / 2) }}{{ 3.6 | round | int }}{{ -2 | abs }}",
+}
+
 _RANGE = "{% for i in range(99999) %}"
 _END = "{% endfor %}"
 _GROW = "{% set n = namespace(x=START) %}{% for i in range(60) %}{% set n.x = STEP %}{% endfor %}{{ n.x | length }}"

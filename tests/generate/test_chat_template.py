@@ -43,6 +43,16 @@ def test_the_conversation_is_left_as_it_was():
     assert messages == [USER]
 
 
+def test_json_is_read():
+    """Which transformers has no filter for."""
+    template = ChatTemplate(
+        "{% for a, b in messages[0].content | fromjson | items %}{{ a }}={{ b }}{% endfor %}", "here"
+    )
+    assert template.render([{"role": "user", "content": '{"é": [1, null]}'}]) == "é=[1, None]"
+    with pytest.raises(FormatError, match="here: the chat template failed: Expecting value"):
+        template.render([{"role": "user", "content": "no"}])
+
+
 def test_the_date_is_todays():
     before = datetime.datetime.now().strftime("%Y-%m-%d")
     text = ChatTemplate("{{ strftime_now('%Y-%m-%d') }}", "here").render([])
@@ -77,6 +87,8 @@ def test_a_huge_template_is_refused():
         "{{ raise_exception.__globals__['json'] }}",
         "{{ strftime_now.__code__.co_code }}",
         "{{ dict.__subclasses__() }}",
+        "{{ dict.fromkeys.__globals__['json'] }}",
+        "{{ dict.mro() }}",
         "{{ namespace.__init__.__globals__ }}",
         "{{ (messages | map(attribute='__class__') | list)[0].__name__ }}",
         "{{ messages.clear() }}",

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from chat_templates import BOMBS, FAMILIES
+from chat_templates import BOMBS, FAMILIES, FEATURES
 from tiny_models import make_tokenizer
 
 from flashllm.base.processes import beside_nbytes
@@ -68,6 +68,23 @@ def test_usual_templates_render_as_transformers_renders_them(theirs, warm, famil
                 messages, tokenize=False, chat_template=FAMILIES[family], add_generation_prompt=ask
             )
             assert ours.render(messages, values={"add_generation_prompt": ask}) == expected
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_what_templates_are_made_of_renders_as_in_transformers(theirs, warm, feature):
+    arguments = {"city": 'Łódź <b> "a"', "deep": {"on": True, "no": None, "many": [1, "2"]}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Ho"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": arguments}}]},
+        {"role": "tool", "content": "3 & 4"},
+        {"role": "tool", "content": "5"},
+    ]
+    ours = ChatTemplate(FEATURES[feature], "here", theirs.special_tokens_map, renderer=warm)
+    expected = theirs.apply_chat_template(messages, tokenize=False, chat_template=FEATURES[feature])
+    assert ours.render(messages) == expected
+    assert expected or feature == "refusals"
 
 
 @pytest.mark.parametrize("bomb", BOMBS, ids=range(len(BOMBS)))

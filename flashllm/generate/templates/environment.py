@@ -10,7 +10,7 @@ import json
 import os
 import resource
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,20 +46,21 @@ class _Compiler(CodeGenerator):
 class Environment(ImmutableSandboxedEnvironment):
     """The sandbox with transformers' names, without text of no use in a conversation.
 
-    Lists may grow, as in templates for Kimi: what there is to change is a copy, of this conversation.
+    Lists may grow, as in templates for Kimi: what there is to change is a copy, of this conversation. `fromjson`, of
+    llama.cpp, is in those for Step.
     """
 
     code_generator_class = _Compiler
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[_Generation, loopcontrols])
-        self.filters["tojson"] = _to_json
+        self.filters["tojson"], self.filters["fromjson"] = _to_json, json.loads
         self.filters |= {name: _sized(self.filters[name]) for name in _WIDE_FILTERS}
         del self.globals["lipsum"]
         self.globals |= {
             "raise_exception": _raise_exception,
             "strftime_now": _strftime_now,
-            "dict": _make_dict,
+            "dict": _Dict(),
             "namespace": _Namespace,
         }
 
@@ -127,8 +128,14 @@ def _strftime_now(form: str) -> str:
     return datetime.datetime.now().strftime(form)
 
 
-def _make_dict(*args: Any, **values: Any) -> dict[Any, Any]:
-    return dict(*args, **values)
+class _Dict:
+    """`dict`, without what a type has beside."""
+
+    def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
+        return dict(*args, **values)
+
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
 
 
 def _to_json(
