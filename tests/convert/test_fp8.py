@@ -1,5 +1,6 @@
 """8-bit floating point is read as what its codes and scales mean; what is no such thing is refused."""
 
+import itertools
 import json
 import re
 
@@ -137,8 +138,54 @@ def test_other_kinds_are_refused(tmp_path, said, error, message):
         pass
 
 
-def test_experts_together_are_refused(tmp_path):
+def together(source, *, gates=True):
+    """Puts a layer's experts into one tensor for gates and ups, and one for downs, as transformers 5 has them."""
+    state = load_file(source / "model.safetensors")
+    experts = sorted({name.split(".experts.")[0] for name in state if ".experts." in name})
+    stacks = {"down_proj": ("down",)} | ({"gate_up_proj": ("gate", "up")} if gates else {})
+    for (stack, parts), owner in itertools.product(stacks.items(), experts):
+        for ending, new in ((".weight", ""), (".weight_scale_inv", "_scale_inv")):
+            each = []
+            for expert in itertools.count():
+                names = [f"{owner}.experts.{expert}.{part}_proj{ending}" for part in parts]
+                if names[0] not in state:
+                    break
+                found = [state.pop(name) for name in names]
+                raw = [
+                    one.view(torch.uint8) if one.dtype == E4M3 else one.reshape(-1, *one.shape[1:] or (1,))
+                    for one in found
+                ]
+                each.append(torch.cat(raw))
+            whole = torch.stack(each)
+            state[f"{owner}.experts.{stack}{new}"] = whole.view(E4M3) if whole.dtype == torch.uint8 else whole
+    state = {name: tensor for name, tensor in state.items() if ".experts." not in name or "activation" not in name}
+    save_file(state, source / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("block", "gates", "variant"),
+    [((24, 32), True, "deepseek_v3"), ((16, 48), True, "qwen3_moe"), (None, False, "qwen3_moe")],
+)
+def test_experts_together_are_those_apart(tmp_path, block, gates, variant):
+    """Blocks begin anew with each expert; its last may be shorter."""
+    source, whole = coded(tmp_path, block, variant=variant)
+    together(source, gates=gates)
+    expected = convert(whole, tmp_path / "expected", dtype="float32")
+    found = convert(source, tmp_path / "found", dtype="float32")
+    assert [found.files[name] for name in (FFN, RESIDENT)] == [expected.files[name] for name in (FFN, RESIDENT)]
+
+
+def test_stacks_of_other_shapes_are_refused(tmp_path):
     source, _ = coded(tmp_path, (16, 16))
-    _break(source, lambda state, name: state.update({"model.layers.1.mlp.experts.x": torch.zeros(2, 4, 4).to(E4M3)}))
-    with pytest.raises(UnsupportedModelError, match=r"\[2, 4, 4\] in 8-bit floating point is no matrix"):
+    name = "model.layers.1.mlp.experts.x"
+    _break(source, lambda state, _: state.update({name: torch.zeros(2, 2, 4, 4).to(E4M3)}))
+    with pytest.raises(
+        UnsupportedModelError, match=r"\[2, 2, 4, 4\] in 8-bit floating point is no matrix and no stack"
+    ):
+        convert(source, tmp_path / "found")
+    scales = {name: torch.zeros(2, 4, 4).to(E4M3), f"{name}_scale_inv": torch.ones(1, 1, 1)}
+    _break(source, lambda state, _: state.update(scales))
+    with pytest.raises(
+        FormatError, match=r"wants a scale for each 16 x 16, \[2, 1, 1\] numbers, and has F32 \[1, 1, 1\]"
+    ):
         convert(source, tmp_path / "found")

@@ -156,6 +156,7 @@ REFERENCES = {
         r"\s*[\r\n]+|\s+(?!\S)|\s+",
     ),
     "chatglm-bpe": (_CL100K,),
+    "hunyuan": (_QWEN,),
     "lfm2": (_CL100K,),
     "deepseek-v3": _DEEPSEEK,
     "hunyuan-dense": _DEEPSEEK,
@@ -172,6 +173,7 @@ REFERENCES = {
     "minimax-m2": (_O200K,),
     "gpt-4o": (_O200K,),
     "falcon-h1": (_O200K.replace("{1,3}", ""),),
+    "tekken": (_O200K.replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "").replace("{1,3}", ""),),
     "laguna": ((r"(?:\r?\n)+(?!\r?\n)", "merged_with_next"), _QWEN),
     "bailingmoe2": (
         r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|"
@@ -287,7 +289,9 @@ def test_every_token_that_ends_a_turn_ends_an_answer(byte_level, tmp_path, token
     assert json.loads(_files(metadata, tmp_path)["generation_config.json"])["eos_token_id"] == ends
 
 
-@pytest.mark.parametrize(("rule", "form"), [("qwen35", "ﬁÅ"), ("exaone-moe", "fiÅ"), ("deepseek-v3", "ﬁA\u030a")])
+@pytest.mark.parametrize(
+    ("rule", "form"), [("qwen35", "ﬁÅ"), ("hunyuan", "ﬁÅ"), ("exaone-moe", "fiÅ"), ("deepseek-v3", "ﬁA\u030a")]
+)
 def test_normal_forms(byte_level, tmp_path, rule, form):
     made = _made(_byte_level_metadata(byte_level, rule), tmp_path)
     assert made.decode(made.encode("ﬁA\u030a").ids) == form

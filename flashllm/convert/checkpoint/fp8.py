@@ -1,27 +1,28 @@
 """Matrices in 8-bit floating point (e4m3: Micikevicius et al., 2022), widened to fp32 as they are read.
 
-    weight            F8_E4M3 [rows, columns]
+    weight            F8_E4M3 [rows, columns], or [experts, rows, columns] of many
     weight_scale_inv  by what values are multiplied: a number for each block of rows and columns, the last ones of a
-                      row or column may be shorter; or one for all
+                      row or column may be shorter; or one for all of a matrix
 
 DeepSeek V3, MiniMax-M2, Qwen and Mistral publish so (transformers, integrations/finegrained_fp8.py). Scales for the
 inputs of products (`activation_scale`) are left out: inputs stay whole here.
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE
+from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, cast
 from flashllm.convert.checkpoint.source import Checkpoint, MadeTensor
 from flashllm.errors import FormatError, UnsupportedModelError
 from flashllm.format.model_files import CONFIG
 from flashllm.format.safetensors import TensorInfo
 
-_CODE, _SCALE, _OF_INPUTS = "F8_E4M3", "_scale_inv", ".activation_scale"
+_CODE, _SCALE, _OF_INPUTS = "F8_E4M3", "_scale_inv", "activation_scale"
 _FORMS = (None, "e4m3", "float8_e4m3fn")
 _NO_NUMBER = 0x7F  # without its sign
 
@@ -49,17 +50,20 @@ class _Matrix:
     block: tuple[int, int]  # rows and columns that share a scale
 
     def rows(self, first: int, count: int) -> Floats:
-        """Those rows in fp32. FormatError for a code or a scale that is no number."""
-        columns, (height, width) = self.info.shape[1], self.block
+        """Those rows in fp32, of all experts one behind the other. FormatError for a code or a scale that is no
+        number."""
+        (*_, rows, columns), (height, width) = self.info.shape, self.block
         codes = np.empty((count, columns), np.uint8)
         self.checkpoint.read(self.info.name, first * columns, codes)
-        top = first // height
-        of_rows = -(-(first + count) // height) - top
-        scales = self.checkpoint.floats(self.scales.name, top, of_rows).reshape(of_rows, -1)
+        number = np.arange(first, first + count)
+        of_row = number // rows * -(-rows // height) + number % rows // height
+        dtype, top = WEIGHT_DTYPE_BY_CODE[self.scales.dtype], int(of_row[0])
+        stored = np.empty((of_row[-1] + 1 - top, -(-columns // width)), dtype.storage)
+        self.checkpoint.read(self.scales.name, top * stored[:1].nbytes, stored)
+        scales = cast(stored, dtype, WEIGHT_DTYPES["float32"])
         if (codes & 0x7F == _NO_NUMBER).any() or not np.isfinite(scales).all():
             raise FormatError(f"{self.checkpoint.where(self.info.name)}: holds what is no number; download it again")
-        scales = scales[np.arange(first, first + count) // height - top]
-        result: Floats = _VALUES[codes] * np.repeat(scales, width, axis=1)[:, :columns]
+        result: Floats = _VALUES[codes] * np.repeat(scales[of_row - top], width, axis=1)[:, :columns]
         return result
 
 
@@ -82,7 +86,7 @@ def widened(checkpoint: Checkpoint) -> Checkpoint:
         scales = tensors.pop(name + _SCALE, None)
         files.pop(name + _SCALE, None)
         matrix = _matrix(checkpoint, info, scales, block)
-        nbytes = info.shape[0] * info.shape[1] * 4
+        nbytes = math.prod(info.shape) * 4
         tensors[name] = dataclasses.replace(info, dtype="F32", offset=0, nbytes=nbytes)
         files[name] = MadeTensor(files[name], matrix.rows)
     config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
@@ -108,14 +112,15 @@ def _block(said: dict[str, Any], checkpoint: Checkpoint) -> tuple[int, int] | No
 def _matrix(
     checkpoint: Checkpoint, info: TensorInfo, scales: TensorInfo | None, block: tuple[int, int] | None
 ) -> _Matrix:
-    if len(info.shape) != 2 or 0 in info.shape:
+    if len(info.shape) not in (2, 3) or 0 in info.shape:
         raise UnsupportedModelError(
-            f"{checkpoint.where(info.name)}: {list(info.shape)} in 8-bit floating point is no matrix, which alone is "
-            "read so; give the model that it was made from, or a GGUF file of it"
+            f"{checkpoint.where(info.name)}: {list(info.shape)} in 8-bit floating point is no matrix and no stack "
+            "of them, which alone are read so; give the model that it was made from, or a GGUF file of it"
         )
-    height, width = block or info.shape
-    expected = (-(-info.shape[0] // height), -(-info.shape[1] // width))
-    alone = block is None and scales is not None and scales.shape in ((), (1,))
+    *experts, rows, columns = info.shape
+    height, width = block or (rows, columns)
+    expected = (*experts, -(-rows // height), -(-columns // width))
+    alone = block is None and not experts and scales is not None and scales.shape in ((), (1,))
     if scales is None or scales.dtype not in WEIGHT_DTYPE_BY_CODE or not (alone or scales.shape == expected):
         found = "lacks it" if scales is None else f"has {scales.dtype} {list(scales.shape)}"
         raise FormatError(

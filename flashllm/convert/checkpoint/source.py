@@ -1,6 +1,7 @@
 """An open checkpoint, whatever its files are: named tensors whose bytes can be read in ranges. Knows no file format."""
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,7 +40,8 @@ class TensorFile(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MadeTensor:
-    """A `TensorFile` of a tensor that is made of what `file` holds: `rows(first, count)` of it, or of its numbers."""
+    """A `TensorFile` of a tensor that is made of what `file` holds: `rows(first, count)` of it, or of its numbers; of a
+    stack of matrices, those of all, one behind the other."""
 
     file: TensorFile
     rows: Callable[[int, int], NDArray[Any]]
@@ -49,7 +51,7 @@ class MadeTensor:
         return self.file.path
 
     def read_into(self, info: TensorInfo, start: int, buffer: memoryview) -> None:
-        row = info.nbytes // info.shape[0]
+        row = info.nbytes // math.prod(info.shape[:-1] or info.shape)
         first, last = start // row, -(-(start + len(buffer)) // row)
         made = np.ascontiguousarray(self.rows(first, last - first)).reshape(-1).view(np.uint8)
         buffer[:] = made[start - first * row :][: len(buffer)].data
