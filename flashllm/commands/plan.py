@@ -121,20 +121,17 @@ def _plan(args: argparse.Namespace, path: Path, known: "WellKnown | None") -> in
 def to_type(known: "WellKnown") -> str:
     """The command that makes the model which an outline is of, or fetches it where the package index has it."""
     from flashllm.convert.known import KNOWN
-    from flashllm.convert.outline import MXFP4
 
     if (fetched := next((name for name in KNOWN if name in known.hub.lower()), None)) is not None:
         return f"flashllm chat {fetched}"
-    bits = "" if known.published == MXFP4 else f" --bits {OUTLINE_BITS}"
+    bits = "" if known.keeps_codes else f" --bits {OUTLINE_BITS}"
     return f"flashllm convert {known.hub} {known.name}{bits} --resident-bits {OUTLINE_BITS}"
 
 
 def _bits(known: "WellKnown") -> str:
     """Bits that an outline is in."""
-    from flashllm.convert.outline import MXFP4
-
-    if known.published == MXFP4:
-        return f"experts in their own MXFP4, the rest in {OUTLINE_BITS} bits"
+    if known.keeps_codes:
+        return f"neurons in their own codes ({known.published}), the rest in {OUTLINE_BITS} bits"
     return f"{OUTLINE_BITS} bits" + (f" (its original is in {known.published})" if known.published else "")
 
 

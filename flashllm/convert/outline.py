@@ -30,7 +30,8 @@ from flashllm.format.manifest_values import FileEntry
 from flashllm.format.model_files import CONFIG, FFN, PREDICTORS, RESIDENT, TABLE
 from flashllm.format.safetensors import TensorInfo
 
-MXFP4 = "mxfp4"  # of a config.json
+# What neurons keep of a checkpoint that its config says is in codes: their kind, and a part of their tensors' names.
+_KEPT = {"mxfp4": ("MXFP4", ".experts."), "bitnet": ("ternary", ".mlp.")}
 _CONTEXT = 8192
 _UNKNOWN = "0" * 64  # the hash of what is not there
 
@@ -45,8 +46,13 @@ class WellKnown:
 
     @property
     def published(self) -> str | None:
-        """The codes of its original: mxfp4, which a conversion keeps, or fp8, which it widens; None: 16 bits."""
+        """The codes of its original, as its config names them; None: 16 bits."""
         return published(self.config)
+
+    @property
+    def keeps_codes(self) -> bool:
+        """True where neurons stay in those, which a conversion to other bits would not better; fp8 is widened."""
+        return self.published in _KEPT
 
     @property
     def context(self) -> int:
@@ -99,9 +105,9 @@ def find_well_known(text: str | None) -> WellKnown | None:
 
 @contextlib.contextmanager
 def outlined(known: WellKnown, bits: int) -> Iterator[Path]:
-    """An outline as `flashllm convert --bits --resident-bits` (16, its dtype, or 8 or 4; of gpt-oss --resident-bits
-    alone, as its experts keep their codes) would make the model, beside the converted models, or where files may come
-    and go if nothing can be written there; gone at the end."""
+    """An outline as `flashllm convert --bits --resident-bits` (16, its dtype, or 8 or 4; without --bits where neurons
+    keep their codes) would make the model, beside the converted models, or where files may come and go if nothing can
+    be written there; gone at the end."""
     folder = user_cache_dir()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -123,11 +129,17 @@ def write_outline(
         name: TensorInfo(name=name, dtype="BF16", shape=shape, offset=0, nbytes=2 * math.prod(shape))
         for name, shape in shapes.items()
     }
-    keep, coded = published(config) == MXFP4, _Coded(MXFP4.upper())
-    experts = {name: coded for name, shape in shapes.items() if keep and ".experts." in name and len(shape) == 2}
-    checkpoint = Checkpoint(path=directory, config=config, tensors=tensors, quantised=experts, _files={})
-    of_rows = None if keep else encoding
-    plan = plan_conversion(checkpoint, encoding=of_rows, resident_encoding=encoding, predictors=True, keep=keep)
+    kind, part = _KEPT.get(published(config) or "", (None, ""))
+    quantised = {
+        name: _Coded(kind, transposed=kind == "ternary" and ".down_proj." in name)
+        for name, shape in shapes.items()
+        if kind is not None and part in name and len(shape) == 2
+    }
+    checkpoint = Checkpoint(path=directory, config=config, tensors=tensors, quantised=quantised, _files={})
+    of_rows = encoding if kind is None else None
+    plan = plan_conversion(
+        checkpoint, encoding=of_rows, resident_encoding=encoding, predictors=True, keep=kind is not None
+    )
     content = json.dumps(dict(config)).encode()
     (directory / CONFIG).write_bytes(content)
     files = {CONFIG: FileEntry(sha256=hashlib.sha256(content).hexdigest(), nbytes=len(content))}

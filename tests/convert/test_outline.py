@@ -4,11 +4,13 @@ import json
 import re
 
 import pytest
+import torch
 from arch_models import VARIANTS, Variant, make_checkpoint
 from profiles import BATCHES, profile_of
+from safetensors.torch import load_file, save_file
 from test_fp8 import coded, in_bfloat16
 from test_gpt_oss import mxfp4
-from tiny_models import config_of, make_tiny_opt
+from tiny_models import change_config, config_of, make_tiny_opt
 
 from flashllm.arch.registry import source_shapes
 from flashllm.base.user_dirs import user_cache_dir
@@ -35,7 +37,10 @@ PUBLISHED = {
     "qwen3-coder-next": 79.7, "kimi-k2": 1026, "kimi-linear-48b-a3b": 49.1, "qwen3.5-0.8b": 0.758, "qwen3.5-2b": 1.89,
     "qwen3.5-4b": 4.21, "qwen3.5-9b": 8.96, "qwen3.6-27b": 26.9, "gemma-4-e2b": 4.65, "gemma-4-e4b": 7.5,
     "gemma-4-26b-a4b": 25.2, "gemma-4-31b": 30.7, "nemotron-3-nano": 31.6,
-    "mistral-small-4-119b": 119.0,
+    "mistral-small-4-119b": 119.0, "qwen3.5-122b-a10b": 122.1, "gemma-3n-e2b": 4.46, "gemma-3n-e4b": 6.87,
+    "hunyuan-a13b": 80.4, "mimo-v2-flash": 309.0, "trinity-nano": 6.12, "trinity-mini": 26.1, "glm-4.6": 352.8,
+    "ling-mini-2.0": 16.26, "ling-flash-2.0": 102.9, "granite-4.0-h-small": 32.2, "granite-4.0-h-tiny": 6.94,
+    "bitnet-2b-4t": 2.41, "falcon-h1-3b": 3.15,
 }  # fmt: skip
 
 
@@ -129,7 +134,7 @@ def test_a_plan_of_a_model_that_is_not_here(home, tmp_path, capsys):
     assert status == 2
 
 
-@pytest.mark.parametrize("kind", ["16 bits", "mxfp4", "fp8"])
+@pytest.mark.parametrize("kind", ["16 bits", "mxfp4", "fp8", "bitnet"])
 def test_what_it_says_to_type_makes_what_it_planned(tmp_path, capsys, kind):
     if kind == "16 bits":
         source = make_tiny_opt(tmp_path / "source", dtype="bfloat16")
@@ -137,6 +142,14 @@ def test_what_it_says_to_type_makes_what_it_planned(tmp_path, capsys, kind):
         wide = Variant("gpt_oss", {**VARIANTS["gpt_oss"].config, "intermediate_size": 64})
         source = make_checkpoint(tmp_path / "source", wide, dtype="bfloat16")
         mxfp4(source)
+    elif kind == "bitnet":
+        source = make_checkpoint(tmp_path / "source", VARIANTS["bitnet"], dtype="bfloat16")
+        said = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"}
+        change_config(source, quantization_config=said)
+        state = load_file(source / "model.safetensors")
+        names = [name for name in state if name.endswith("_proj.weight")]
+        state |= {name: state[name].sign() for name in names} | {f"{name}_scale": torch.ones(1) for name in names}
+        save_file(state, source / "model.safetensors", {"format": "pt"})
     else:
         source, _ = coded(tmp_path, (16, 16))
         in_bfloat16(source)
@@ -145,7 +158,7 @@ def test_what_it_says_to_type_makes_what_it_planned(tmp_path, capsys, kind):
     assert program == "flashllm"
     status, _, err = run(capsys, verb, source, tmp_path / "made", *options)
     assert status == 0, err
-    assert ("are kept" in err) == (kind == "mxfp4")
+    assert ("are kept" in err) == (kind in ("mxfp4", "bitnet"))
     (tmp_path / "outline").mkdir()
     write_outline(known.config, known.shapes, tmp_path / "outline", bits=OUTLINE_BITS, source_name=known.hub)
     compare_files(tmp_path, ("ffn.safetensors", "resident.safetensors"))
