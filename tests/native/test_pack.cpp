@@ -19,7 +19,7 @@ constexpr RowCodec kCodecs[] = {RowCodec::int8_32, RowCodec::int8_64,     RowCod
                                 RowCodec::int4_64, RowCodec::int4_32_min, RowCodec::int4_64_min};
 
 // The squared error of weights rounded to code * scale + minimum.
-double squared_error(const GroupShape& shape, const float* weights, float scale, float minimum) {
+double squared_error(const CodecShape& shape, const float* weights, float scale, float minimum) {
   const double lowest = shape.has_minimum ? 0.0 : -std::ldexp(1.0, static_cast<int>(shape.bits) - 1);
   const double highest = lowest + std::ldexp(1.0, static_cast<int>(shape.bits)) - 1.0;
   double error = 0.0;
@@ -32,7 +32,7 @@ double squared_error(const GroupShape& shape, const float* weights, float scale,
   return error;
 }
 
-double error_of_the_plain_range(const GroupShape& shape, const float* weights) {
+double error_of_the_plain_range(const CodecShape& shape, const float* weights) {
   const auto [least, most] = std::minmax_element(weights, weights + shape.group);
   const auto in_half = [](float value) { return half_to_float(float_to_half(value)); };
   if (shape.has_minimum) {
@@ -46,7 +46,7 @@ double error_of_the_plain_range(const GroupShape& shape, const float* weights) {
 void test_fit(RowCodec codec, std::mt19937& random) {
   constexpr std::size_t kGroups = 12;
   std::normal_distribution<float> normal;
-  const GroupShape shape = group_shape(codec);
+  const CodecShape shape = group_shape(codec);
   std::vector<float> weights(kGroups * shape.group);
   std::vector<std::uint16_t> scales(kGroups), minimums(kGroups);
   for (std::size_t g = 0; g < kGroups; ++g)

@@ -21,7 +21,7 @@ struct Codes {
   Codes(RowCodec codec, std::size_t count, std::size_t columns, std::mt19937& random)
       : rows(count * vector_nbytes(codec, columns)) {
     const std::size_t stride = vector_nbytes(codec, columns);
-    const GroupShape shape = group_shape(codec);
+    const CodecShape shape = group_shape(codec);
     std::uniform_int_distribution<int> byte(0, 255);
     for (std::byte& each : rows) each = static_cast<std::byte>(byte(random));
     const KernelTable& halves = kernel_table(SimdLevel::scalar, Dtype::f16);

@@ -11,20 +11,12 @@ namespace flashllm {
 
 namespace {
 
-constexpr Named<RowCodec> kCodecs[] = {
-    {"float32", RowCodec::f32}, {"float16", RowCodec::f16},   {"bfloat16", RowCodec::bf16},
-    NAMED(RowCodec, int8_32),   NAMED(RowCodec, int8_64),     NAMED(RowCodec, int4_32),
-    NAMED(RowCodec, int4_64),   NAMED(RowCodec, int4_32_min), NAMED(RowCodec, int4_64_min),
-    NAMED(RowCodec, bf12),      NAMED(RowCodec, int5_32),     NAMED(RowCodec, int5_32_min),
-    NAMED(RowCodec, q4_k),      NAMED(RowCodec, q5_k),        NAMED(RowCodec, q6_k),
-    NAMED(RowCodec, mxfp4),     NAMED(RowCodec, q2_k),        NAMED(RowCodec, q3_k),
-    NAMED(RowCodec, iq4_nl),    NAMED(RowCodec, iq4_xs),      NAMED(RowCodec, ternary),
-    NAMED(RowCodec, codes2),    NAMED(RowCodec, codes4),      NAMED(RowCodec, codes5),
-    NAMED(RowCodec, codes6),    NAMED(RowCodec, codes8),      NAMED(RowCodec, nvfp4),
-    NAMED(RowCodec, codes_fp4), NAMED(RowCodec, codes_iq4),   NAMED(RowCodec, iq3_s),
-    NAMED(RowCodec, iq3_xxs),   NAMED(RowCodec, iq2_xxs),     NAMED(RowCodec, iq2_s),
-    NAMED(RowCodec, iq1_s),     NAMED(RowCodec, iq1_m),       NAMED(RowCodec, codes_iq3_s),
-    NAMED(RowCodec, codes_iq2), NAMED(RowCodec, codes_iq1),   NAMED(RowCodec, codes_iq3_xxs)};
+#define FLASHLLM_NAMED(name, ...) NAMED(RowCodec, name),
+constexpr Named<RowCodec> kCodecs[] = {{"float32", RowCodec::f32},
+                                       {"float16", RowCodec::f16},
+                                       {"bfloat16", RowCodec::bf16},
+                                       FLASHLLM_CODECS(FLASHLLM_NAMED)};
+#undef FLASHLLM_NAMED
 
 constexpr Named<InputForm> kInputs[] = {
     {"float32", InputForm::f32}, NAMED(InputForm, int8), NAMED(InputForm, int16)};

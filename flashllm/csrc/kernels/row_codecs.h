@@ -49,68 +49,10 @@
 
 namespace flashllm {
 
-enum class RowCodec {
-  f32,
-  f16,
-  bf16,
-  // In groups of 32 or 64 weights.
-  int8_32,
-  int8_64,
-  int4_32,
-  int4_64,
-  int4_32_min,
-  int4_64_min,
-  bf12,
-  // Of quantised checkpoints.
-  int5_32,
-  int5_32_min,
-  q4_k,
-  q5_k,
-  q6_k,
-  mxfp4,
-  q2_k,
-  q3_k,
-  iq4_nl,
-  iq4_xs,
-  ternary,
-  nvfp4,
-  iq3_s,
-  iq3_xxs,
-  iq2_xxs,
-  iq2_s,
-  iq1_s,
-  iq1_m,
-  // Down columns whose scales are in a plane (planes/scale_planes.h).
-  codes2,
-  codes4,
-  codes5,
-  codes6,
-  codes8,
-  codes_fp4,
-  codes_iq4,
-  codes_iq3_s,
-  codes_iq3_xxs,
-  codes_iq2,
-  codes_iq1,
-};
-constexpr std::size_t kFirstCoded = static_cast<std::size_t>(RowCodec::int8_32), kCodedCodecs = 25;
-constexpr std::size_t kFirstPlane = static_cast<std::size_t>(RowCodec::codes2), kPlaneCodecs = 11,
-                      kPlaneForms = 4;
 constexpr std::size_t kSharedFactors =
     256;  // weights, or neurons of a plane, whose groups have factors of one scale
 constexpr std::size_t kCodeUnit = 32;  // weights decoded together; groups are whole units
-
-constexpr bool is_coded(RowCodec codec) { return static_cast<std::size_t>(codec) >= kFirstCoded; }
-constexpr bool has_plane(RowCodec codec) { return static_cast<std::size_t>(codec) >= kFirstPlane; }
-
-// What a vector in groups is made of.
-struct GroupShape {
-  std::size_t bits;   // of a code
-  std::size_t group;  // weights that share a scale
-  bool has_minimum;
-};
-// Throws CoreError (usage) for a codec that is none of int8_32 to int4_64_min.
-GroupShape group_shape(RowCodec codec);
+constexpr int kSignedCodes = 128;      // the largest magnitude of codes of 8 bits
 
 // What codes of a table stand for: `values`, times `unit`. `from_zero`: values and `zero`, which makes them
 // positive, as products of 8-bit inputs take them; where that does not fit, `zero` is 0, and they take
@@ -120,11 +62,7 @@ struct CodeTable {
   int zero;
   float unit;
 };
-// Whether it is one: not every compiler compares addresses while it compiles.
-template <const CodeTable* kTable>
-inline constexpr bool kIsTable = true;
-template <>
-inline constexpr bool kIsTable<nullptr> = false;
+inline constexpr CodeTable kIntegers{};  // of codes that are what they stand for
 constexpr CodeTable positive(CodeTable table, int zero) {
   for (int i = 0; i < 16; ++i) table.from_zero[i] = static_cast<std::int8_t>(table.values[i] + zero);
   table.zero = zero;
@@ -144,6 +82,83 @@ inline constexpr CodeTable kIq3Xxs =
     positive({{2, 6, 10, 14, 18, 22, 26, 31, -2, -6, -10, -14, -18, -22, -26, -31}, {}, 0, 0.5F}, 31);
 inline constexpr CodeTable kIq2 = positive({{8, 25, 43, 0, -8, -25, -43, 0}, {}, 0, 0.125F}, 43);
 inline constexpr CodeTable kIq1 = positive({{-7, 1, 9, 0, -9, -1, 7, 0}, {}, 0, 0.125F}, 9);
+
+// The coded ones: bits of a code, weights that share a scale, whether they share a minimum, how scales lie
+// (Scales), and what codes stand for.
+#define FLASHLLM_CODECS(CODEC)                                            \
+  CODEC(int8_32, 8, 32, false, halves, kIntegers)                         \
+  CODEC(int8_64, 8, 64, false, halves, kIntegers)                         \
+  CODEC(int4_32, 4, 32, false, halves, kIntegers)                         \
+  CODEC(int4_64, 4, 64, false, halves, kIntegers)                         \
+  CODEC(int4_32_min, 4, 32, true, halves, kIntegers)                      \
+  CODEC(int4_64_min, 4, 64, true, halves, kIntegers)                      \
+  CODEC(bf12, 12, 0, false, none, kIntegers)                              \
+  /* Of quantised checkpoints. */                                         \
+  CODEC(int5_32, 5, 32, false, halves, kIntegers)                         \
+  CODEC(int5_32_min, 5, 32, true, halves, kIntegers)                      \
+  CODEC(q4_k, 4, 32, true, factors, kIntegers)                            \
+  CODEC(q5_k, 5, 32, true, factors, kIntegers)                            \
+  CODEC(q6_k, 6, 16, false, factors, kIntegers)                           \
+  CODEC(mxfp4, 4, 32, false, powers, kFp4)                                \
+  CODEC(q2_k, 2, 16, true, factors, kIntegers)                            \
+  CODEC(q3_k, 3, 16, false, factors, kIntegers)                           \
+  CODEC(iq4_nl, 4, 32, false, halves, kIq4)                               \
+  CODEC(iq4_xs, 4, 32, false, factors, kIq4)                              \
+  CODEC(ternary, 2, kSharedFactors, false, floats, kIntegers)             \
+  CODEC(nvfp4, 4, 16, false, quarters, kFp4)                              \
+  CODEC(iq3_s, 4, 32, false, factors, kIq3S)                              \
+  CODEC(iq3_xxs, 4, 32, false, factors, kIq3Xxs)                          \
+  CODEC(iq2_xxs, 3, 32, false, factors, kIq2)                             \
+  CODEC(iq2_s, 3, 16, false, factors, kIq2)                               \
+  CODEC(iq1_s, 3, 32, false, factors, kIq1)                               \
+  CODEC(iq1_m, 3, 16, false, factors, kIq1)                               \
+  /* Down columns whose scales are in a plane (planes/scale_planes.h). */ \
+  CODEC(codes2, 2, 0, false, none, kIntegers)                             \
+  CODEC(codes4, 4, 0, false, none, kIntegers)                             \
+  CODEC(codes5, 5, 0, false, none, kIntegers)                             \
+  CODEC(codes6, 6, 0, false, none, kIntegers)                             \
+  CODEC(codes8, 8, 0, false, none, kIntegers)                             \
+  CODEC(codes_fp4, 4, 0, false, none, kFp4)                               \
+  CODEC(codes_iq4, 4, 0, false, none, kIq4)                               \
+  CODEC(codes_iq3_s, 4, 0, false, none, kIq3S)                            \
+  CODEC(codes_iq3_xxs, 4, 0, false, none, kIq3Xxs)                        \
+  CODEC(codes_iq2, 3, 0, false, none, kIq2)                               \
+  CODEC(codes_iq1, 3, 0, false, none, kIq1)
+#define FLASHLLM_NAME(name, ...) name,
+enum class RowCodec { f32, f16, bf16, FLASHLLM_CODECS(FLASHLLM_NAME) };
+#undef FLASHLLM_NAME
+
+constexpr std::size_t kFirstCoded = static_cast<std::size_t>(RowCodec::int8_32);
+constexpr std::size_t kFirstPlane = static_cast<std::size_t>(RowCodec::codes2);
+constexpr std::size_t kCodedCodecs = kFirstPlane - kFirstCoded, kPlaneCodecs = 11, kPlaneForms = 4;
+constexpr bool is_coded(RowCodec codec) { return static_cast<std::size_t>(codec) >= kFirstCoded; }
+constexpr bool has_plane(RowCodec codec) { return static_cast<std::size_t>(codec) >= kFirstPlane; }
+
+// An fp16 a group; an int8 factor a group, of an fp16 that kSharedFactors weights share; a power of two a
+// group; a factor in E4M3 a group, of an fp32 that a vector has; an fp32 for kSharedFactors weights.
+enum class Scales { none, halves, factors, powers, quarters, floats };
+// What coded vectors are made of.
+struct CodecShape {
+  std::size_t bits;   // of a code
+  std::size_t group;  // weights that share a scale
+  bool has_minimum;
+  Scales scales;
+  CodeTable table;
+
+  constexpr bool of_table() const { return table.unit != 0.0F; }
+};
+#define FLASHLLM_SHAPE(name, bits, group, has_minimum, scales, table) \
+  {bits, group, has_minimum, Scales::scales, table},
+inline constexpr CodecShape kShapes[] = {FLASHLLM_CODECS(FLASHLLM_SHAPE)};
+#undef FLASHLLM_SHAPE
+constexpr const CodecShape& shape_of(RowCodec codec) {
+  return kShapes[static_cast<std::size_t>(codec) - kFirstCoded];
+}
+// Throws CoreError (usage) for a codec that is none of int8_32 to int4_64_min.
+const CodecShape& group_shape(RowCodec codec);
+// What codes of integers, of so many bits and without minimums, begin at.
+constexpr int zero_of(std::size_t bits) { return bits == 8 ? 0 : bits == 2 ? 1 : 1 << (bits - 1); }
+
 // Half of what a scale of mxfp4 stands for, as the bits of a float.
 constexpr std::uint32_t bits_of_half_power(std::uint8_t e) { return (std::uint32_t{e} - 1) << 23; }
 
@@ -178,49 +193,29 @@ using UnpackCodes = void (*)(const void* vector, std::size_t k, std::size_t firs
                              void* codes, float* scales, float* offsets);
 // nullptr: weights of the codec are widened for products of many tokens at this level.
 UnpackCodes unpack_kernel(SimdLevel level, RowCodec codec);
+// Terms whose products are summed before they are scaled.
 constexpr std::size_t code_unit(RowCodec codec) {
-  return codec == RowCodec::q6_k || codec == RowCodec::q3_k || codec == RowCodec::nvfp4 ||
-                 codec == RowCodec::iq2_s || codec == RowCodec::iq1_m
-             ? 16
-             : kCodeUnit;
+  return shape_of(codec).group < kCodeUnit ? shape_of(codec).group : kCodeUnit;
+}
+// The largest magnitude of what codes without minimums stand for.
+constexpr int largest_code(const CodecShape& shape) {
+  const int zero = shape.of_table() ? shape.table.zero : zero_of(shape.bits);
+  return zero != 0 ? zero : kSignedCodes;
+}
+// What such codes are more than that, where they are multiplied as bytes.
+constexpr int zero_of_bytes(const CodecShape& shape) {
+  return shape.of_table() ? shape.table.zero : shape.has_minimum ? 0 : zero_of(shape.bits);
 }
 // Whether a prompt's inputs are of 8 bits, as a token's are: where the numbers that codes stand for are of at
 // most five, and 32 of them share a scale. Elsewhere a prompt's are of 16.
 constexpr bool multiplied_as_bytes(RowCodec codec) {
-  return codec != RowCodec::int8_32 && codec != RowCodec::int8_64 && codec != RowCodec::q6_k &&
-         codec != RowCodec::q3_k && codec != RowCodec::iq4_nl && codec != RowCodec::iq4_xs &&
-         codec != RowCodec::nvfp4 && codec != RowCodec::iq3_xxs && codec != RowCodec::iq2_xxs &&
-         codec != RowCodec::iq2_s && codec != RowCodec::iq1_m;
-}
-// What such codes, without minimums, are more than what they stand for.
-constexpr int zero_of_bytes(RowCodec codec) {
-  switch (codec) {
-    case RowCodec::int4_32:
-    case RowCodec::int4_64:
-      return 8;
-    case RowCodec::int5_32:
-      return 16;
-    case RowCodec::mxfp4:
-      return kFp4.zero;
-    case RowCodec::iq3_s:
-      return kIq3S.zero;
-    case RowCodec::iq1_s:
-      return kIq1.zero;
-    case RowCodec::ternary:
-      return 1;
-    default:
-      return 0;
-  }
+  const CodecShape& shape = shape_of(codec);
+  return shape.group >= kCodeUnit && shape.bits <= 5 &&
+         (!shape.of_table() || (shape.table.zero != 0 && 2 * shape.table.zero <= kLargestByte));
 }
 // Whether a unit's products by codes of 16 bits may sum to more than 2^24, up to which fp32 has all integers.
 constexpr bool has_wide_codes(RowCodec codec) {
-  return codec == RowCodec::int8_32 || codec == RowCodec::int8_64 || codec == RowCodec::iq4_nl ||
-         codec == RowCodec::iq4_xs || codec == RowCodec::iq3_xxs || codec == RowCodec::iq2_xxs ||
-         codec == RowCodec::iq2_s;
-}
-constexpr bool has_minimums(RowCodec codec) {
-  return codec == RowCodec::int4_32_min || codec == RowCodec::int4_64_min || codec == RowCodec::int5_32_min ||
-         codec == RowCodec::q4_k || codec == RowCodec::q5_k;
+  return code_unit(codec) * static_cast<std::size_t>(largest_code(shape_of(codec))) * 32767 > 1 << 24;
 }
 
 // What vectors are multiplied by.
@@ -240,7 +235,6 @@ constexpr InputForm inputs_of(RowCodec codec, InputForm wanted) {
   return takes_inputs(codec, InputForm::int8) ? InputForm::int8 : InputForm::f32;
 }
 
-constexpr int kSignedCodes = 128;  // the largest magnitude of codes of 8 bits
 // Units of kCodeUnit that so many inputs take: a multiple of 8.
 constexpr std::size_t padded_units(std::size_t length) {
   return (length + 8 * kCodeUnit - 1) / (8 * kCodeUnit) * 8;

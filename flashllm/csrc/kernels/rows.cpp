@@ -20,62 +20,6 @@ constexpr std::size_t kSummed = 64;         // vectors that many tokens use toge
 constexpr std::size_t kFewTokens = 7;       // that sum vectors one by one
 constexpr std::size_t kExpanded = 1 << 21;  // weights of bf12 expanded together
 
-// Of codecs that quantised checkpoints have.
-std::size_t carried_nbytes(RowCodec codec, std::size_t length) {
-  const std::size_t units = (length + kCodeUnit - 1) / kCodeUnit,
-                    shared = (length + kSharedFactors - 1) / kSharedFactors;
-  switch (codec) {
-    case RowCodec::int5_32:
-      return units * (2 + 20);
-    case RowCodec::int5_32_min:
-      return units * (4 + 20);
-    case RowCodec::q4_k:
-      return shared * (4 + 16) + units * 16;
-    case RowCodec::q5_k:
-      return shared * (4 + 16) + units * 20;
-    case RowCodec::q6_k:
-      return shared * (2 + 16) + units * 24;
-    case RowCodec::mxfp4:
-      return units * (1 + 16);
-    case RowCodec::q2_k:
-      return shared * (4 + 32) + units * 8;
-    case RowCodec::q3_k:
-    case RowCodec::iq2_s:
-    case RowCodec::iq1_m:
-      return shared * (2 + 16) + units * 12;
-    case RowCodec::iq4_nl:
-      return units * (2 + 16);
-    case RowCodec::iq4_xs:
-    case RowCodec::iq3_s:
-    case RowCodec::iq3_xxs:
-      return shared * (2 + 8) + units * 16;
-    case RowCodec::iq2_xxs:
-    case RowCodec::iq1_s:
-      return shared * (2 + 8) + units * 12;
-    case RowCodec::ternary:
-      return shared * sizeof(float) + units * 8;
-    case RowCodec::nvfp4:
-      return sizeof(float) + units * (2 + 16);
-    case RowCodec::codes2:
-      return units * 8;
-    case RowCodec::codes4:
-    case RowCodec::codes_fp4:
-    case RowCodec::codes_iq4:
-    case RowCodec::codes_iq3_s:
-    case RowCodec::codes_iq3_xxs:
-      return units * 16;
-    case RowCodec::codes_iq2:
-    case RowCodec::codes_iq1:
-      return units * 12;
-    case RowCodec::codes5:
-      return units * 20;
-    case RowCodec::codes6:
-      return units * 24;
-    default:
-      return units * 32;
-  }
-}
-
 LinearWeights plain(const RowMatrix& matrix) {
   return {matrix.data, matrix.rows, matrix.columns, matrix.stride, dtype_of(matrix.codec), matrix.bias};
 }
@@ -97,9 +41,9 @@ class CodedRows : public WideRows {
               UnpackedRows& to) const override {
     const std::size_t nbytes = multiplied_as_bytes(matrix_.codec) ? 1 : sizeof(std::int16_t);
     to.unit = code_unit(matrix_.codec);
-    to.has_offsets = has_minimums(matrix_.codec);
+    to.has_offsets = shape_of(matrix_.codec).has_minimum;
     to.is_wide = has_wide_codes(matrix_.codec);
-    to.zero = zero_of_bytes(matrix_.codec);
+    to.zero = zero_of_bytes(shape_of(matrix_.codec));
     for (std::size_t i = 0; i < count; ++i)
       unpack_(matrix_.data + (begin + i) * matrix_.stride, matrix_.columns, first, terms / kCodeUnit,
               reinterpret_cast<std::byte*>(to.codes) + i * kCodeTerms * nbytes,
@@ -120,8 +64,7 @@ const CodecKernels& codec_kernels(SimdLevel level, RowCodec codec) {
 }
 
 UnpackCodes unpack_kernel(SimdLevel level, RowCodec codec) {
-  const UnpackCodes* kernels = level_kernels(level).unpack;
-  return kernels == nullptr ? nullptr : kernels[static_cast<std::size_t>(codec) - kFirstCoded];
+  return level_kernels(level).unpack[static_cast<std::size_t>(codec) - kFirstCoded];
 }
 
 const InputKernels& input_kernels(SimdLevel level) { return *level_kernels(level).inputs; }
@@ -133,36 +76,21 @@ const CodedInputKernels& coded_input_kernels(SimdLevel level, RowCodec codec, In
                                      : kernels.int8)[static_cast<std::size_t>(codec) - kFirstCoded];
 }
 
-GroupShape group_shape(RowCodec codec) {
-  static constexpr GroupShape kShapes[] = {{8, 32, false}, {8, 64, false}, {4, 32, false},
-                                           {4, 64, false}, {4, 32, true},  {4, 64, true}};
+const CodecShape& group_shape(RowCodec codec) {
   require(is_coded(codec) && codec < RowCodec::bf12, "weights of this codec are not in groups of their own");
-  return kShapes[static_cast<std::size_t>(codec) - kFirstCoded];
+  return shape_of(codec);
 }
 
 RowCodec codec_of(Dtype dtype) {
-  switch (dtype) {
-    case Dtype::f16:
-      return RowCodec::f16;
-    case Dtype::bf16:
-      return RowCodec::bf16;
-    case Dtype::f32:
-      break;
-  }
-  return RowCodec::f32;
+  static_assert(static_cast<int>(RowCodec::f16) == static_cast<int>(Dtype::f16) &&
+                    static_cast<int>(RowCodec::bf16) == static_cast<int>(Dtype::bf16),
+                "the first codecs are the dtypes");
+  return static_cast<RowCodec>(dtype);
 }
 
 Dtype dtype_of(RowCodec codec) {
-  switch (codec) {
-    case RowCodec::f32:
-      return Dtype::f32;
-    case RowCodec::f16:
-      return Dtype::f16;
-    case RowCodec::bf16:
-      return Dtype::bf16;
-    default:
-      throw CoreError(ErrorKind::usage, "weights in codes are not of a floating-point type");
-  }
+  require(!is_coded(codec), "weights in codes are not of a floating-point type");
+  return static_cast<Dtype>(codec);
 }
 
 std::size_t vector_nbytes(RowCodec codec, std::size_t length) {
@@ -171,10 +99,27 @@ std::size_t vector_nbytes(RowCodec codec, std::size_t length) {
     const std::size_t padded = round_up(length, kCodeUnit), escapes = bf12_escapes(length);
     return (16 + padded + padded / 2 + 3 * escapes + 1) / 2 * 2;
   }
-  if (codec > RowCodec::bf12) return carried_nbytes(codec, length);
-  const GroupShape shape = group_shape(codec);
-  const std::size_t groups = (length + shape.group - 1) / shape.group;
-  return groups * ((shape.has_minimum ? 2 : 1) * sizeof(std::uint16_t) + shape.group * shape.bits / 8);
+  const CodecShape& shape = shape_of(codec);
+  const std::size_t units = (length + kCodeUnit - 1) / kCodeUnit, codes = units * 4 * shape.bits,
+                    shared = (length + kSharedFactors - 1) / kSharedFactors,
+                    of_each = shape.has_minimum ? 2 : 1;
+  switch (shape.scales) {
+    case Scales::none:
+      return codes;
+    case Scales::halves: {
+      const std::size_t groups = (length + shape.group - 1) / shape.group;
+      return groups * (of_each * sizeof(std::uint16_t) + shape.group * shape.bits / 8);
+    }
+    case Scales::factors:
+      return shared * of_each * (sizeof(std::uint16_t) + kSharedFactors / shape.group) + codes;
+    case Scales::powers:
+      return units + codes;
+    case Scales::quarters:
+      return sizeof(float) + units * (kCodeUnit / shape.group) + codes;
+    case Scales::floats:
+      break;
+  }
+  return shared * sizeof(float) + codes;
 }
 
 InputForm form_of_few(const RowMatrix& matrix) {

@@ -32,7 +32,7 @@ struct Range {
   float least, most;
 };
 
-float symmetric_scale(const GroupShape& shape, const float* weights, const Range& range) {
+float symmetric_scale(const CodecShape& shape, const float* weights, const Range& range) {
   const float highest = static_cast<float>((1 << (shape.bits - 1)) - 1), lowest = -highest - 1.0F;
   const float largest = range.most > -range.least ? range.most : range.least;
   float best = -1.0F, scale = 0.0F;
@@ -65,7 +65,7 @@ struct CodeSums {
   float codes, squares, products;
 };
 
-CodeSums sums_of(const GroupShape& shape, const float* weights, float scale, float minimum) {
+CodeSums sums_of(const CodecShape& shape, const float* weights, float scale, float minimum) {
   const float base = weights[0], inverse = inverse_of(scale);
   const float highest = static_cast<float>((1 << shape.bits) - 1);
   Lanes lost{}, codes{}, squares{}, products{};
@@ -80,7 +80,7 @@ CodeSums sums_of(const GroupShape& shape, const float* weights, float scale, flo
   return {sum(lost), sum(codes), sum(squares), sum(products)};
 }
 
-bool best_line(const GroupShape& shape, const float* weights, const Range& range, Line& best) {
+bool best_line(const CodecShape& shape, const float* weights, const Range& range, Line& best) {
   const float highest = static_cast<float>((1 << shape.bits) - 1), count = static_cast<float>(shape.group);
   Lanes total_of{};
   for (std::size_t i = 0; i < shape.group; i += kLanes) total_of += load(weights + i) - weights[0];
@@ -120,7 +120,7 @@ Range range_of(const float* weights, std::size_t n) {
 
 }  // namespace
 
-bool fit_groups(const GroupShape& shape, const float* weights, std::size_t groups, std::uint16_t* scales,
+bool fit_groups(const CodecShape& shape, const float* weights, std::size_t groups, std::uint16_t* scales,
                 std::uint16_t* minimums) {
   for (std::size_t g = 0; g < groups; ++g) {
     const float* group = weights + g * shape.group;

@@ -18,7 +18,7 @@ namespace flashllm {
 // weights: [groups, shape.group], finite; scales and minimums: [groups], fp16; minimums: nullptr where there
 // are none. Without them the weight of largest magnitude gets about the lowest code, of either sign. False
 // where fp16 cannot say one of them, and the result is then undefined.
-bool fit_groups(const GroupShape& shape, const float* weights, std::size_t groups, std::uint16_t* scales,
+bool fit_groups(const CodecShape& shape, const float* weights, std::size_t groups, std::uint16_t* scales,
                 std::uint16_t* minimums);
 
 }  // namespace flashllm

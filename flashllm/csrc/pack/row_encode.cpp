@@ -16,7 +16,7 @@ namespace {
 constexpr std::size_t kGrain = 16;  // rows a thread takes at a time
 
 // Codes of a group as they are stored, a byte each.
-void encode_group(const GroupShape& shape, const float* weights, float scale, float minimum,
+void encode_group(const CodecShape& shape, const float* weights, float scale, float minimum,
                   std::uint8_t* codes) {
   const float zero = shape.has_minimum || shape.bits == 8 ? 0.0F : static_cast<float>(1 << (shape.bits - 1));
   const float lowest = shape.bits == 8 ? -128.0F : -zero,
@@ -30,7 +30,7 @@ void encode_group(const GroupShape& shape, const float* weights, float scale, fl
 }
 
 // The bytes of some codes: of 4 bits, 32 to 16 bytes.
-void store_codes(const GroupShape& shape, const std::uint8_t* codes, std::size_t n, std::uint8_t* to) {
+void store_codes(const CodecShape& shape, const std::uint8_t* codes, std::size_t n, std::uint8_t* to) {
   if (shape.bits == 8) {
     std::copy_n(codes, n, to);
     return;
@@ -51,7 +51,7 @@ bool are_finite(const float* values, std::size_t n) {
 
 Encoded encode_rows(RowCodec codec, const std::byte* weights, Dtype dtype, std::size_t rows,
                     std::size_t columns, std::uint8_t* to, ThreadPool& pool, SimdLevel level) {
-  const GroupShape shape = group_shape(codec);
+  const CodecShape shape = group_shape(codec);
   const KernelTable& kernels = kernel_table(level, dtype);
   const std::size_t groups = (columns + shape.group - 1) / shape.group, padded = groups * shape.group;
   const std::size_t row_nbytes = columns * dtype_nbytes(dtype), stride = vector_nbytes(codec, columns);

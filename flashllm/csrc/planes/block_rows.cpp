@@ -11,35 +11,6 @@ namespace flashllm {
 
 namespace {
 
-std::size_t plane_bits(RowCodec codec) {
-  switch (codec) {
-    case RowCodec::codes2:
-      return 2;
-    case RowCodec::codes_iq2:
-    case RowCodec::codes_iq1:
-      return 3;
-    case RowCodec::codes4:
-    case RowCodec::codes_fp4:
-    case RowCodec::codes_iq4:
-    case RowCodec::codes_iq3_s:
-    case RowCodec::codes_iq3_xxs:
-      return 4;
-    case RowCodec::codes5:
-      return 5;
-    case RowCodec::codes6:
-      return 6;
-    case RowCodec::codes8:
-      return 8;
-    default:
-      return 0;
-  }
-}
-
-bool is_table(RowCodec codec) { return codec >= RowCodec::codes_fp4; }
-
-// What signed codes of so many bits begin at, as they are stored.
-std::size_t zero_of(std::size_t bits) { return bits == 8 ? 0 : bits == 2 ? 1 : std::size_t{1} << (bits - 1); }
-
 // Units of codes of down for kBlockWeights neurons: byte by byte, each of all of them.
 constexpr std::size_t kMostBytes = kCodeUnit;  // of a unit
 using Rows = std::uint8_t[kBlockWeights];
@@ -131,11 +102,14 @@ BlockRows::BlockRows(const std::string& kind, std::size_t length, const RowForma
     at_ = format.down;
     fits = fits && kind_.codec == format.down_codec;
   } else if (is_down_) {
-    bits_ = plane_bits(format.down_codec);
     at_ = format.down;
-    fits = fits && bits_ >= kind_.bits &&
-           (kind_.of_table() ? format.down_codec == kind_.table : !is_table(format.down_codec));
-    if (!kind_.is_unsigned()) shift_ = static_cast<std::uint8_t>(zero_of(bits_) - zero_of(kind_.bits));
+    fits = fits && has_plane(format.down_codec);
+    if (fits) {
+      const CodecShape& shape = shape_of(format.down_codec);
+      bits_ = shape.bits;
+      fits = bits_ >= kind_.bits && (kind_.of_table() ? format.down_codec == kind_.table : !shape.of_table());
+      if (!kind_.is_unsigned()) shift_ = static_cast<std::uint8_t>(zero_of(bits_) - zero_of(kind_.bits));
+    }
   } else {
     bits_ = kind_.bits;
     at_ = matrix == RowMatrixName::up ? format.up : static_cast<std::size_t>(format.gate);

@@ -17,13 +17,33 @@ __attribute__((always_inline)) inline void fetch_scales(const T* plane, std::siz
   for (const char* end = line + n * sizeof(T); line < end; line += kCacheLine) __builtin_prefetch(line);
 }
 
-// Codes of integers, or of kOf. Where the scales of a neuron's group begin in the planes: one object for
-// each.
-template <std::size_t kCodeBits, bool kMinimum, bool kFactors, const CodeTable* kOf = nullptr>
-struct PlaneScales {
-  static constexpr std::size_t kBits = kCodeBits;
-  static constexpr bool kMinimums = kMinimum;
-  static constexpr const CodeTable* kTable = kOf;
+// What all codes with scales apart have.
+template <RowCodec kCodec, bool kMinimum>
+struct PlaneCodes {
+  static constexpr std::size_t kBits = shape_of(kCodec).bits;
+  static constexpr bool kMinimums = kMinimum, kOfTable = shape_of(kCodec).of_table();
+  static constexpr const CodeTable& kTable = shape_of(kCodec).table;
+  static constexpr int kZero = kMinimum ? 0 : zero_of_bytes(shape_of(kCodec));
+
+  static void decode(const std::uint8_t* unit, const UnitScales& scales, Vec* to) {
+    if constexpr (kOfTable)
+      look_up<kBits>(unit, kTable, Vec::set(1.0F), to);
+    else
+      load_codes<kBits>(unit, kZero, to);
+    for (std::size_t v = 0; v < kUnitVectors; ++v) {
+      if constexpr (kMinimum) {
+        to[v] = fma(to[v], scales.scale[v], scales.minimum[v]);
+      } else {
+        to[v] = to[v] * scales.scale[v];
+      }
+    }
+  }
+};
+
+// Where the scales of a neuron's group begin in the planes: one object for each.
+template <RowCodec kCodec, bool kMinimum, bool kFactors>
+struct PlaneScales : PlaneCodes<kCodec, kMinimum> {
+  using Base = PlaneCodes<kCodec, kMinimum>;
   std::size_t group_row = 0, shared_row = 0;
   PlaneScales() = default;
   PlaneScales(const ScalePlane& plane, std::size_t id, std::size_t k)
@@ -42,7 +62,7 @@ struct PlaneScales {
       const std::size_t at = j + v * Vec::kWidth;
       to.scale[v] = Vec::load_f16(plane.scales + shared_row + at);
       if constexpr (kFactors) to.scale[v] = to.scale[v] * Vec::load_i8(plane.factors + group_row + at);
-      if constexpr (kIsTable<kTable>) to.scale[v] = to.scale[v] * Vec::set(kTable->unit);
+      if constexpr (Base::kOfTable) to.scale[v] = to.scale[v] * Vec::set(Base::kTable.unit);
       if constexpr (kMinimum) {
         to.minimum[v] = Vec::load_f16(plane.minimums + shared_row + at);
         if constexpr (kFactors)
@@ -50,27 +70,11 @@ struct PlaneScales {
       }
     }
   }
-  static void decode(const std::uint8_t* unit, const UnitScales& scales, Vec* to) {
-    if constexpr (kIsTable<kTable>)
-      look_up<kBits>(unit, *kTable, Vec::set(1.0F), to);
-    else
-      load_codes<kBits>(unit, kMinimum ? 0.0F : zero_code<kBits>(), to);
-    for (std::size_t v = 0; v < kUnitVectors; ++v) {
-      if constexpr (kMinimum) {
-        to[v] = fma(to[v], scales.scale[v], scales.minimum[v]);
-      } else {
-        to[v] = to[v] * scales.scale[v];
-      }
-    }
-  }
 };
 
 // Of FP4, whose scales are powers of two, or have factors in E4M3.
 template <bool kQuarters>
-struct Fp4Scales {
-  static constexpr std::size_t kBits = 4;
-  static constexpr bool kMinimums = false;
-  static constexpr const CodeTable* kTable = &kFp4;
+struct Fp4Scales : PlaneCodes<RowCodec::codes_fp4, false> {
   std::size_t group_row = 0;
   float whole = 0.0F;
   Fp4Scales() = default;
@@ -95,10 +99,6 @@ struct Fp4Scales {
         to.scale[v] = Vec::half_powers(plane.powers + at);
       }
     }
-  }
-  static void decode(const std::uint8_t* unit, const UnitScales& scales, Vec* to) {
-    look_up<kBits>(unit, kFp4, Vec::set(1.0F), to);
-    for (std::size_t v = 0; v < kUnitVectors; ++v) to[v] = to[v] * scales.scale[v];
   }
 };
 
@@ -210,16 +210,14 @@ void pair_plane_rows(const void* rows, std::size_t stride, std::size_t id, std::
 // Two neurons' codes of some units, which lie `apart` bytes from each other, as words: four vectors of pairs.
 // What their codes are more than what they stand for; and sums of such pairs as floats, the outputs in order.
 template <typename Scales>
-constexpr int kMore = kIsTable<Scales::kTable> || Scales::kBits == 8 ? 128
-                      : Scales::kMinimums ? 0
-                                          : static_cast<int>(zero_code<Scales::kBits>());
+constexpr int kMore = Scales::kOfTable || Scales::kBits == 8 ? 128 : Scales::kZero;
 #if defined(__AVX512VNNI__)
 constexpr std::size_t kPairUnits = 2, kBlockSteps = 4;
 template <typename Scales>
 inline void pair_units(const std::uint8_t* low, const std::uint8_t* high, std::size_t apart, Ints* to) {
   const auto codes = [apart](const std::uint8_t* at) {
-    if constexpr (kIsTable<Scales::kTable>)
-      return _mm512_xor_si512(Sixteen::looked_up<Scales::kBits>(Scales::kTable->values, at, at + apart),
+    if constexpr (Scales::kOfTable)
+      return _mm512_xor_si512(Sixteen::looked_up<Scales::kBits>(Scales::kTable.values, at, at + apart),
                               _mm512_set1_epi8(-128));
     else
       return Sixteen::codes_of<Scales::kBits>(at, at + apart);
@@ -240,7 +238,7 @@ constexpr std::size_t kPairUnits = 1, kBlockSteps = 2;
 template <typename Scales>
 inline void pair_units(const std::uint8_t* low, const std::uint8_t* high, std::size_t, Ints* to) {
   const auto codes = [](const std::uint8_t* at) {
-    if constexpr (kIsTable<Scales::kTable> || Scales::kBits == 8)
+    if constexpr (Scales::kOfTable || Scales::kBits == 8)
       return _mm256_xor_si256(signed_codes<Scales>(at), _mm256_set1_epi8(-128));
     else
       return byte_codes<Scales>(at);
@@ -428,22 +426,22 @@ constexpr PlaneKernels plane_kernels_of() {
 
 const PlaneKernels kPlanes[kPlaneCodecs][kPlaneForms] = {
 // in the order of RowCodec; scales, with minimums, with factors, with both
-#define FLASHLLM_PLANES(bits)                                                                               \
-  {plane_kernels_of<PlaneScales<bits, false, false>>(), plane_kernels_of<PlaneScales<bits, true, false>>(), \
-   plane_kernels_of<PlaneScales<bits, false, true>>(), plane_kernels_of<PlaneScales<bits, true, true>>()}
-    FLASHLLM_PLANES(2),
-    FLASHLLM_PLANES(4),
-    FLASHLLM_PLANES(5),
-    FLASHLLM_PLANES(6),
-    FLASHLLM_PLANES(8),
-#undef FLASHLLM_PLANES
+#define FLASHLLM_PLANE(codec, minimum, factors) \
+  plane_kernels_of<PlaneScales<RowCodec::codec, minimum, factors>>()
+#define FLASHLLM_PLANES(codec)                                              \
+  {FLASHLLM_PLANE(codec, false, false), FLASHLLM_PLANE(codec, true, false), \
+   FLASHLLM_PLANE(codec, false, true), FLASHLLM_PLANE(codec, true, true)}
+    FLASHLLM_PLANES(codes2),
+    FLASHLLM_PLANES(codes4),
+    FLASHLLM_PLANES(codes5),
+    FLASHLLM_PLANES(codes6),
+    FLASHLLM_PLANES(codes8),
     {plane_kernels_of<Fp4Scales<false>>(), {}, plane_kernels_of<Fp4Scales<true>>(), {}},
-    {plane_kernels_of<PlaneScales<4, false, false, &kIq4>>(),
-     {},
-     plane_kernels_of<PlaneScales<4, false, true, &kIq4>>(),
-     {}},
-    {{}, {}, plane_kernels_of<PlaneScales<4, false, true, &kIq3S>>(), {}},
-    {{}, {}, plane_kernels_of<PlaneScales<4, false, true, &kIq3Xxs>>(), {}},
-    {{}, {}, plane_kernels_of<PlaneScales<3, false, true, &kIq2>>(), {}},
-    {{}, {}, plane_kernels_of<PlaneScales<3, false, true, &kIq1>>(), {}},
+    {FLASHLLM_PLANE(codes_iq4, false, false), {}, FLASHLLM_PLANE(codes_iq4, false, true), {}},
+    {{}, {}, FLASHLLM_PLANE(codes_iq3_s, false, true), {}},
+    {{}, {}, FLASHLLM_PLANE(codes_iq3_xxs, false, true), {}},
+    {{}, {}, FLASHLLM_PLANE(codes_iq2, false, true), {}},
+    {{}, {}, FLASHLLM_PLANE(codes_iq1, false, true), {}},
+#undef FLASHLLM_PLANES
+#undef FLASHLLM_PLANE
 };

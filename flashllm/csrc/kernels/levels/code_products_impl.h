@@ -193,16 +193,15 @@ void add_codes(const CodeTokens& a, std::size_t tokens, const CodeWeights& b, st
 
 template <typename Units>
 inline __m256i signed_codes(const std::uint8_t* p) {
-  if constexpr (kIsTable<Units::kTable>) return Eight::looked_up<Units::kBits>(Units::kTable->values, p);
-  constexpr int kZero = Units::kMinimums ? 0 : static_cast<int>(zero_code<Units::kBits>());
+  if constexpr (Units::kOfTable) return Eight::looked_up<Units::kBits>(Units::kTable.values, p);
   const __m256i codes = Eight::codes_of<Units::kBits>(p);
-  return kZero == 0 ? codes : _mm256_sub_epi8(codes, _mm256_set1_epi8(kZero));
+  return Units::kZero == 0 ? codes : _mm256_sub_epi8(codes, _mm256_set1_epi8(Units::kZero));
 }
 
 // Codes a byte each, from 0 on.
 template <typename Units>
 inline __m256i byte_codes(const std::uint8_t* p) {
-  if constexpr (kIsTable<Units::kTable>) return Eight::looked_up<Units::kBits>(Units::kTable->from_zero, p);
+  if constexpr (Units::kOfTable) return Eight::looked_up<Units::kBits>(Units::kTable.from_zero, p);
   return Eight::codes_of<Units::kBits>(p);
 }
 
@@ -232,31 +231,11 @@ void unpack_codes(const void* vector, std::size_t k, std::size_t first, std::siz
   }
 }
 
-// In the order of RowCodec.
-const UnpackCodes kUnpack[kCodedCodecs] = {
-    unpack_codes<GroupedUnits<8, 32, false>>,
-    unpack_codes<GroupedUnits<8, 64, false>>,
-    unpack_codes<GroupedUnits<4, 32, false>, true>,
-    unpack_codes<GroupedUnits<4, 64, false>, true>,
-    unpack_codes<GroupedUnits<4, 32, true>, true>,
-    unpack_codes<GroupedUnits<4, 64, true>, true>,
-    nullptr,  // bf12
-    unpack_codes<CarriedUnits<5, 32, false, false>, true>,
-    unpack_codes<CarriedUnits<5, 32, true, false>, true>,
-    unpack_codes<CarriedUnits<4, 32, true, true>, true>,
-    unpack_codes<CarriedUnits<5, 32, true, true>, true>,
-    unpack_codes<CarriedUnits<6, 16, false, true>>,
-    unpack_codes<Mxfp4Units, true>,
-    nullptr,  // q2_k
-    unpack_codes<CarriedUnits<3, 16, false, true>>,
-    unpack_codes<CarriedUnits<4, 32, false, false, &kIq4>>,
-    unpack_codes<CarriedUnits<4, 32, false, true, &kIq4>>,
-    unpack_codes<TernaryUnits, true>,
-    unpack_codes<Nvfp4Units>,
-    unpack_codes<CarriedUnits<4, 32, false, true, &kIq3S>, true>,
-    unpack_codes<CarriedUnits<4, 32, false, true, &kIq3Xxs>>,
-    unpack_codes<CarriedUnits<3, 32, false, true, &kIq2>>,
-    unpack_codes<CarriedUnits<3, 16, false, true, &kIq2>>,
-    unpack_codes<CarriedUnits<3, 32, false, true, &kIq1>, true>,
-    unpack_codes<CarriedUnits<3, 16, false, true, &kIq1>>,
-};
+template <std::size_t I>
+constexpr UnpackCodes unpack_of() {
+  constexpr bool kBytes = multiplied_as_bytes(kCodecAt<I>);
+  if constexpr (is_bf12<I> || (!kBytes && shape_of(kCodecAt<I>).has_minimum))
+    return nullptr;
+  else
+    return unpack_codes<Coded<I>, kBytes>;
+}

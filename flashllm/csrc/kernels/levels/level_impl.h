@@ -10,21 +10,36 @@
 constexpr MultiplyCodes multiply_codes = nullptr;
 constexpr MultiplyBytes multiply_bytes = nullptr;
 constexpr AddCodes add_codes = nullptr;
-constexpr const UnpackCodes* kUnpack = nullptr;
+template <std::size_t>
+constexpr UnpackCodes unpack_of() {
+  return nullptr;
+}
 #endif
 
 #include "kernels/levels/input_codes_impl.h"
 #include "planes/scale_planes_impl.h"
 
+// In the order of RowCodec.
+template <typename Codecs>
+struct CodecTables;
+template <std::size_t... I>
+struct CodecTables<std::index_sequence<I...>> {
+  static constexpr CodecKernels kCodecs[] = {kernels_of<Coded<I>>()...};
+  static constexpr CodedInputKernels kInt8[] = {input_kernels_of<std::int8_t, I>()...};
+  static constexpr UnpackCodes kUnpack[] = {unpack_of<I>()...};
+};
+using Tables = CodecTables<std::make_index_sequence<kCodedCodecs>>;
+
 extern const LevelKernels kLevel;
 #if defined(__AVXVNNI__)  // the others are avx2's
-const LevelKernels kLevel = {nullptr, nullptr,        nullptr,        nullptr,   nullptr, nullptr, nullptr,
-                             nullptr, multiply_codes, multiply_bytes, add_codes, nullptr, nullptr, kInt8,
-                             kInt16,  nullptr,        kPlanes,        nullptr,   nullptr};
+const LevelKernels kLevel = {nullptr,   nullptr, nullptr, nullptr,        nullptr,
+                             nullptr,   nullptr, nullptr, multiply_codes, multiply_bytes,
+                             add_codes, nullptr, nullptr, Tables::kInt8,  kInt16,
+                             nullptr,   kPlanes, nullptr, nullptr};
 #else
 #include "kernels/group_codec_impl.h"
-const LevelKernels kLevel = {kTables,   nullptr,     nullptr,      &kAttention,    sum_floats,
-                             softmax,   sigmoids,    multiply_add, multiply_codes, multiply_bytes,
-                             add_codes, kStateSteps, kCodecs,      kInt8,          kInt16,
-                             kUnpack,   kPlanes,     &kGroups,     &kInputs};
+const LevelKernels kLevel = {kTables,         nullptr,     nullptr,         &kAttention,    sum_floats,
+                             softmax,         sigmoids,    multiply_add,    multiply_codes, multiply_bytes,
+                             add_codes,       kStateSteps, Tables::kCodecs, Tables::kInt8,  kInt16,
+                             Tables::kUnpack, kPlanes,     &kGroups,        &kInputs};
 #endif

@@ -25,14 +25,14 @@ struct LevelKernels {
   Softmax softmax;
   Sigmoids sigmoids;
   MultiplyAdd multiply_add;
-  MultiplyCodes multiply_codes;  // nullptr, as the next two may be and `unpack`, where the level has none
+  MultiplyCodes multiply_codes;  // nullptr, as the next two may be, where the level has none
   MultiplyBytes multiply_bytes;
   AddCodes add_codes;
   const StateStep* state_steps;               // [3], by Recurrence
   const CodecKernels* codecs;                 // [kCodedCodecs]
   const CodedInputKernels* int8;              // [kCodedCodecs]
   const CodedInputKernels* int16;             // [kInt16Codecs]
-  const UnpackCodes* unpack;                  // [kCodedCodecs]
+  const UnpackCodes* unpack;                  // [kCodedCodecs], or nullptrs
   const PlaneKernels (*planes)[kPlaneForms];  // [kPlaneCodecs]
   const GroupKernels* groups;
   const InputKernels* inputs;

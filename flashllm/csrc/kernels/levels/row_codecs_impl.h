@@ -7,47 +7,6 @@
 constexpr std::size_t kUnitVectors = kCodeUnit / Vec::kWidth;
 constexpr std::size_t kCodedAhead = 4096;  // bytes between a load and the prefetch beside it, as kAhead
 
-template <std::size_t kBits, std::size_t kGroup, bool kMinimum>
-struct Grouped {
-  static constexpr bool kReorders = false;
-  static constexpr std::size_t kLineWeights = kCacheLine * 8 / kBits;
-  static_assert(kGroup % kCodeUnit == 0, "groups must be whole units");
-
-  // Where the parts of a vector are.
-  struct Row {
-    const std::uint16_t *scales, *minimums;
-    const std::uint8_t* codes;
-  };
-  static Row at(const void* vector, std::size_t k) {
-    const std::size_t groups = (k + kGroup - 1) / kGroup;
-    const auto* scales = static_cast<const std::uint16_t*>(vector);
-    const std::uint16_t* minimums = scales + groups;
-    return {scales, minimums, reinterpret_cast<const std::uint8_t*>(minimums + (kMinimum ? groups : 0))};
-  }
-
-  // The unit from weight j on.
-  static void decode(const Row& row, std::size_t j, Vec* to) {
-    const Vec scale = Vec::set(Vec::half(row.scales[j / kGroup]));
-    if constexpr (kBits == 8) {
-      const auto* codes = reinterpret_cast<const std::int8_t*>(row.codes) + j;
-      for (std::size_t v = 0; v < kUnitVectors; ++v) to[v] = Vec::load_i8(codes + v * Vec::kWidth) * scale;
-    } else {
-      const Vec offset = kMinimum ? Vec::set(Vec::half(row.minimums[j / kGroup])) : scale * Vec::set(-8.0F);
-      Vec::unpack_nibbles<kUnitVectors / 2>(row.codes + j / 2, scale, offset, to);
-    }
-  }
-
-  // What lies as far on in another vector.
-  static void prefetch_codes(const Row& row, std::size_t j) {
-    if (j % kLineWeights == 0) __builtin_prefetch(row.codes + j * kBits / 8, 0, 2);
-  }
-  static void prefetch_groups(const Row& row) {
-    const auto* first = reinterpret_cast<const std::uint8_t*>(row.scales);
-    for (const std::uint8_t* line = first; line < row.codes; line += kCacheLine)
-      __builtin_prefetch(line, 0, 2);
-  }
-};
-
 // As row_codecs.h says of bf12.
 struct Lossless12 {
   static constexpr bool kReorders = Vec::kReordersBf12;
@@ -127,7 +86,7 @@ struct Lossless12 {
   }
 };
 
-#include "kernels/levels/carried_codecs_impl.h"
+#include "kernels/levels/scaled_codecs_impl.h"
 
 // A step of R vectors in the reordered form, escapes and all; apart, because a call would put the sums of the
 // other steps into memory.
@@ -400,36 +359,27 @@ void widen_coded(const void* vector, std::size_t k, std::size_t first, std::size
   }
 }
 
+// The coded codec number I.
+template <std::size_t I>
+constexpr auto kCodecAt = static_cast<RowCodec>(kFirstCoded + I);
+template <std::size_t I>
+constexpr bool is_bf12 = kCodecAt<I> == RowCodec::bf12;
+template <std::size_t I>
+constexpr auto coded() {
+  constexpr RowCodec kCodec = kCodecAt<I>;
+  constexpr Scales kScales = shape_of(kCodec).scales;
+  if constexpr (kScales == Scales::none) return Lossless12();
+  if constexpr (kScales == Scales::powers) return Mxfp4();
+  if constexpr (kScales == Scales::quarters) return Nvfp4();
+  if constexpr (kScales == Scales::floats) return Ternary();
+  if constexpr (kCodec < RowCodec::bf12) return Grouped<kCodec>();
+  if constexpr (kCodec > RowCodec::bf12 && (kScales == Scales::halves || kScales == Scales::factors))
+    return Carried<kCodec>();
+}
+template <std::size_t I>
+using Coded = decltype(coded<I>());
+
 template <typename G>
 constexpr CodecKernels kernels_of() {
   return {dot_rows_coded<G>, dot_matrix_coded<G>, add_scaled_rows_coded<G>, widen_coded<G>};
 }
-
-const CodecKernels kCodecs[kCodedCodecs] = {
-    // in the order of RowCodec
-    kernels_of<Grouped<8, 32, false>>(),
-    kernels_of<Grouped<8, 64, false>>(),
-    kernels_of<Grouped<4, 32, false>>(),
-    kernels_of<Grouped<4, 64, false>>(),
-    kernels_of<Grouped<4, 32, true>>(),
-    kernels_of<Grouped<4, 64, true>>(),
-    kernels_of<Lossless12>(),
-    kernels_of<Carried<5, 32, false, false>>(),
-    kernels_of<Carried<5, 32, true, false>>(),
-    kernels_of<Carried<4, 32, true, true>>(),
-    kernels_of<Carried<5, 32, true, true>>(),
-    kernels_of<Carried<6, 16, false, true>>(),
-    kernels_of<Mxfp4>(),
-    kernels_of<Carried<2, 16, true, true>>(),
-    kernels_of<Carried<3, 16, false, true>>(),
-    kernels_of<Carried<4, 32, false, false, &kIq4>>(),
-    kernels_of<Carried<4, 32, false, true, &kIq4>>(),
-    kernels_of<Ternary>(),
-    kernels_of<Nvfp4>(),
-    kernels_of<Carried<4, 32, false, true, &kIq3S>>(),
-    kernels_of<Carried<4, 32, false, true, &kIq3Xxs>>(),
-    kernels_of<Carried<3, 32, false, true, &kIq2>>(),
-    kernels_of<Carried<3, 16, false, true, &kIq2>>(),
-    kernels_of<Carried<3, 32, false, true, &kIq1>>(),
-    kernels_of<Carried<3, 16, false, true, &kIq1>>(),
-};

@@ -12,98 +12,7 @@
 // put_sums, *, and a fma that rounds once. `Eight`: eight scales of a row: set, store, load_halves, load_i8,
 // half_powers, first and *.
 
-constexpr std::size_t kScaled = 8;     // units whose scales are read together
 constexpr std::size_t kUnitWords = 8;  // of four codes
-
-// What is peculiar to a codec: bits a code, scales a unit, the code of 0 where there are no minimums, and
-// what codes that are no integers stand for. scales(row, u): those of kScaled units from unit u, a multiple
-// of kScaled, on; behind a row's last ones lie codes, at least 16 bytes of them.
-template <std::size_t kCodeBits, std::size_t kGroup, bool kMinimum>
-struct GroupedUnits : Grouped<kCodeBits, kGroup, kMinimum> {
-  using Row = typename Grouped<kCodeBits, kGroup, kMinimum>::Row;
-  static constexpr std::size_t kBits = kCodeBits, kScales = 1;
-  static constexpr bool kMinimums = kMinimum;
-  static constexpr int kZero = kBits == 4 && !kMinimum ? 8 : 0;
-  static constexpr const CodeTable* kTable = nullptr;
-
-  static Eight scales(const Row& row, std::size_t u) { return of_units(row.scales, u); }
-  static Eight minimums(const Row& row, std::size_t u) { return of_units(row.minimums, u); }
-
- private:
-  static constexpr std::size_t kRepeat = kGroup / kCodeUnit;  // units that share a scale
-  static Eight of_units(const std::uint16_t* halves, std::size_t u) {
-    return Eight::template load_halves<kRepeat>(halves + u / kRepeat);
-  }
-};
-
-template <std::size_t kCodeBits, std::size_t kGroup, bool kMinimum, bool kFactors,
-          const CodeTable* kOf = nullptr>
-struct CarriedUnits : Carried<kCodeBits, kGroup, kMinimum, kFactors, kOf> {
-  using Base = Carried<kCodeBits, kGroup, kMinimum, kFactors, kOf>;
-  using Row = typename Base::Row;
-  static constexpr std::size_t kBits = kCodeBits, kScales = kCodeUnit / kGroup;
-  static constexpr bool kMinimums = kMinimum;
-  static constexpr const CodeTable* kTable = kOf;
-  static constexpr int kZero = kIsTable<kOf> ? kOf->zero
-                               : kMinimum    ? 0
-                                             : static_cast<int>(zero_code<kBits>());
-  static_assert(kSharedFactors == kScaled * kCodeUnit, "a shared scale is that of the units taken together");
-
-  static Eight scales(const Row& row, std::size_t u) { return of_units(row.scales, row.factors, u); }
-  // Of two scales a unit: those of its last kScaled / 2 units.
-  static Eight later_scales(const Row& row, std::size_t u) {
-    return of_units(row.scales, row.factors + kScaled, u);
-  }
-  // The same of minimums.
-  static Eight minimums(const Row& row, std::size_t u) {
-    return of_units(row.minimums, row.minimum_factors, u);
-  }
-  static Eight later_minimums(const Row& row, std::size_t u) {
-    return of_units(row.minimums, row.minimum_factors + kScaled, u);
-  }
-
- private:
-  static Eight of_units(const std::uint16_t* halves, const std::int8_t* factors, std::size_t u) {
-    if constexpr (!kFactors) return Eight::template load_halves<1>(halves + u);
-    return Eight::set(Vec::half(halves[u / kScaled]) * Base::kOne) * Eight::load_i8(factors + kScales * u);
-  }
-};
-
-struct Mxfp4Units : Mxfp4 {
-  static constexpr std::size_t kBits = 4, kScales = 1;
-  static constexpr bool kMinimums = false;
-  static constexpr int kZero = kFp4.zero;
-  static constexpr const CodeTable* kTable = &kFp4;
-
-  static Eight scales(const Row& row, std::size_t u) { return Eight::half_powers(row.powers + u); }
-};
-
-struct Nvfp4Units : Nvfp4 {
-  static constexpr std::size_t kBits = 4, kScales = 2;
-  static constexpr bool kMinimums = false;
-  static constexpr int kZero = kFp4.zero;
-  static constexpr const CodeTable* kTable = &kFp4;
-
-  static Eight scales(const Row& row, std::size_t u) { return of_groups(row, kScales * u); }
-  static Eight later_scales(const Row& row, std::size_t u) { return of_groups(row, kScales * u + kScaled); }
-
- private:
-  static Eight of_groups(const Row& row, std::size_t group) {
-    std::uint16_t halves[kScaled];
-    for (std::size_t i = 0; i < kScaled; ++i) halves[i] = half_of_e4m3(row.factors[group + i]);
-    return Eight::template load_halves<1>(halves) * Eight::set(row.scale());
-  }
-};
-
-struct TernaryUnits : Ternary {
-  static constexpr std::size_t kScales = 1;
-  static constexpr bool kMinimums = false;
-  static constexpr int kZero = static_cast<int>(zero_code<kBits>());
-  static constexpr const CodeTable* kTable = nullptr;
-  static_assert(kSharedFactors == kScaled * kCodeUnit, "a scale is that of the units taken together");
-
-  static Eight scales(const Row& row, std::size_t u) { return Eight::set(row.scale(u * kCodeUnit)); }
-};
 
 namespace {  // as Ints are
 
@@ -129,7 +38,7 @@ struct CodedDot {
   static constexpr std::size_t kUnitNbytes = kCodeUnit * kBits / 8;
   static constexpr std::size_t kWindow = 4, kWindows = kScaled / kWindow;  // units; of kScaled
   static constexpr bool kWide = sizeof(Input) == 2;
-  static constexpr bool kOfTable = kIsTable<Units::kTable>, kFromZero = kOfTable && Units::kZero != 0;
+  static constexpr bool kOfTable = Units::kOfTable, kFromZero = kOfTable && Units::kZero != 0;
   static constexpr bool kSigned = !kWide && (kBits == 8 || (kOfTable && !kFromZero));
   static constexpr int kZero = kWide ? Ints::kWideZero : kSigned ? Ints::kSignedZero : Units::kZero;
   static constexpr int kMost = kSigned ? kSignedCodes : kFromZero ? 2 * Units::kZero : (1 << kBits) - 1;
@@ -186,7 +95,7 @@ struct CodedDot {
     if constexpr (kLeft % 2 == 1) words[kBits - 1] = Ints::fours(rest(4 * (kLeft - 1)));
     ((to[J] = codes_of_word<kBits, J>(words)), ...);
     if constexpr (kOfTable)
-      ((to[J] = to[J].looked_up(kFromZero ? Units::kTable->from_zero : Units::kTable->values)), ...);
+      ((to[J] = to[J].looked_up(kFromZero ? Units::kTable.from_zero : Units::kTable.values)), ...);
     if constexpr (kSigned) ((to[J] = to[J].to_words()), ...);
   }
 
@@ -414,41 +323,15 @@ void dot_tokens_coded_inputs(const void* data, std::size_t stride, std::size_t n
   dot(at, n, ahead, n + ahead, x, tokens, k, out, out_stride);
 }
 
-template <typename Input, typename Units>
+template <typename Input, std::size_t I>
 constexpr CodedInputKernels input_kernels_of() {
-  using D = CodedDot<Input, Units>;
-  return {dot_rows_coded_inputs<D>, dot_tokens_coded_inputs<D>};
+  if constexpr (is_bf12<I>) {
+    return {nullptr, nullptr};
+  } else {
+    using D = CodedDot<Input, Coded<I>>;
+    return {dot_rows_coded_inputs<D>, dot_tokens_coded_inputs<D>};
+  }
 }
 
-// In the order of RowCodec.
-const CodedInputKernels kInt8[kCodedCodecs] = {
-    input_kernels_of<std::int8_t, GroupedUnits<8, 32, false>>(),
-    input_kernels_of<std::int8_t, GroupedUnits<8, 64, false>>(),
-    input_kernels_of<std::int8_t, GroupedUnits<4, 32, false>>(),
-    input_kernels_of<std::int8_t, GroupedUnits<4, 64, false>>(),
-    input_kernels_of<std::int8_t, GroupedUnits<4, 32, true>>(),
-    input_kernels_of<std::int8_t, GroupedUnits<4, 64, true>>(),
-    {nullptr, nullptr},  // bf12
-    input_kernels_of<std::int8_t, CarriedUnits<5, 32, false, false>>(),
-    input_kernels_of<std::int8_t, CarriedUnits<5, 32, true, false>>(),
-    input_kernels_of<std::int8_t, CarriedUnits<4, 32, true, true>>(),
-    input_kernels_of<std::int8_t, CarriedUnits<5, 32, true, true>>(),
-    input_kernels_of<std::int8_t, CarriedUnits<6, 16, false, true>>(),
-    input_kernels_of<std::int8_t, Mxfp4Units>(),
-    input_kernels_of<std::int8_t, CarriedUnits<2, 16, true, true>>(),
-    input_kernels_of<std::int8_t, CarriedUnits<3, 16, false, true>>(),
-    input_kernels_of<std::int8_t, CarriedUnits<4, 32, false, false, &kIq4>>(),
-    input_kernels_of<std::int8_t, CarriedUnits<4, 32, false, true, &kIq4>>(),
-    input_kernels_of<std::int8_t, TernaryUnits>(),
-    input_kernels_of<std::int8_t, Nvfp4Units>(),
-    input_kernels_of<std::int8_t, CarriedUnits<4, 32, false, true, &kIq3S>>(),
-    input_kernels_of<std::int8_t, CarriedUnits<4, 32, false, true, &kIq3Xxs>>(),
-    input_kernels_of<std::int8_t, CarriedUnits<3, 32, false, true, &kIq2>>(),
-    input_kernels_of<std::int8_t, CarriedUnits<3, 16, false, true, &kIq2>>(),
-    input_kernels_of<std::int8_t, CarriedUnits<3, 32, false, true, &kIq1>>(),
-    input_kernels_of<std::int8_t, CarriedUnits<3, 16, false, true, &kIq1>>(),
-};
-const CodedInputKernels kInt16[kInt16Codecs] = {
-    input_kernels_of<std::int16_t, GroupedUnits<8, 32, false>>(),
-    input_kernels_of<std::int16_t, GroupedUnits<8, 64, false>>(),
-};
+const CodedInputKernels kInt16[kInt16Codecs] = {input_kernels_of<std::int16_t, 0>(),
+                                                input_kernels_of<std::int16_t, 1>()};

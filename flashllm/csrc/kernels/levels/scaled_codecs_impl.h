@@ -1,4 +1,10 @@
-// Codes as quantised checkpoints have them (row_codecs.h); included by row_codecs_impl.h, as that file is.
+// The codecs of row_codecs.h whose codes have scales; included by row_codecs_impl.h, as that file is. Where
+// the parts of a vector lie is a Row; decode gives the unit from weight j on; scales(row, u), and
+// later_scales of codecs with two scales a unit, those of kScaled units from unit u, a multiple of kScaled,
+// on: behind a row's last ones lie codes, at least 16 bytes of them.
+
+constexpr std::size_t kScaled = 8;  // units whose scales are read together
+static_assert(kSharedFactors == kScaled * kCodeUnit, "a shared scale is that of the units taken together");
 
 // Sixteen bytes in one register: what is stored whole is loaded again without waiting for memory.
 typedef std::uint8_t Bytes16 __attribute__((vector_size(16)));
@@ -63,12 +69,6 @@ inline void look_up(const std::uint8_t* unit, const CodeTable& table, Vec scale,
   Vec::look_up_nibbles<kUnitVectors / 2>(unit, table.values, scale, to);
 }
 
-// The code of weight 0, of weights without minimums.
-template <std::size_t kBits>
-constexpr float zero_code() {
-  return kBits == 8 ? 0.0F : kBits == 2 ? 1.0F : static_cast<float>(1 << (kBits - 1));
-}
-
 // A unit's codes less `zero`, as floats.
 template <std::size_t kBits>
 inline void load_codes(const std::uint8_t* unit, float zero, Vec* to) {
@@ -89,13 +89,80 @@ inline void load_codes(const std::uint8_t* unit, float zero, Vec* to) {
   }
 }
 
-// Groups of 5 bits with a scale each, and those of a checkpoint whose scales are products: kGroup weights to
-// a factor, kSharedFactors weights to what it multiplies. kOf: what codes are of, where they are no integers.
-template <std::size_t kBits, std::size_t kGroup, bool kMinimum, bool kFactors, const CodeTable* kOf = nullptr>
-struct Carried {
+// What all of them have: bits a code, scales a unit, the code of 0 where there are no minimums, and what
+// codes that are no integers stand for. kLines: cache lines of codes fetched together.
+template <RowCodec kCodec>
+struct Codes {
   static constexpr bool kReorders = false;
+  static constexpr const CodecShape& kShape = shape_of(kCodec);
+  static constexpr std::size_t kBits = kShape.bits, kGroup = kShape.group,
+                               kScales = kCodeUnit / code_unit(kCodec);
+  static constexpr bool kMinimums = kShape.has_minimum, kOfTable = kShape.of_table();
+  static constexpr const CodeTable& kTable = kShape.table;
+  static constexpr int kZero = zero_of_bytes(kShape);
+
+  // What lies as far on in another vector.
+  template <typename Row>
+  static void prefetch_codes(const Row& row, std::size_t j) {
+    constexpr std::size_t kLine = kShape.scales == Scales::floats ? 4 : kBits > 4 ? 1 : 2;
+    if (j % (kLine * kCacheLine) == 0) __builtin_prefetch(row.codes + j / 8 * kBits, 0, 2);
+  }
+  template <typename Row>
+  static void prefetch_groups(const Row& row) {
+    const auto* first = reinterpret_cast<const std::uint8_t*>(row.scales);
+    for (const std::uint8_t* line = first; line < row.codes; line += kCacheLine)
+      __builtin_prefetch(line, 0, 2);
+  }
+};
+
+// Groups of 4 and 8 bits, with a scale each.
+template <RowCodec kCodec>
+struct Grouped : Codes<kCodec> {
+  using Codes<kCodec>::kBits, Codes<kCodec>::kGroup, Codes<kCodec>::kMinimums;
+  static_assert(kGroup % kCodeUnit == 0, "groups must be whole units");
+
+  // Where the parts of a vector are.
+  struct Row {
+    const std::uint16_t *scales, *minimums;
+    const std::uint8_t* codes;
+  };
+  static Row at(const void* vector, std::size_t k) {
+    const std::size_t groups = (k + kGroup - 1) / kGroup;
+    const auto* scales = static_cast<const std::uint16_t*>(vector);
+    const std::uint16_t* minimums = scales + groups;
+    return {scales, minimums, reinterpret_cast<const std::uint8_t*>(minimums + (kMinimums ? groups : 0))};
+  }
+
+  static void decode(const Row& row, std::size_t j, Vec* to) {
+    const Vec scale = Vec::set(Vec::half(row.scales[j / kGroup]));
+    if constexpr (kBits == 8) {
+      const auto* codes = reinterpret_cast<const std::int8_t*>(row.codes) + j;
+      for (std::size_t v = 0; v < kUnitVectors; ++v) to[v] = Vec::load_i8(codes + v * Vec::kWidth) * scale;
+    } else {
+      const Vec offset = kMinimums ? Vec::set(Vec::half(row.minimums[j / kGroup])) : scale * Vec::set(-8.0F);
+      Vec::unpack_nibbles<kUnitVectors / 2>(row.codes + j / 2, scale, offset, to);
+    }
+  }
+
+  static Eight scales(const Row& row, std::size_t u) { return of_units(row.scales, u); }
+  static Eight minimums(const Row& row, std::size_t u) { return of_units(row.minimums, u); }
+
+ private:
+  static constexpr std::size_t kRepeat = kGroup / kCodeUnit;  // units that share a scale
+  static Eight of_units(const std::uint16_t* halves, std::size_t u) {
+    return Eight::template load_halves<kRepeat>(halves + u / kRepeat);
+  }
+};
+
+// Groups of other codecs with a scale each, and those of a checkpoint whose scales are products: kGroup
+// weights to a factor, kSharedFactors weights to what it multiplies.
+template <RowCodec kCodec>
+struct Carried : Codes<kCodec> {
+  using Base = Codes<kCodec>;
+  using Base::kBits, Base::kGroup, Base::kMinimums, Base::kOfTable, Base::kTable, Base::kZero;
+  static constexpr bool kFactors = Base::kShape.scales == Scales::factors;
   static constexpr std::size_t kShared = kFactors ? kSharedFactors : kGroup;
-  static constexpr float kOne = kIsTable<kOf> ? kOf->unit : 1.0F;
+  static constexpr float kOne = kOfTable ? kTable.unit : 1.0F;
   static_assert(kCodeUnit % kGroup == 0 && kGroup % Vec::kWidth == 0, "a vector is of one group");
 
   struct Row {
@@ -108,33 +175,33 @@ struct Carried {
     const std::size_t factors = kFactors ? shared * (kShared / kGroup) : 0;
     const auto* scales = static_cast<const std::uint16_t*>(vector);
     const std::uint16_t* minimums = scales + shared;
-    const auto* first = reinterpret_cast<const std::int8_t*>(minimums + (kMinimum ? shared : 0));
+    const auto* first = reinterpret_cast<const std::int8_t*>(minimums + (kMinimums ? shared : 0));
     const std::int8_t* second = first + factors;
     return {scales, minimums, first, second,
-            reinterpret_cast<const std::uint8_t*>(second + (kMinimum ? factors : 0))};
+            reinterpret_cast<const std::uint8_t*>(second + (kMinimums ? factors : 0))};
   }
 
   static void decode(const Row& row, std::size_t j, Vec* to) {
     const float shared = Vec::half(row.scales[j / kShared]) * kOne;
-    if constexpr (kIsTable<kOf> && kGroup == kCodeUnit) {
+    if constexpr (kOfTable && kGroup == kCodeUnit) {
       const float scale = kFactors ? shared * static_cast<float>(row.factors[j / kGroup]) : shared;
-      return look_up<kBits>(row.codes + j / 8 * kBits, *kOf, Vec::set(scale), to);
+      return look_up<kBits>(row.codes + j / 8 * kBits, kTable, Vec::set(scale), to);
     }
-    if constexpr (kBits == 4 && kMinimum) {  // a group is the unit: its sixteen weights are looked up
+    if constexpr (kBits == 4 && kMinimums) {  // a group is the unit: its sixteen weights are looked up
       const float minimum = Vec::half(row.minimums[j / kShared]);
       const std::size_t group = j / kGroup;
       const float scale = kFactors ? shared * static_cast<float>(row.factors[group]) : shared;
       const float own = kFactors ? minimum * static_cast<float>(row.minimum_factors[group]) : minimum;
       return Vec::unpack_nibbles<kUnitVectors / 2>(row.codes + j / 2, Vec::set(scale), Vec::set(own), to);
     }
-    if constexpr (kIsTable<kOf>)
-      look_up<kBits>(row.codes + j / 8 * kBits, *kOf, Vec::set(1.0F), to);
+    if constexpr (kOfTable)
+      look_up<kBits>(row.codes + j / 8 * kBits, kTable, Vec::set(1.0F), to);
     else
-      load_codes<kBits>(row.codes + j / 8 * kBits, kMinimum ? 0.0F : zero_code<kBits>(), to);
+      load_codes<kBits>(row.codes + j / 8 * kBits, kZero, to);
     for (std::size_t v = 0; v < kUnitVectors; ++v) {
       const std::size_t group = (j + v * Vec::kWidth) / kGroup;
       const Vec scale = Vec::set(kFactors ? shared * static_cast<float>(row.factors[group]) : shared);
-      if constexpr (kMinimum) {
+      if constexpr (kMinimums) {
         const float minimum = Vec::half(row.minimums[j / kShared]);
         const float own = kFactors ? minimum * static_cast<float>(row.minimum_factors[group]) : minimum;
         to[v] = fma(to[v], scale, Vec::set(own));
@@ -144,22 +211,29 @@ struct Carried {
     }
   }
 
-  static void prefetch_codes(const Row& row, std::size_t j) {
-    if (j % (kBits > 4 ? kCacheLine : 2 * kCacheLine) == 0)
-      __builtin_prefetch(row.codes + j / 8 * kBits, 0, 2);
+  static Eight scales(const Row& row, std::size_t u) { return of_units(row.scales, row.factors, u); }
+  // Of two scales a unit: those of its last kScaled / 2 units.
+  static Eight later_scales(const Row& row, std::size_t u) {
+    return of_units(row.scales, row.factors + kScaled, u);
   }
-  static void prefetch_groups(const Row& row) {
-    const auto* first = reinterpret_cast<const std::uint8_t*>(row.scales);
-    for (const std::uint8_t* line = first; line < row.codes; line += kCacheLine)
-      __builtin_prefetch(line, 0, 2);
+  static Eight minimums(const Row& row, std::size_t u) {
+    return of_units(row.minimums, row.minimum_factors, u);
+  }
+  static Eight later_minimums(const Row& row, std::size_t u) {
+    return of_units(row.minimums, row.minimum_factors + kScaled, u);
+  }
+
+ private:
+  static Eight of_units(const std::uint16_t* halves, const std::int8_t* factors, std::size_t u) {
+    if constexpr (!kFactors) return Eight::template load_halves<1>(halves + u);
+    return Eight::set(Vec::half(halves[u / kScaled]) * kOne) * Eight::load_i8(factors + Base::kScales * u);
   }
 };
 
 // As row_codecs.h says of mxfp4.
-struct Mxfp4 {
-  static constexpr bool kReorders = false;
+struct Mxfp4 : Codes<RowCodec::mxfp4> {
   struct Row {
-    const std::uint8_t *powers, *codes;
+    const std::uint8_t *scales, *codes;
   };
   static Row at(const void* vector, std::size_t k) {
     const auto* powers = static_cast<const std::uint8_t*>(vector);
@@ -167,60 +241,50 @@ struct Mxfp4 {
   }
 
   static void decode(const Row& row, std::size_t j, Vec* to) {
-    const float scale = float_from_bits(bits_of_half_power(row.powers[j / kCodeUnit]));
-    look_up<4>(row.codes + j / 2, kFp4, Vec::set(scale), to);
+    const float scale = float_from_bits(bits_of_half_power(row.scales[j / kCodeUnit]));
+    look_up<kBits>(row.codes + j / 2, kTable, Vec::set(scale), to);
   }
-
-  static void prefetch_codes(const Row& row, std::size_t j) {
-    if (j % (2 * kCacheLine) == 0) __builtin_prefetch(row.codes + j / 2, 0, 2);
-  }
-  static void prefetch_groups(const Row& row) {
-    for (const std::uint8_t* line = row.powers; line < row.codes; line += kCacheLine)
-      __builtin_prefetch(line, 0, 2);
-  }
+  static Eight scales(const Row& row, std::size_t u) { return Eight::half_powers(row.scales + u); }
 };
 
 // As row_codecs.h says of nvfp4.
-struct Nvfp4 {
-  static constexpr bool kReorders = false;
-  static constexpr std::size_t kGroup = 16;
+struct Nvfp4 : Codes<RowCodec::nvfp4> {
   struct Row {
-    const std::uint8_t *first, *factors, *codes;
+    const std::uint8_t *scales, *factors, *codes;
     // By which groups' factors, as fp16, are multiplied.
     float scale() const {
       float found;
-      __builtin_memcpy(&found, first, sizeof found);
+      __builtin_memcpy(&found, scales, sizeof found);
       return found * kOfCodes;
     }
   };
   static Row at(const void* vector, std::size_t k) {
     const auto* first = static_cast<const std::uint8_t*>(vector);
     const std::uint8_t* factors = first + sizeof(float);
-    return {first, factors, factors + (k + kCodeUnit - 1) / kCodeUnit * (kCodeUnit / kGroup)};
+    return {first, factors, factors + (k + kCodeUnit - 1) / kCodeUnit * kScales};
   }
 
   static void decode(const Row& row, std::size_t j, Vec* to) {
     const float scale = row.scale();
-    look_up<4>(row.codes + j / 2, kFp4, Vec::set(1.0F), to);
+    look_up<kBits>(row.codes + j / 2, kTable, Vec::set(1.0F), to);
     for (std::size_t v = 0; v < kUnitVectors; ++v) {
       const std::uint8_t factor = row.factors[(j + v * Vec::kWidth) / kGroup];
       to[v] = to[v] * Vec::set(Vec::half(half_of_e4m3(factor)) * scale);
     }
   }
+  static Eight scales(const Row& row, std::size_t u) { return of_groups(row, kScales * u); }
+  static Eight later_scales(const Row& row, std::size_t u) { return of_groups(row, kScales * u + kScaled); }
 
-  static void prefetch_codes(const Row& row, std::size_t j) {
-    if (j % (2 * kCacheLine) == 0) __builtin_prefetch(row.codes + j / 2, 0, 2);
-  }
-  static void prefetch_groups(const Row& row) {
-    for (const std::uint8_t* line = row.first; line < row.codes; line += kCacheLine)
-      __builtin_prefetch(line, 0, 2);
+ private:
+  static Eight of_groups(const Row& row, std::size_t group) {
+    std::uint16_t halves[kScaled];
+    for (std::size_t i = 0; i < kScaled; ++i) halves[i] = half_of_e4m3(row.factors[group + i]);
+    return Eight::load_halves<1>(halves) * Eight::set(row.scale());
   }
 };
 
 // As row_codecs.h says of ternary; a vector may begin anywhere.
-struct Ternary {
-  static constexpr bool kReorders = false;
-  static constexpr std::size_t kBits = 2;
+struct Ternary : Codes<RowCodec::ternary> {
   struct Row {
     const std::uint8_t *scales, *codes;
     float scale(std::size_t j) const {
@@ -236,15 +300,8 @@ struct Ternary {
 
   static void decode(const Row& row, std::size_t j, Vec* to) {
     const Vec scale = Vec::set(row.scale(j));
-    load_codes<kBits>(row.codes + j / 8 * kBits, zero_code<kBits>(), to);
+    load_codes<kBits>(row.codes + j / 8 * kBits, kZero, to);
     for (std::size_t v = 0; v < kUnitVectors; ++v) to[v] = to[v] * scale;
   }
-
-  static void prefetch_codes(const Row& row, std::size_t j) {
-    if (j % (4 * kCacheLine) == 0) __builtin_prefetch(row.codes + j / 8 * kBits, 0, 2);
-  }
-  static void prefetch_groups(const Row& row) {
-    for (const std::uint8_t* line = row.scales; line < row.codes; line += kCacheLine)
-      __builtin_prefetch(line, 0, 2);
-  }
+  static Eight scales(const Row& row, std::size_t u) { return Eight::set(row.scale(u * kCodeUnit)); }
 };
