@@ -3,6 +3,7 @@
 #include <random>
 #include <vector>
 
+#include "kernels/levels/levels.h"
 #include "kernels/rows.h"
 #include "planes/scale_planes.h"
 #include "random_rows.h"
@@ -128,7 +129,7 @@ std::uint64_t digest_of(SimdLevel level) {
   add_planes(level, random, digest);
   std::vector<float> scores = fractions(kColumns, random);
   for (float& score : scores) score *= 3.0F;
-  softmax_kernel(level)(scores.data(), kColumns);
+  level_kernels(level).softmax(scores.data(), kColumns);
   digest.add(scores);
   for (const Activation::Kind kind : {Activation::silu, Activation::gelu_tanh}) {
     std::vector<float> values = fractions(kColumns, random);
@@ -137,13 +138,13 @@ std::uint64_t digest_of(SimdLevel level) {
   }
   std::vector<float> tile = fractions(7 * kWidth, random);
   const std::vector<float> a = fractions(7 * kTerms, random), b = fractions(kTerms * kWidth, random);
-  multiply_add_kernel(level)({a.data(), kTerms, 1}, 7, {b.data(), kWidth}, kWidth, kTerms, tile.data(),
-                             kWidth);
+  level_kernels(level).multiply_add({a.data(), kTerms, 1}, 7, {b.data(), kWidth}, kWidth, kTerms, tile.data(),
+                                    kWidth);
   digest.add(tile);
   std::vector<float> block = fractions(5 * kWidth, random), largest(kWidth, -1.0F), sum(kWidth, 1.0F),
                      factor(kWidth);
-  attention_kernels(level).online_softmax(block.data(), 5, kWidth, kWidth, largest.data(), sum.data(),
-                                          factor.data());
+  level_kernels(level).attention->online_softmax(block.data(), 5, kWidth, kWidth, largest.data(), sum.data(),
+                                                 factor.data());
   for (const std::vector<float>& each : {block, largest, sum, factor}) digest.add(each);
   return digest.value();
 }

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "attention_fixture.h"
+#include "kernels/levels/levels.h"
 #include "simd_levels.h"
 
 namespace {
@@ -95,7 +96,7 @@ std::vector<float> step_by_step(const Problem& problem, const Cached& cached, st
     kernels.dot_matrix(keys.data(), row, length, q + h * dim, dim, scores.data());
     if (problem.alibi != nullptr)
       for (std::size_t p = 0; p < length; ++p) scores[p] += problem.alibi->bias(h, p, position);
-    softmax_kernel(level)(scores.data(), length);
+    level_kernels(level).softmax(scores.data(), length);
     for (std::size_t p = 0; p < length; p += 64)
       kernels.add_scaled_rows(rows.data() + p, scores.data() + p, std::min<std::size_t>(64, length - p), 0,
                               dim, out.data() + h * dim);
@@ -108,7 +109,7 @@ void check_problem(const Problem& problem, SimdLevel level, std::size_t step) {
   const std::size_t row = problem.heads * problem.head_dim, n = problem.length;
   const float scale = 1.0F / std::sqrt(static_cast<float>(problem.head_dim));
   const std::vector<float> q = rounded(random_floats(n * row, 3, scale), problem.dtype);
-  const bool in_pairs = problem.dtype == Dtype::bf16 && pair_kernels(level) != nullptr;
+  const bool in_pairs = problem.dtype == Dtype::bf16 && level_kernels(level).pairs != nullptr;
 
   const std::vector<float> all = many(problem, cached, q, 0, n, 1, level);
   const std::vector<float> single = each(problem, cached, q, 1, level);

@@ -10,6 +10,7 @@
 #include "fixture.h"
 #include "io/memory.h"
 #include "kernels/kernels.h"
+#include "kernels/levels/levels.h"
 #include "kernels/rows.h"
 #include "kernels/thread_pool.h"
 #include "planes/scale_planes.h"
@@ -192,7 +193,7 @@ void plane_columns(RowCodec codec, std::size_t group, bool minimums, bool factor
       if (n % 5 == 0 || (n % 3 == 0 && m % 2 == 0)) values[n * kPadded + m] = 0.0F;
   std::vector<float> first;
   for (const SimdLevel level : simd_levels()) {
-    if (add_codes_kernel(level) == nullptr) continue;
+    if (level_kernels(level).add_codes == nullptr) continue;
     // From neuron 5 on in the last case, which no block of 32 begins with.
     const std::vector<std::vector<std::size_t>> cuts = {{0, kAll}, {0, 32, 320, kAll}, {5, 301, kAll}};
     for (const std::vector<std::size_t>& cut : cuts) {
@@ -344,7 +345,7 @@ void test_kernels(int scale) {
     activations(level);
     for (const std::size_t n : {0, 1, 3, 64, 1000, 4099}) {
       const std::vector<float> ones(n, 1.0F);
-      CHECK(sum_floats_kernel(level)(ones.data(), n) == static_cast<float>(n));
+      CHECK(level_kernels(level).sum_floats(ones.data(), n) == static_cast<float>(n));
     }
     ThreadPool pool(3);
     for (const double rate : read_bandwidth(pool, 4099, 1e-4, level)) CHECK(rate > 0.0);

@@ -6,6 +6,7 @@
 
 #include "attention/attention.h"
 #include "attention/kv_block.h"
+#include "kernels/levels/levels.h"
 #include "kernels/scratch.h"
 #include "kernels/transpose.h"
 
@@ -39,11 +40,11 @@ class TileAttention {
         kv_(kv),
         out_(out),
         kernels_(kernel_table(level, shape.dtype)),
-        attention_(attention_kernels(level)),
-        multiply_add_(multiply_add_kernel(level)),
+        attention_(*level_kernels(level).attention),
+        multiply_add_(level_kernels(level).multiply_add),
         // Of packed pages the values are fp32, and so are then all.
         pairs_(shape.dtype == Dtype::bf16 && shape.head_dim % 2 == 0 && kv.format == nullptr
-                   ? pair_kernels(level)
+                   ? level_kernels(level).pairs
                    : nullptr),
         wide_kernels_(kernel_table(level, Dtype::f32)),
         group_kernels_(group_kernels(level)),

@@ -8,6 +8,7 @@
 
 #include "attention/kv_block.h"
 #include "kernels/half.h"
+#include "kernels/levels/levels.h"
 #include "kernels/scratch.h"
 
 namespace flashllm {
@@ -185,7 +186,7 @@ void raise_and_weigh(const AttentionShape& shape, std::size_t head, std::size_t 
 
 void attend_each(const AttentionShape& shape, const AttendingToken* tokens, std::size_t n, ThreadPool& pool,
                  SimdLevel level) {
-  const Softmax softmax = softmax_kernel(level);
+  const Softmax softmax = level_kernels(level).softmax;
   const std::size_t group = shape.heads / shape.kv_heads;
   // Heads that share keys are one task, so that keys are read from memory once, or as few as leave every
   // thread one.

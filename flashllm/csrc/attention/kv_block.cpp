@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "io/error.h"
+#include "kernels/levels/levels.h"
 #include "kernels/scratch.h"
 
 namespace flashllm {
@@ -65,7 +66,7 @@ bool KvBlockFormat::seal(const std::byte* block, std::byte* sealed, SimdLevel le
 
 bool KvBlockFormat::pack(const KvView& plain, std::size_t page, std::byte* packed, SimdLevel level) const {
   const KernelTable& kernels = kernel_table(level, dtype_);
-  const AttentionKernels& attention = attention_kernels(level);
+  const AttentionKernels& attention = *level_kernels(level).attention;
   const GroupKernels& pack = group_kernels(level);
   const Scratch<float> rows(kKvBlock * unpacked_row());
   const std::size_t code_stride = codes_nbytes(head_dim_, bits_);

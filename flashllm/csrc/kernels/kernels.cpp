@@ -117,24 +117,11 @@ const LevelKernels& level_kernels(SimdLevel level) {
 const KernelTable& kernel_table(SimdLevel level, Dtype dtype) {
   return level_kernels(level).tables[static_cast<std::size_t>(dtype)];
 }
-MultiplyAdd multiply_add_kernel(SimdLevel level) { return level_kernels(level).multiply_add; }
-const PairKernels* pair_kernels(SimdLevel level) { return level_kernels(level).pairs; }
-MultiplyCodes multiply_codes_kernel(SimdLevel level) { return level_kernels(level).multiply_codes; }
-MultiplyBytes multiply_bytes_kernel(SimdLevel level) { return level_kernels(level).multiply_bytes; }
-const TileKernels* tile_kernels(SimdLevel level) { return level_kernels(level).tiles; }
-StateStep state_step_kernel(SimdLevel level, Recurrence recurrence) {
-  return level_kernels(level).state_steps[static_cast<std::size_t>(recurrence)];
-}
-AddCodes add_codes_kernel(SimdLevel level) { return level_kernels(level).add_codes; }
-
-Softmax softmax_kernel(SimdLevel level) { return level_kernels(level).softmax; }
-const AttentionKernels& attention_kernels(SimdLevel level) { return *level_kernels(level).attention; }
-SumFloats sum_floats_kernel(SimdLevel level) { return level_kernels(level).sum_floats; }
 
 std::vector<double> read_bandwidth(ThreadPool& pool, std::size_t nbytes, double seconds, SimdLevel level) {
   const std::size_t n = nbytes / sizeof(float);
   require(n != 0, "no bytes to read");
-  const SumFloats sum = sum_floats_kernel(level);
+  const SumFloats sum = level_kernels(level).sum_floats;
   const HugeBuffer buffer(n * sizeof(float));
   auto* values = reinterpret_cast<float*>(buffer.data());
   // Untouched pages would all be one page of zeros.

@@ -86,7 +86,6 @@ struct TileColumns {
 };
 using MultiplyAdd = void (*)(TileRows a, std::size_t rows, TileColumns b, std::size_t width,
                              std::size_t terms, float* c, std::size_t c_row);
-MultiplyAdd multiply_add_kernel(SimdLevel level);
 
 // The same over pairs of bf16 terms, two to a word, the earlier one in its lower half: half as many steps,
 // each c + low * low and + high * high, every sum rounded to fp32. Strides of a are in bytes, of b in words.
@@ -106,7 +105,6 @@ struct PairKernels {
   // The same of fp32, rounded to bf16; n is a multiple of 16.
   void (*pair_floats)(const float* low, const float* high, std::size_t n, std::uint32_t* pairs);
 };
-const PairKernels* pair_kernels(SimdLevel level);  // nullptr where the level has none
 
 // Codes of weights and of inputs in 16 bits, multiplied exactly: the products of `unit` terms, 16 or 32, are
 // summed in 32 bits. c[m][n] += b.scales[n] * p, where p is the sum of a.scales[m][u] * the unit's sum over
@@ -127,7 +125,6 @@ struct CodeColumns {
 // `width` is a multiple of 8, or of 16 from avx512 on, `terms` of 32.
 using MultiplyCodes = void (*)(const CodeRows& a, std::size_t rows, const CodeColumns& b, std::size_t width,
                                std::size_t terms, float* c, std::size_t c_row);
-MultiplyCodes multiply_codes_kernel(SimdLevel level);  // nullptr where the level has none
 
 // The same of weights in few bits and of inputs in 8, 32 of which share a scale: c[m][n] += a.offsets[m][u] *
 // (b.scales[u][n] * b.totals[u][n]), if there are offsets, then a.scales[m][u] * (b.scales[u][n] * the sum of
@@ -148,7 +145,6 @@ struct InputBytes {
 };
 using MultiplyBytes = void (*)(const WeightBytes& a, std::size_t rows, const InputBytes& b, std::size_t width,
                                std::size_t terms, float* c, std::size_t c_row);
-MultiplyBytes multiply_bytes_kernel(SimdLevel level);  // nullptr where the level has none
 
 // MultiplyCodes and MultiplyBytes in tiles, and pairs of bf16, for a level that has them, between `open` and
 // `close` of the thread. Rows come by sixteens, of which those from `rows` on may be anything. Codes are
@@ -171,7 +167,6 @@ struct TileKernels {
   static constexpr std::size_t kPairs = 128, kPairsOfTile = 16;
   decltype(PairKernels::multiply_add) multiply_pairs;
 };
-const TileKernels* tile_kernels(SimdLevel level);  // nullptr where the level has none
 
 // Products in 16 bits of weights that lie by their inputs, kCodeColumns outputs of them, where 32 terms of a
 // token share a scale: c[m][n] += b.offsets[w][n] * a.sums[m][w], if there are offsets, then a.scales[m][w] *
@@ -193,7 +188,6 @@ struct CodeWeights {
 };
 using AddCodes = void (*)(const CodeTokens& a, std::size_t tokens, const CodeWeights& b, std::size_t terms,
                           float* c, std::size_t c_row);
-AddCodes add_codes_kernel(SimdLevel level);  // nullptr where the level has none
 
 // A token at a head of a recurrence: from the state S [keys, values] before it to the one behind it, which
 // may lie in the same place. Of a state-space model, and of the gated delta rule, which also takes away what
@@ -210,11 +204,9 @@ struct StateHead {
   float beta;
 };
 using StateStep = void (*)(const StateHead& head, const float* before, float* state, float* out);
-StateStep state_step_kernel(SimdLevel level, Recurrence recurrence);
 
 // scores = softmax(scores), in place
 using Softmax = void (*)(float* scores, std::size_t n);
-Softmax softmax_kernel(SimdLevel level);
 
 // values = 1 / (1 + e^-values), in place; n is a multiple of 16
 using Sigmoids = void (*)(float* values, std::size_t n);
@@ -232,11 +224,9 @@ struct AttentionKernels {
   void (*scale_floats)(float* values, std::size_t n, float factor);  // values *= factor
   bool (*all_finite)(const float* values, std::size_t n);            // n is a multiple of 16
 };
-const AttentionKernels& attention_kernels(SimdLevel level);
 
 // The sum of n floats, read as fast as the level can: for measuring, in no fixed order.
 using SumFloats = float (*)(const float* from, std::size_t n);
-SumFloats sum_floats_kernel(SimdLevel level);
 
 // How fast this machine reads memory, the roof of everything that reads each weight once: bytes per second of
 // single passes over `nbytes` of memory, at least one and for about `seconds`. All threads of the pool sum

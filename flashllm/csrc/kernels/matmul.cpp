@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "io/error.h"
+#include "kernels/levels/levels.h"
 #include "kernels/row_codecs.h"
 #include "kernels/scratch.h"
 #include "kernels/transpose.h"
@@ -101,8 +102,9 @@ void multiply_unpacked(const WideRows& weights, const PackedTokens& x, const Pro
 // products of rows of the block, of inputs in codes
 void multiply_codes(const WideRows& weights, const PackedTokens& x, const ProductBlock& block,
                     SimdLevel level) {
-  const TileKernels* tiles = tile_kernels(level);
-  const MultiplyCodes multiply = tiles == nullptr ? multiply_codes_kernel(level) : tiles->multiply_codes;
+  const TileKernels* tiles = level_kernels(level).tiles;
+  const MultiplyCodes multiply =
+      tiles == nullptr ? level_kernels(level).multiply_codes : tiles->multiply_codes;
   const OpenTiles open(tiles);
   multiply_unpacked(weights, x, block, tiles == nullptr ? kWidened : TileKernels::kRows,
                     [&](UnpackedRows& of, std::size_t rows, std::size_t j, std::size_t terms, float* to) {
@@ -118,8 +120,9 @@ void multiply_codes(const WideRows& weights, const PackedTokens& x, const Produc
 // The same of inputs in bytes.
 void multiply_bytes(const WideRows& weights, const PackedTokens& x, const ProductBlock& block,
                     SimdLevel level) {
-  const TileKernels* tiles = tile_kernels(level);
-  const MultiplyBytes multiply = tiles == nullptr ? multiply_bytes_kernel(level) : tiles->multiply_bytes;
+  const TileKernels* tiles = level_kernels(level).tiles;
+  const MultiplyBytes multiply =
+      tiles == nullptr ? level_kernels(level).multiply_bytes : tiles->multiply_bytes;
   const OpenTiles open(tiles);
   multiply_unpacked(weights, x, block, tiles == nullptr ? kWidened : UnpackedRows::kOfBytes,
                     [&](UnpackedRows& of, std::size_t rows, std::size_t j, std::size_t terms, float* to) {
@@ -136,7 +139,7 @@ void multiply_block(const WideRows& weights, const PackedTokens& x, const Produc
                     SimdLevel level) {
   if (x.has_codes()) return multiply_codes(weights, x, block, level);
   if (x.has_bytes()) return multiply_bytes(weights, x, block, level);
-  const MultiplyAdd multiply_add = multiply_add_kernel(level);
+  const MultiplyAdd multiply_add = level_kernels(level).multiply_add;
   alignas(64) float wide[kWidened * kTerms];
   block.clear();
   for (std::size_t j = 0; j < x.columns(); j += kTerms) {
@@ -156,8 +159,8 @@ void multiply_block(const WideRows& weights, const PackedTokens& x, const Produc
 // The same of bf16 weights in pairs.
 void multiply_pairs(const LinearWeights& weights, const PackedTokens& x, const ProductBlock& block,
                     SimdLevel level) {
-  const TileKernels* tiles = tile_kernels(level);
-  const auto multiply = tiles == nullptr ? pair_kernels(level)->multiply_add : tiles->multiply_pairs;
+  const TileKernels* tiles = level_kernels(level).tiles;
+  const auto multiply = tiles == nullptr ? level_kernels(level).pairs->multiply_add : tiles->multiply_pairs;
   const OpenTiles open(tiles);
   block.clear();
   for (std::size_t j = 0; j < weights.columns; j += kTerms) {
@@ -226,7 +229,7 @@ void linear_blocks(std::size_t rows, const float* bias, const PackedTokens& x, c
 }  // namespace
 
 bool in_pairs(Dtype dtype, std::size_t terms, SimdLevel level) {
-  return dtype == Dtype::bf16 && terms % 2 == 0 && pair_kernels(level) != nullptr;
+  return dtype == Dtype::bf16 && terms % 2 == 0 && level_kernels(level).pairs != nullptr;
 }
 
 void WideRows::unpack(std::size_t, std::size_t, std::size_t, std::size_t, UnpackedRows&) const {
@@ -375,7 +378,7 @@ void add_rows_in_pairs(const LinearWeights& weights, const float* scales, std::s
 void add_rows(const LinearWeights& weights, const float* scales, std::size_t padded, std::size_t tokens,
               float* y, std::size_t y_stride, ThreadPool& pool, SimdLevel level) {
   if (in_pairs(weights.dtype, weights.columns, level))
-    return add_rows_in_pairs(weights, scales, padded, tokens, y, y_stride, pool, *pair_kernels(level));
+    return add_rows_in_pairs(weights, scales, padded, tokens, y, y_stride, pool, *level_kernels(level).pairs);
   add_rows(DtypeRows(weights, level), weights.rows, weights.columns, {scales, 1, padded}, tokens, y, y_stride,
            pool, level);
 }
@@ -387,7 +390,7 @@ void add_rows(const LinearWeights& weights, TileRows scales, std::size_t tokens,
 
 void add_rows(const WideRows& weights, std::size_t rows, std::size_t columns, TileRows scales,
               std::size_t tokens, float* y, std::size_t y_stride, ThreadPool& pool, SimdLevel level) {
-  multiply_add_kernel(level);  // throws here, not in a thread
+  level_kernels(level);  // throws here, not in a thread
   pool.parallel_for(columns, kColumns, [&](std::size_t begin, std::size_t end) {
     add_rows(weights, rows, scales, tokens, begin, end, y, y_stride, level);
   });
@@ -395,7 +398,7 @@ void add_rows(const WideRows& weights, std::size_t rows, std::size_t columns, Ti
 
 void add_rows(const WideRows& weights, std::size_t rows, TileRows scales, std::size_t tokens,
               std::size_t begin, std::size_t end, float* y, std::size_t y_stride, SimdLevel level) {
-  const MultiplyAdd multiply_add = multiply_add_kernel(level);
+  const MultiplyAdd multiply_add = level_kernels(level).multiply_add;
   alignas(64) float wide[kSummed * kColumns];
   for (std::size_t j = begin; j < end; j += kColumns) {
     const std::size_t count = std::min(kColumns, end - j);

@@ -1,8 +1,8 @@
 // Products of many tokens with one matrix: a prompt, where weights are used often enough that arithmetic, not
 // memory, is the limit. Sums are fp32. Weights are widened to fp32 block by block, exactly; bf16 ones are
-// used as they lie, in pairs of terms, where the processor has such products (`pair_kernels`). Coded ones are
-// multiplied as codes, by inputs in 8 bits as a token's are (`multiply_bytes_kernel`), or, of more bits, by
-// inputs in 16 (`multiply_codes_kernel`), where kCodeTerms inputs of a token share a scale.
+// used as they lie, in pairs of terms, where the processor has such products (PairKernels). Coded ones are
+// multiplied as codes, by inputs in 8 bits as a token's are (MultiplyBytes), or, of more bits, by
+// inputs in 16 (MultiplyCodes), where kCodeTerms inputs of a token share a scale.
 //
 // Every output is one chain of additions in the order of its terms, or, in tiles of pairs, of sums of 32 of
 // them, so bits depend neither on the number of threads nor on which tokens are computed together. They do

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <vector>
 
+#include "kernels/levels/levels.h"
 #include "kernels/row_codecs.h"
 #include "kernels/scratch.h"
 
@@ -33,7 +34,7 @@ PackedTokens::PackedTokens(const std::byte* x, std::size_t tokens, std::size_t c
       columns_(columns),
       padded_(padded_tokens(tokens, level)),
       form_(form),
-      tiles_(form == TokenForm::floats ? nullptr : tile_kernels(level)),
+      tiles_(form == TokenForm::floats ? nullptr : level_kernels(level).tiles),
       halves_(has_codes() && tiles_ != nullptr ? 2 : 1) {
   strip_ = strip_tokens(level, tiles_ != nullptr);
   if (form == TokenForm::pairs) {
@@ -43,49 +44,50 @@ PackedTokens::PackedTokens(const std::byte* x, std::size_t tokens, std::size_t c
   } else if (has_bytes()) {
     pack_bytes(x, dtype, pool, level);
   } else {
-    pack_floats(x, kernel_table(level, dtype), dtype_nbytes(dtype), pool);
+    pack_floats(x, dtype, pool, level);
   }
 }
 
-void PackedTokens::pack_pairs(const std::byte* x, ThreadPool& pool) {
-  pairs_.reset(new std::uint32_t[pairs() * padded_]);
+// A row for kColumns columns; load(m, j, n, to): n of token m's values, from column j on.
+template <std::size_t kColumns, typename T, typename Load>
+void PackedTokens::pack(std::unique_ptr<T[]>& packed, const Load& load, ThreadPool& pool) {
+  const std::size_t rows = columns_ / kColumns;
+  packed.reset(new T[rows * padded_]);
   pool.parallel_for(columns_, kTogether, [&](std::size_t begin, std::size_t end) {
-    std::uint32_t words[kTogether / 2];
+    T values[kTogether];
     for (std::size_t j = begin; j < end; j += kTogether) {
-      const std::size_t n = std::min(kTogether, end - j) / 2;
+      const std::size_t n = std::min(kTogether, end - j) / kColumns;
       for (std::size_t m = 0; m < padded_; ++m) {
         const std::size_t in_strip = m % strip_, first = m - in_strip, step = strip(first);
-        std::uint32_t* to = pairs_.get() + first * pairs() + j / 2 * step + in_strip;
+        T* to = packed.get() + first * rows + j / kColumns * step + in_strip;
         if (m < tokens_) {
-          std::memcpy(words, x + (m * columns_ + j) * dtype_nbytes(Dtype::bf16), n * sizeof *words);
+          load(m, j, n, values);
         } else {
-          std::fill(words, words + n, 0U);
+          std::fill(values, values + n, T{});
         }
-        for (std::size_t i = 0; i < n; ++i) to[i * step] = words[i];
+        for (std::size_t i = 0; i < n; ++i) to[i * step] = values[i];
       }
     }
   });
 }
 
-void PackedTokens::pack_floats(const std::byte* x, const KernelTable& kernels, std::size_t element,
-                               ThreadPool& pool) {
-  values_.reset(new float[columns_ * padded_]);
-  pool.parallel_for(columns_, kTogether, [&](std::size_t begin, std::size_t end) {
-    float wide[kTogether];
-    for (std::size_t j = begin; j < end; j += kTogether) {
-      const std::size_t n = std::min(kTogether, end - j);
-      for (std::size_t m = 0; m < padded_; ++m) {
-        const std::size_t in_strip = m % strip_, first = m - in_strip, step = strip(first);
-        float* to = values_.get() + first * columns_ + j * step + in_strip;
-        if (m < tokens_) {
-          kernels.to_f32(x + (m * columns_ + j) * element, n, wide);
-        } else {
-          std::fill(wide, wide + n, 0.0F);
-        }
-        for (std::size_t i = 0; i < n; ++i) to[i * step] = wide[i];
-      }
-    }
-  });
+void PackedTokens::pack_pairs(const std::byte* x, ThreadPool& pool) {
+  pack<2>(
+      pairs_,
+      [=](std::size_t m, std::size_t j, std::size_t n, std::uint32_t* to) {
+        std::memcpy(to, x + (m * columns_ + j) * dtype_nbytes(Dtype::bf16), n * sizeof *to);
+      },
+      pool);
+}
+
+void PackedTokens::pack_floats(const std::byte* x, Dtype dtype, ThreadPool& pool, SimdLevel level) {
+  const auto to_f32 = kernel_table(level, dtype).to_f32;
+  pack<1>(
+      values_,
+      [=](std::size_t m, std::size_t j, std::size_t n, float* to) {
+        to_f32(x + (m * columns_ + j) * dtype_nbytes(dtype), n, to);
+      },
+      pool);
 }
 
 void PackedTokens::pack_codes(const std::byte* x, Dtype dtype, ThreadPool& pool, SimdLevel level) {

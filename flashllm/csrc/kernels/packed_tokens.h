@@ -57,8 +57,10 @@ class PackedTokens {
   std::size_t pairs() const {  // words
     return has_bytes() ? units() * (kUnit / 4) : has_codes() ? units() * (kUnit / 2) * halves_ : columns_ / 2;
   }
+  template <std::size_t kColumns, typename T, typename Load>
+  void pack(std::unique_ptr<T[]>& packed, const Load& load, ThreadPool& pool);
   void pack_pairs(const std::byte* x, ThreadPool& pool);
-  void pack_floats(const std::byte* x, const KernelTable& kernels, std::size_t element, ThreadPool& pool);
+  void pack_floats(const std::byte* x, Dtype dtype, ThreadPool& pool, SimdLevel level);
   void pack_codes(const std::byte* x, Dtype dtype, ThreadPool& pool, SimdLevel level);
   void pack_bytes(const std::byte* x, Dtype dtype, ThreadPool& pool, SimdLevel level);
 

@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "kernels/levels/levels.h"
 #include "kernels/norm.h"
 #include "model/recurrence.h"
 
@@ -138,9 +139,10 @@ void StateMixer::prepare_heads(const StateSpec& spec, const StateWeights& weight
 void StateMixer::go_on(const StateSpec& spec, const StateWeights& weights, std::size_t first, std::size_t n,
                        const float* before, float* now) {
   const bool by_channel = spec.channel_rank != 0;
-  const StateStep step = state_step_kernel(arithmetic_.level(), by_channel ? Recurrence::delta_by_channel
-                                                                : spec.by_delta_rule ? Recurrence::delta
-                                                                                     : Recurrence::space);
+  const Recurrence kind = by_channel           ? Recurrence::delta_by_channel
+                          : spec.by_delta_rule ? Recurrence::delta
+                                               : Recurrence::space;
+  const StateStep step = level_kernels(arithmetic_.level()).state_steps[static_cast<std::size_t>(kind)];
   const std::size_t keys = spec.keys(), values = spec.values(), shared = spec.value_heads / spec.key_heads;
   arithmetic_.pool().parallel_for(spec.value_heads, 1, [&](std::size_t begin, std::size_t end) {
     for (std::size_t head = begin; head < end; ++head) {

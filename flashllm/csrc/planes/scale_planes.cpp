@@ -105,7 +105,7 @@ void PlaneRows::add_codes(std::size_t count, TileRows values, std::size_t tokens
       use(block, done, some);
     }
   };
-  const AddCodes add = add_codes_kernel(level_);
+  const AddCodes add = level_kernels(level_).add_codes;
   all.begin((first_ % kWindow + count + kCodeTerms - 1) / kCodeTerms * tokens, kCodeTerms, level_);
   pool.parallel_for(tokens, kTokenGrain, [&](std::size_t begin, std::size_t end) {
     each_block([&](std::size_t block, std::size_t done, std::size_t some) {

@@ -4,7 +4,7 @@
 #include "bind/bindings.h"
 #include "digest.h"
 #include "fault.h"
-#include "kernels/kernels.h"
+#include "kernels/levels/levels.h"
 
 namespace flashllm {
 
@@ -33,8 +33,8 @@ void inject_write_fault(DirectWriter& file, const std::string& kind, std::uint64
 // Operations a time.
 std::size_t multiply_in_cache(std::size_t unit, bool has_offsets, bool in_bytes, std::size_t times) {
   const SimdLevel level = best_simd_level();
-  const TileKernels* tiles = tile_kernels(level);
-  require(multiply_codes_kernel(level) != nullptr && (unit == 16 || unit == 32),
+  const TileKernels* tiles = level_kernels(level).tiles;
+  require(level_kernels(level).multiply_codes != nullptr && (unit == 16 || unit == 32),
           "this processor has no products of codes");
   const std::size_t rows = tiles == nullptr ? 12 : TileKernels::kRows, tokens = tiles == nullptr ? 32 : 16;
   const std::vector<std::int16_t> codes(rows * 2 * kCodeTerms, 3);
@@ -48,11 +48,11 @@ std::size_t multiply_in_cache(std::size_t unit, bool has_offsets, bool in_bytes,
   if (tiles != nullptr) tiles->open();
   for (std::size_t i = 0; i < times; ++i)
     if (in_bytes)
-      (tiles == nullptr ? multiply_bytes_kernel(level) : tiles->multiply_bytes)(
+      (tiles == nullptr ? level_kernels(level).multiply_bytes : tiles->multiply_bytes)(
           bytes, rows, {words.data(), totals.data(), of_tokens.data(), tokens}, tokens, kCodeTerms,
           out.data(), tokens);
     else
-      (tiles == nullptr ? multiply_codes_kernel(level) : tiles->multiply_codes)(
+      (tiles == nullptr ? level_kernels(level).multiply_codes : tiles->multiply_codes)(
           a, rows, {words.data(), tokens, of_tokens.data()}, tokens, kCodeTerms, out.data(), tokens);
   if (tiles != nullptr) tiles->close();
   return 2 * rows * tokens * kCodeTerms;
