@@ -4,7 +4,6 @@
 
 #include "bind/bindings.h"
 #include "bind/py_ffn.h"
-#include "bind/py_spec.h"
 #include "model/model.h"
 
 namespace flashllm {

@@ -1,6 +1,5 @@
 // The throughput engine: a model's layers over lent weights, and attention over a batch's KV blocks.
 #include "bind/bindings.h"
-#include "bind/py_spec.h"
 #include "offload/batch_attention.h"
 #include "offload/batch_model.h"
 

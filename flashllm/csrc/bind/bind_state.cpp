@@ -1,6 +1,5 @@
 // What sequences leave behind.
 #include "bind/bindings.h"
-#include "bind/py_spec.h"
 #include "sequence/sequence_state.h"
 
 namespace flashllm {

@@ -29,6 +29,7 @@
 #include "kernels/kernels.h"
 #include "kernels/rows.h"
 #include "kernels/tensor.h"
+#include "model/weights.h"
 
 namespace flashllm {
 
@@ -147,6 +148,11 @@ std::map<std::string, RowCodec> parse_codecs(const std::map<std::string, std::st
 InputForm parse_inputs(const std::string& name);
 SimdLevel parse_simd(const std::string& name);  // "auto", or a level's name
 Activation parse_activation(const std::string& name, float threshold = 0.0F, float cut = 0.0F);
+// A BlockSpec of flashllm/arch as the core has it (py_spec.cpp). Throws CoreError where an option has a value
+// that is none, and what Python throws where there is none of a name.
+Architecture read_architecture(nb::handle block, Dtype dtype = Dtype::f32);
+// Of an Attention, but for its rotary embedding, which is one of a model's.
+AttentionSpec read_mixer(nb::handle mixer);
 // The arrays of a dict.
 TensorSource tensors_of(nb::dict arrays);
 

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "bind/bindings.h"
-#include "model/weights.h"
 
 namespace flashllm {
 

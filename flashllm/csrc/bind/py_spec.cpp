@@ -1,6 +1,7 @@
-#include "bind/py_spec.h"
-
+// A BlockSpec of flashllm/arch: the names of its attributes, and what they mean here.
 #include <algorithm>
+
+#include "bind/bindings.h"
 
 namespace flashllm {
 
