@@ -130,12 +130,14 @@ using MultiplyCodes = void (*)(const CodeRows& a, std::size_t rows, const CodeCo
 // (b.scales[u][n] * b.totals[u][n]), if there are offsets, then a.scales[m][u] * (b.scales[u][n] * the sum of
 // the products of the unit's codes), for each unit u of 32 terms in its turn. What is in brackets is rounded,
 // and each addition.
-constexpr std::uint8_t kLargestByte = 31;  // so that the products of eight terms fit 16 bits
+constexpr std::uint8_t kLargestByte = 31;    // so that the sums of eight products fit 16 bits
+constexpr std::uint8_t kLargestNibble = 15;  // of sixteen
 struct WeightBytes {
   const std::uint8_t* codes;  // [rows, kCodeTerms], at most kLargestByte; less `zero` what is multiplied
   const float* scales;        // [rows, kCodeTerms / 16], of which every first half is set
   const float* offsets;       // [rows, kCodeTerms / 32], or nullptr; there `zero` is 0
   int zero;
+  bool in_nibbles;  // no code is larger than kLargestNibble
 };
 struct InputBytes {
   const std::uint32_t* words;  // four terms to a word: [terms / 4]

@@ -26,6 +26,7 @@ struct UnpackedRows {
   std::size_t unit;
   bool has_offsets, is_wide;
   int zero;
+  bool in_nibbles;
 };
 
 // Weights of any form that can be widened to fp32; and, where inputs come as codes, unpacked.

@@ -213,6 +213,8 @@ constexpr bool multiplied_as_bytes(RowCodec codec) {
   return shape.group >= kCodeUnit && shape.bits <= 5 &&
          (!shape.of_table() || (shape.table.zero != 0 && 2 * shape.table.zero <= kLargestByte));
 }
+// Whether such codes take 4 bits at most.
+constexpr bool in_nibbles(const CodecShape& shape) { return !shape.of_table() && shape.bits <= 4; }
 // Whether a unit's products by codes of 16 bits may sum to more than 2^24, up to which fp32 has all integers.
 constexpr bool has_wide_codes(RowCodec codec) {
   return code_unit(codec) * static_cast<std::size_t>(largest_code(shape_of(codec))) * 32767 > 1 << 24;

@@ -44,6 +44,7 @@ class CodedRows : public WideRows {
     to.has_offsets = shape_of(matrix_.codec).has_minimum;
     to.is_wide = has_wide_codes(matrix_.codec);
     to.zero = zero_of_bytes(shape_of(matrix_.codec));
+    to.in_nibbles = in_nibbles(shape_of(matrix_.codec));
     for (std::size_t i = 0; i < count; ++i)
       unpack_(matrix_.data + (begin + i) * matrix_.stride, matrix_.columns, first, terms / kCodeUnit,
               reinterpret_cast<std::byte*>(to.codes) + i * kCodeTerms * nbytes,

@@ -44,7 +44,7 @@ std::size_t multiply_in_cache(std::size_t unit, bool has_offsets, bool in_bytes,
   std::vector<float> out(rows * tokens);
   const CodeRows a{codes.data(), scales.data(), unit, false};
   const WeightBytes bytes{reinterpret_cast<const std::uint8_t*>(codes.data()), scales.data(),
-                          has_offsets ? scales.data() : nullptr, 0};
+                          has_offsets ? scales.data() : nullptr, 0, true};
   if (tiles != nullptr) tiles->open();
   for (std::size_t i = 0; i < times; ++i)
     if (in_bytes)

@@ -2,7 +2,7 @@
 // make weights such codes; included, as kernels_impl.h is, by the levels of x86, behind
 // row_codecs_inputs_impl.h and eight_x86.h. `Vec`: of kernels_impl.h. `Ints` (row_codecs_inputs_impl.h) has
 // load and everywhere (one word) besides. `Words` and `Bytes`: products of a word's codes, two or four; Code,
-// kStep (codes a word), kTogether (words whose products are summed together), begin, add, and end, which adds
+// kStep (codes a word), kTogether (words whose products are summed together), first, add, and End, which adds
 // such a sum to others.
 //
 // Every index of a tile's sums is a constant from the start: of loops a compiler stores the sums at every
@@ -14,15 +14,18 @@ __attribute__((always_inline)) inline void sum_code_products(const typename Form
                                                              const std::uint32_t* columns, std::size_t row,
                                                              std::size_t words, Ints* to,
                                                              std::index_sequence<I...>) {
-  Ints sum[sizeof...(I)];
-  ((sum[I] = Form::begin(to[I])), ...);
-  for (std::size_t s = 0; s < words; ++s) {
-    Ints column[V];
-    for (std::size_t v = 0; v < V; ++v) column[v] = Ints::load(columns + s * row + v * Vec::kWidth);
-    const typename Form::Code* word = codes + Form::kStep * s;
-    ((sum[I] = Form::add(Ints::everywhere(word + I / V * kCodeTerms), column[I % V], sum[I])), ...);
+  Ints sum[sizeof...(I)], column[V];
+  const auto code = [&](std::size_t i) { return Ints::everywhere(codes + i / V * kCodeTerms); };
+  for (std::size_t v = 0; v < V; ++v) column[v] = Ints::load(columns + v * Vec::kWidth);
+  ((sum[I] = Form::first(code(I), column[I % V], to[I])), ...);
+  for (std::size_t s = 1; s < words; ++s) {
+    codes += Form::kStep;
+    columns += row;
+    for (std::size_t v = 0; v < V; ++v) column[v] = Ints::load(columns + v * Vec::kWidth);
+    ((sum[I] = Form::add(code(I), column[I % V], sum[I])), ...);
   }
-  ((to[I] = Form::end(to[I], sum[I])), ...);
+  const typename Form::End end(sum[0]);
+  ((to[I] = end(to[I], sum[I])), ...);
 }
 
 // A tile of rows by V vectors.
@@ -52,12 +55,12 @@ __attribute__((noinline)) void multiply_code_tile(const CodeRows& a, const CodeC
 
 namespace {  // as Ints are
 
-template <std::size_t V, bool kOffsets, std::size_t... I>
+template <std::size_t V, bool kOffsets, std::size_t kTogether, std::size_t... I>
 __attribute__((noinline)) void multiply_byte_tile(const WeightBytes& a, const InputBytes& b,
                                                   std::size_t terms, float* c, std::size_t c_row,
                                                   std::index_sequence<I...> each) {
   constexpr std::size_t kScales = kCodeTerms / 16, kUnits = kCodeTerms / 32, kWidth = Vec::kWidth;
-  constexpr std::size_t kTerms = Bytes::kStep * Bytes::kTogether;
+  constexpr std::size_t kTerms = Bytes::kStep * kTogether;
   alignas(64) float total[sizeof...(I) * kWidth];
   (Vec::load_f32(c + I / V * c_row + I % V * kWidth).store(total + I * kWidth), ...);
   for (std::size_t u = 0; u < terms / 32; ++u) {
@@ -71,9 +74,9 @@ __attribute__((noinline)) void multiply_byte_tile(const WeightBytes& a, const In
       less[v] = kOffsets ? Ints::zero() : totals * Ints::set(-a.zero);
     }
     ((sum[I] = less[I % V]), ...);
-    for (std::size_t first = u * 32; first < u * 32 + 32; first += kTerms)
-      sum_code_products<Bytes, V>(a.codes + first, b.words + first / Bytes::kStep * b.row, b.row,
-                                  Bytes::kTogether, sum, each);
+    for (std::size_t part = 0, first = u * 32; part < 32 / kTerms; ++part, first += kTerms)
+      sum_code_products<Bytes, V>(a.codes + first, b.words + first / Bytes::kStep * b.row, b.row, kTogether,
+                                  sum, each);
     const auto add = [&](std::size_t i) {
       float* at = total + i * kWidth;
       Vec to = Vec::load_f32(at);
@@ -97,10 +100,18 @@ template <std::size_t R, std::size_t V>
 inline void multiply_rows(const WeightBytes& a, std::size_t r, const InputBytes& b, std::size_t terms,
                           float* c, std::size_t c_row) {
   constexpr auto kTile = std::make_index_sequence<R * V>();
-  WeightBytes from{a.codes + r * kCodeTerms, a.scales + r * (kCodeTerms / 16), a.offsets, a.zero};
-  if (a.offsets == nullptr) return multiply_byte_tile<V, false>(from, b, terms, c + r * c_row, c_row, kTile);
-  from.offsets += r * (kCodeTerms / 32);
-  multiply_byte_tile<V, true>(from, b, terms, c + r * c_row, c_row, kTile);
+  constexpr std::size_t kFew = Bytes::kTogether, kMany = Bytes::kNibblesTogether;
+  WeightBytes from = a;
+  from.codes += r * kCodeTerms;
+  from.scales += r * (kCodeTerms / 16);
+  if (a.offsets != nullptr) from.offsets += r * (kCodeTerms / 32);
+  if (a.offsets == nullptr) {
+    a.in_nibbles ? multiply_byte_tile<V, false, kMany>(from, b, terms, c + r * c_row, c_row, kTile)
+                 : multiply_byte_tile<V, false, kFew>(from, b, terms, c + r * c_row, c_row, kTile);
+  } else {
+    a.in_nibbles ? multiply_byte_tile<V, true, kMany>(from, b, terms, c + r * c_row, c_row, kTile)
+                 : multiply_byte_tile<V, true, kFew>(from, b, terms, c + r * c_row, c_row, kTile);
+  }
 }
 
 template <std::size_t V, typename Rows, typename Columns>

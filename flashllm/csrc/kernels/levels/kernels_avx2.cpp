@@ -268,13 +268,6 @@ struct Ints {
   }
 #endif
   static Ints each_row(const std::int32_t* p) { return {each_sixteen(p)}; }
-  // The same, made before what follows: compilers turn sums of integers around, and then have too few
-  // registers.
-  Ints in_order() const {
-    __m256i sum = v;
-    asm("" : "+x"(sum));
-    return {sum};
-  }
 
  private:
   static __m128i sixteen(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
@@ -287,38 +280,61 @@ inline Ints operator+(Ints a, Ints b) { return {_mm256_add_epi32(a.v, b.v)}; }
 inline Ints operator-(Ints a, Ints b) { return {_mm256_sub_epi32(a.v, b.v)}; }
 inline Ints operator*(Ints a, Ints b) { return {_mm256_mullo_epi32(a.v, b.v)}; }
 
-struct Words {
-  using Code = std::int16_t;
-  static constexpr std::size_t kStep = 2;
-  static Ints begin(Ints sum) { return sum; }
-  static Ints add(Ints a, Ints b, Ints sum) {
-#if defined(__AVXVNNI__)
-    return Ints{_mm256_dpwssd_avx_epi32(sum.v, a.v, b.v)}.in_order();
-#else
-    return Ints{_mm256_add_epi32(sum.v, _mm256_madd_epi16(a.v, b.v))}.in_order();
-#endif
-  }
-  static Ints end(Ints, Ints sum) { return sum; }
+struct AllInWords {  // nothing is left to do
+  explicit AllInWords(Ints) {}
+  Ints operator()(Ints, Ints sum) const { return sum; }
 };
 #if defined(__AVXVNNI__)
+struct Words {
+  using End = AllInWords;
+  using Code = std::int16_t;
+  static constexpr std::size_t kStep = 2;
+  static Ints first(Ints a, Ints b, Ints to) { return add(a, b, to); }
+  static Ints add(Ints a, Ints b, Ints sum) {
+    sum.v = _mm256_dpwssd_avx_epi32(sum.v, a.v, b.v);
+    asm("" : "+x"(sum.v));  // before what follows
+    return sum;
+  }
+};
 struct Bytes : Words {
   using Code = std::uint8_t;
-  static constexpr std::size_t kStep = 4, kTogether = 8;
+  static constexpr std::size_t kStep = 4, kTogether = 8, kNibblesTogether = 8;
+  static Ints first(Ints a, Ints b, Ints to) { return add(a, b, to); }
   static Ints add(Ints a, Ints b, Ints sum) { return {_mm256_dpbusd_avx_epi32(sum.v, a.v, b.v)}; }
 };
 #else
+// The additions are instructions of our own: GCC would turn sums of integers around, and have too few
+// registers, or copy each.
+struct Words {
+  using End = AllInWords;
+  using Code = std::int16_t;
+  static constexpr std::size_t kStep = 2;
+  static Ints first(Ints a, Ints b, Ints to) { return {_mm256_add_epi32(to.v, _mm256_madd_epi16(a.v, b.v))}; }
+  static Ints add(Ints a, Ints b, Ints sum) {
+    asm("vpaddd %1, %0, %0" : "+x"(sum.v) : "x"(_mm256_madd_epi16(a.v, b.v)));
+    return sum;
+  }
+};
 // Sums of 16 bits: of a word's first two products, and of the others.
 struct Bytes {
   using Code = std::uint8_t;
-  static constexpr std::size_t kStep = 4, kTogether = 4;
-  static_assert(2 * kTogether * kLargestByte * 127 < 1 << 15, "sums must fit 16 bits");
-  static Ints begin(Ints) { return Ints::zero(); }
+  static constexpr std::size_t kStep = 4, kTogether = 4, kNibblesTogether = 8;
+  static_assert(2 * kTogether * kLargestByte * 127 < 1 << 15 &&
+                    2 * kNibblesTogether * kLargestNibble * 127 < 1 << 15,
+                "sums must fit 16 bits");
+  static Ints first(Ints a, Ints b, Ints) { return {_mm256_maddubs_epi16(a.v, b.v)}; }
   static Ints add(Ints a, Ints b, Ints sum) {
-    return Ints{_mm256_add_epi16(sum.v, _mm256_maddubs_epi16(a.v, b.v))}.in_order();
+    asm("vpaddw %1, %0, %0" : "+x"(sum.v) : "x"(_mm256_maddubs_epi16(a.v, b.v)));
+    return sum;
   }
-  static Ints end(Ints all, Ints sum) {
-    return {_mm256_add_epi32(all.v, _mm256_madd_epi16(sum.v, _mm256_set1_epi16(1)))};
-  }
+  struct End {
+    __m256i ones;
+    // Made when sums are there: kept from the start, it would take the register of one.
+    explicit End(Ints sum) { asm("vpcmpeqw %0, %0, %0; vpsrlw $15, %0, %0" : "=x"(ones) : "x"(sum.v)); }
+    Ints operator()(Ints all, Ints sum) const {
+      return {_mm256_add_epi32(all.v, _mm256_madd_epi16(sum.v, ones))};
+    }
+  };
 };
 #endif
 

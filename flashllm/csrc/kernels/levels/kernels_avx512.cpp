@@ -291,13 +291,17 @@ inline Ints operator*(Ints a, Ints b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
 struct Words {
   using Code = std::int16_t;
   static constexpr std::size_t kStep = 2;
-  static Ints begin(Ints sum) { return sum; }
+  static Ints first(Ints a, Ints b, Ints to) { return add(a, b, to); }
   static Ints add(Ints a, Ints b, Ints sum) { return {_mm512_dpwssd_epi32(sum.v, a.v, b.v)}; }
-  static Ints end(Ints, Ints sum) { return sum; }
+  struct End {
+    explicit End(Ints) {}
+    Ints operator()(Ints, Ints sum) const { return sum; }
+  };
 };
 struct Bytes : Words {
   using Code = std::uint8_t;
-  static constexpr std::size_t kStep = 4, kTogether = 8;
+  static constexpr std::size_t kStep = 4, kTogether = 8, kNibblesTogether = 8;
+  static Ints first(Ints a, Ints b, Ints to) { return add(a, b, to); }
   static Ints add(Ints a, Ints b, Ints sum) { return {_mm512_dpbusd_epi32(sum.v, a.v, b.v)}; }
 };
 
