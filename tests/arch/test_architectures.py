@@ -157,6 +157,29 @@ def test_configs_of_the_hub_before_transformers_5():
     assert block.layers[0].mixer.rotary.scaling == pytest.approx((1 + np.log(32) / np.log(4096)) ** 0.5)
 
 
+def test_a_released_config_of_kimi_linear_means_what_transformers_makes_of_it():
+    """It counts layers from 1 on, and has most keys under other names than transformers."""
+    own = {"kda_layers": [1, 2, 4, 5], "full_attn_layers": [3], "num_heads": 2, "head_dim": 16}
+    released = {"num_hidden_layers": 5, "linear_attn_config": {**own, "short_conv_kernel_size": 3}}
+    released |= {"num_experts": 16, "num_experts_per_token": 3, "num_shared_experts": 2, "moe_renormalize": False}
+    released |= {"num_expert_group": 4, "topk_group": 2, "model_max_length": 512, "first_k_dense_replace": 2}
+    block = block_spec({"model_type": "kimi_linear", **released})
+    assert block == block_spec(CONFIG_MAPPING["kimi_linear"](**copy.deepcopy(released)).to_dict())
+    assert [layer.mixer.kind == "attention" for layer in block.layers] == [False, False, True, False, False]
+    experts = block.experts
+    assert (experts.count, experts.chosen, experts.shared, block.context) == (16, 3, 2 * experts.size, 512)
+    assert (experts.router.groups, experts.router.chosen_groups, experts.router.normalized) == (4, 2, False)
+    with pytest.raises(FormatError, match="linear_attn_config must name each of 5 layers once"):
+        resolve({"model_type": "kimi_linear", **released, "linear_attn_config": {**own, "full_attn_layers": [2]}})
+
+
+@pytest.mark.parametrize(
+    ("keys", "turned"), [({}, 128), ({"rotary_dim": 64}, 64), ({"rotary_dim": 64, "partial_rotary_factor": 0.25}, 32)]
+)
+def test_an_explicit_share_of_minimaxs_heads_is_turned(keys, turned):
+    assert block_spec({"model_type": "minimax_m2", "head_dim": 128, **keys}).layers[0].mixer.rotary.dims == turned
+
+
 def test_a_latent_position_keeps_one_key_and_its_rotated_part():
     assert block_spec({"model_type": "glm4_moe_lite"}).kv_nbytes_per_token(2) == 47 * (512 + 64) * 2
 
@@ -181,13 +204,27 @@ def test_what_a_token_reads_of_the_mixers():
     assert mixed.state_nbytes > 0
 
 
-@pytest.mark.parametrize(
-    ("model_type", "epsilon"),
-    [("exaone_moe", 1e-20), ("afmoe", 1e-20), ("hy_v3", 1e-20), ("solar_open", 1e-20), ("laguna", 0.0)],
-)
-def test_what_is_added_to_the_sum_of_weights(model_type, epsilon):
-    """It is too small for any logit to show it."""
-    assert block_spec({"model_type": model_type}).experts.router.epsilon == epsilon
+# (what is added to the sum of the chosen experts' weights, whether the router multiplies in fp32), where they are not
+# 0 and as the model's dtype has it.
+ROUTERS = {
+    **dict.fromkeys(("bailing_moe", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite"), (1e-20, True)),
+    **dict.fromkeys(("hy_v3", "kimi_linear", "mimo_v2_flash", "nemotron_h", "solar_open"), (1e-20, True)),
+    **dict.fromkeys(("deepseek_v2", "ernie4_5_moe", "hunyuan_v1_moe"), (0.0, True)),
+    **dict.fromkeys(("afmoe", "mistral4"), (1e-20, False)),
+    "lfm2_moe": (1e-6, False),
+}
+
+
+@pytest.mark.parametrize("model_type", sorted(set(ARCHITECTURES) - {"differing"}))
+def test_what_no_logit_shows_of_routers(model_type):
+    config = {"model_type": model_type}
+    if model_type in _NO_MODELS:
+        config |= make_config(VARIANTS[model_type]).to_dict()
+    if model_type == "bailing_moe":  # Ling 2.0
+        config |= {"score_function": "sigmoid", "moe_router_enable_expert_bias": True, "use_qk_norm": True}
+    router = getattr(block_spec(config).experts, "router", None)
+    wide = any(name.endswith(".wide_router.weight") for name in resident_shapes(config))
+    assert (getattr(router, "epsilon", 0.0), wide) == ROUTERS.get(model_type, (0.0, False))
 
 
 @pytest.mark.parametrize(
