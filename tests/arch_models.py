@@ -805,6 +805,8 @@ def make_checkpoint(path: Path, variant: Variant, *, dtype: str = "float32", see
                 parameter.copy_(noise - 2.0)
             elif name.endswith(("conv1d.weight", "conv.conv.weight")):
                 parameter.copy_(0.5 * noise)
+                if ".linear_attn." in name:  # a head's queries, no longer than the epsilon of their norm
+                    parameter[: _RULE["linear_key_head_dim"]] *= 1e-3
             elif name.endswith("bias"):
                 parameter.copy_(0.1 * noise)
             else:
