@@ -56,7 +56,8 @@ def architecture_of(config: dict[str, Any]) -> str:
 
 
 def family_tensors(state: dict[str, torch.Tensor], config: dict[str, Any], whole: bool) -> dict[str, torch.Tensor]:
-    """The state dict as the converter has it before it looks at names. `whole`: latent attention's old form."""
+    """The state dict as the converter has it before it looks at names. `whole`: latent attention's and
+    Qwen3-Next's old form."""
     result = {}
     for name, tensor in state.items():
         architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
@@ -66,7 +67,8 @@ def family_tensors(state: dict[str, torch.Tensor], config: dict[str, Any], whole
             result[name.replace("kv_b_proj", "k_b_proj")] = both[:, :plain].transpose(1, 2).contiguous()
             result[name.replace("kv_b_proj", "v_b_proj")] = both[:, plain:].contiguous()
         elif ".linear_attn." in name or (config["model_type"] in _DELTA and name.endswith("norm.weight")):
-            result |= _delta_tensors(name, tensor, config)
+            kept = whole and name.endswith("in_proj_qkvz.weight")
+            result |= {name: tensor} if kept else _delta_tensors(name, tensor, config)
         elif name.endswith("e_score_correction_bias"):
             stem = name.replace(".experts.e_score", ".gate.e_score")  # Laguna's
             result[stem.removesuffix("_bias") + ".bias"] = tensor.reshape(-1)

@@ -150,9 +150,9 @@ def write_gguf(
 
     Matrices are of `kind`, or of what it says of their name in the file; everything else is of `vectors`. `metadata`
     adds to what the config says, and `alignment` is the data's; `predictors` (fc1, fc2) make it a file of PowerInfer's;
-    `whole_latent`: latent attention in its old form; `fused_experts`: gate and up in one; `drafting`: one layer
-    more, which drafts tokens; `architecture`: another name of the model's, as a wrapper of it has;
-    `drop` leaves out a tensor; `split` makes so many files, of which `path` is given the first's name.
+    `whole_latent`: latent attention, and Qwen3-Next's projections, in their old form; `fused_experts`: gate and up in
+    one; `drafting`: one layer more, which drafts tokens; `architecture`: another name of the model's, as a wrapper of
+    it has; `drop` leaves out a tensor; `split` makes so many files, of which `path` is given the first's name.
     """
     config = json.loads((folder / "config.json").read_text())
     config.setdefault("num_hidden_layers", len(config.get("layers_block_type") or ()))

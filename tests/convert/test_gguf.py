@@ -288,10 +288,14 @@ def test_mimo_whose_layers_differ_in_other_ways_is_refused(tmp_path):
         _open(path)
 
 
-@pytest.mark.parametrize("variant", ["qwen3_next", "qwen3_5", "qwen3_5 tied", "qwen3_5_moe"])
-def test_value_heads_are_computed_as_they_lie(tmp_path, variant):
-    """Tiled, but for Qwen3-Next's; and what is stored in another form has the same meaning."""
-    blocks = _converted_both_ways(tmp_path, VARIANTS_OF_FOLDERS[variant])
+@pytest.mark.parametrize(
+    ("variant", "whole"),
+    [("qwen3_next", False), ("qwen3_next", True), ("qwen3_5", False), ("qwen3_5 tied", False), ("qwen3_5_moe", False)],
+)
+def test_value_heads_are_computed_as_they_lie(tmp_path, variant, whole):
+    """Tiled, but for Qwen3-Next's, whose older files have the gate among the other projections; and what is stored in
+    another form has the same meaning."""
+    blocks = _converted_both_ways(tmp_path, VARIANTS_OF_FOLDERS[variant], whole_latent=whole)
     assert [layer.mixer.kind == "delta_rule" and layer.mixer.tiled for layer in blocks[0].layers] == [
         variant != "qwen3_next" and layer.mixer.kind == "delta_rule" for layer in blocks[1].layers
     ]

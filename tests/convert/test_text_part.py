@@ -179,6 +179,7 @@ def test_layers_that_draft_behind_the_models_own(variant, said, variant_of, tmp_
         "ernie4_5_moe": ("model.mtp_block.0.mlp.up_proj.weight", "model.mtp_emb_norm.0.weight"),
         "mimo_v2_flash": ("model.mtp.layers.0.eh_proj.weight",),
         **dict.fromkeys(("exaone_moe", "mellum", "nemotron_h", "olmo_hybrid"), ("mtp.layers.0.norm.weight",)),
+        "qwen3_next": ("mtp.fc.weight", "mtp.layers.0.norm.weight"),
     }.items(),
 )
 def test_layers_that_draft_under_names_of_their_own(variant, names, variant_of, tmp_path):
