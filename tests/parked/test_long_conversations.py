@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import talking
 from arch_models import VARIANTS, Variant, make_checkpoint
+from serving import answered as asked
 from talking import VOCAB, Silent, message, opened, talk
 from test_parked import answer as answered
 
@@ -24,6 +25,8 @@ HYBRIDS = {
     "delta rule": VARIANTS["qwen3_next"],
     "Mamba-2": VARIANTS["granitemoehybrid"],
     "Mamba-2 beside attention": VARIANTS["falcon_h1"],
+    "latent attention": VARIANTS["kimi_linear"],
+    "short convolution": VARIANTS["lfm2"],
 }
 
 
@@ -93,3 +96,25 @@ def test_a_second_turn_computes_what_is_new(directory, length):
         second = [*first, *answer, *message(0)]
         reused, _ = answered(worker, second)
         assert len(second) - reused == 1 + len(message(0))
+
+
+def test_a_second_turn_without_the_first_ones_reasoning(directory):
+    """Where a template drops an answer's first tokens, the newest state before them serves, and changes no bit."""
+    said, chat = {"max_waiting": 1, "on_event": lambda event: None}, [{"role": "user", "content": "a"}]
+    random, ids = np.random.default_rng(0), []
+    with opened(directory) as model, Worker(model, Silent(), keep=10**8, **said) as worker:
+        for length in (150, 200):
+            ids += random.integers(5, 290, length).tolist()
+            ((answer, _, _),) = asked(worker, [ids], kind="chat", messages=chat, count=8)
+            before, ids = len(ids), ids + answer
+            chat = [*chat, {"role": "assistant", "content": ""}, {"role": "user", "content": "b"}]
+        assert answer[5] != answer[0]
+        third = [*ids[:before], *answer[5:], *message(0)]
+        ((found, reused, scores),) = asked(worker, [third], kind="chat", messages=chat, logprobs=5)
+    assert reused == before // 64 * 64
+    with opened(directory) as model, model.new_sequence() as sequence:
+        model.step([(sequence, ids[:150])], as_prompt=True)
+        for token in ids[150:157]:
+            model.step([(sequence, [token])])
+        row = model.step([(sequence, third[157:])], as_prompt=True)[0]
+        assert logprobs_of(row, found[0], 5) == scores[0]
