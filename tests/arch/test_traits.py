@@ -161,6 +161,16 @@ SHORT = {
     "taps turned round": tensors("layers.0.state.conv.weight", backwards),
     "SiLU behind the convolution": method("_convolved", with_silu),
 }
+BIASED = {
+    "scores are shares": router(score="softmax"),
+    "weights of experts as they are": router(normalized=False),
+    "no bias of the choice": tensors(".choice.bias", zeros),
+}
+SPACE = {
+    "the decay's sign": tensors(".decay_log", negative),
+    "values do not skip": tensors(".skip", zeros),
+    "one group's norm": one_group,
+}
 OTHERWISE = {
     "phimoe": {"shares of all experts": router(score="softmax"), "RMS norms": block(norm="rms")},
     "phimoe much jitter": {"little jitter": router(jitter=0.01)},
@@ -250,12 +260,10 @@ OTHERWISE = {
     "deepseek_v3": {
         "groups by their best expert": router(groups_by="one"),
         "no groups": router(groups=1, chosen_groups=1),
-        "no factor of experts": router(factor=1.0),
-        "scores are shares": router(score="softmax"),
-        "weights of experts as they are": router(normalized=False),
-        "no bias of the choice": tensors(".choice.bias", zeros),
         "scores scaled by what the cache keeps": attention(query_scale=40**-0.5),
         "pairs of halves": style("half"),
+        **BIASED,
+        "no factor of experts": router(factor=1.0),
     },
     "glm4_moe_lite": {
         "the epsilon of transformers' latent norms": latent_epsilon(1e-6),
@@ -267,9 +275,7 @@ OTHERWISE = {
     "glm4_moe": {
         "the whole head is turned": attention(rotary=whole_head_turned),
         "interleaved pairs": style("interleaved"),
-        "scores are shares": router(score="softmax"),
-        "weights of experts as they are": router(normalized=False),
-        "no bias of the choice": tensors(".choice.bias", zeros),
+        **BIASED,
     },
     "glm4_moe norms of heads, biases": {
         "no norm of queries and keys": attention(query_key_norm="none"),
@@ -279,11 +285,9 @@ OTHERWISE = {
     "glm4_moe groups": {"no groups": router(groups=1, chosen_groups=1), "by their best": router(groups_by="one")},
     "dots1": {
         "no norm of queries and keys": attention(query_key_norm="none"),
-        "no factor of experts": router(factor=1.0),
-        "scores are shares": router(score="softmax"),
-        "weights of experts as they are": router(normalized=False),
-        "no bias of the choice": tensors(".choice.bias", zeros),
         "interleaved pairs": style("interleaved"),
+        **BIASED,
+        "no factor of experts": router(factor=1.0),
     },
     "dots1 window": {"a window one wider": attention(window=lambda mixer: mixer.window and mixer.window + 1)},
     "ernie4_5_moe": {
@@ -293,12 +297,7 @@ OTHERWISE = {
         "pairs of halves": style("half"),
     },
     "ernie4_5_moe with a floor": {"no floor": router(least_sum=0.0)},
-    "minimax_m2": {
-        "norms of each head": norms_of_heads,
-        "scores are shares": router(score="softmax"),
-        "weights of experts as they are": router(normalized=False),
-        "no bias of the choice": tensors(".choice.bias", zeros),
-    },
+    "minimax_m2": {"norms of each head": norms_of_heads, **BIASED},
     "minimax_m2 half turned": {
         "the whole head is turned": attention(rotary=whole_head_turned),
         "interleaved pairs": style("interleaved"),
@@ -410,25 +409,19 @@ OTHERWISE = {
         "norms of the weight alone": block(norm_shift=0.0),
     },
     "nemotron_h": {
-        "the decay's sign": tensors(".decay_log", negative),
+        **SPACE,
         "no bias of the step": tensors(".decay_bias", zeros),
-        "values do not skip": tensors(".skip", zeros),
-        "one group's norm": one_group,
         "the gate behind the norm": state(gate_first=False),
         "keys of another group": tensors(".state.key.weight", lambda rows: rows.roll(12, 0)),
         "taps turned round": tensors(".conv.weight", backwards),
         "no bias of the convolution": tensors(".conv.bias", zeros),
-        "the router's scores are shares": router(score="softmax"),
-        "no factor of experts": router(factor=1.0),
-        "weights of experts as they are": router(normalized=False),
-        "no bias of the choice": tensors(".choice.bias", zeros),
         "heads are turned": attention(rotary=Rotary(inverse_frequency=(1.0, 0.1))),
         "neurons are not squared": block(activation="relu"),
+        **BIASED,
+        "no factor of experts": router(factor=1.0),
     },
     "granitemoehybrid": {
-        "the decay's sign": tensors(".decay_log", negative),
-        "values do not skip": tensors(".skip", zeros),
-        "one group's norm": one_group,
+        **SPACE,
         "the gate behind the norm": state(gate_first=False),
         "heads are turned": attention(rotary=Rotary(inverse_frequency=(1.0, 0.1))),
         "scores scaled by the head": attention(query_scale=0.25),
@@ -457,12 +450,7 @@ OTHERWISE = {
         "one group's norm": one_group,
         "no norm": state(normed=False),
     },
-    "bamba": {
-        "the decay's sign": tensors(".decay_log", negative),
-        "values do not skip": tensors(".skip", zeros),
-        "one group's norm": one_group,
-        "heads are not turned": attention(rotary=None),
-    },
+    "bamba": {**SPACE, "heads are not turned": attention(rotary=None)},
 }
 
 
