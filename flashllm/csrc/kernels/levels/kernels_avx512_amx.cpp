@@ -218,7 +218,9 @@ void multiply_bytes(const WeightBytes& a, std::size_t rows, const InputBytes& b,
   for (std::size_t n = 0; n < width; n += kWidth) {
     const InputBytes columns{b.words + n, b.totals + n, b.scales + n, b.row};
     for (std::size_t r = 0; r < rows; r += kRows) {
-      WeightBytes of{a.codes + r * kCodeTerms, a.scales + r * (kCodeTerms / 16), a.offsets, a.zero};
+      WeightBytes of = a;
+      of.codes += r * kCodeTerms;
+      of.scales += r * (kCodeTerms / 16);
       float* to = c + r * c_row + n;
       if (a.offsets == nullptr) {
         multiply_byte_tile<false>(of, rows - r, columns, terms, to, c_row, kEachRow);
