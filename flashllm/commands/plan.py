@@ -114,7 +114,7 @@ def _plan(args: argparse.Namespace, path: Path, known: "WellKnown | None") -> in
             time = f"{prompt.read_s:.1f} s of reads; `flashllm calibrate` measures what products take"
         print(f"the first token of a prompt of {PROMPT}: {time}")
     if known is None:
-        print(inert(f"many prompts at once: `flashllm offload plan {path} --prompt-len S --gen-len N --hardware here`"))
+        print(inert(f"many prompts at once: `flashllm offload plan {path} --prompt-len S --gen-len N`"))
     return 0
 
 
