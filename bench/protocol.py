@@ -141,7 +141,7 @@ class Limit:
         self.enforced, self.reason = False, None if memory is not None else "no limit was given"
 
     def run(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """The figures of `protocol.py`. FlashError where flashllm fails; of a peer the reason is its result."""
+        """The figures of `protocol_engine.py`. FlashError where flashllm fails; of a peer the reason is its result."""
         command = [*ENGINE, json.dumps(settings)]
         with tempfile.TemporaryFile() as output:
             found: dict[str, Any] = {}

@@ -78,8 +78,7 @@ def profile_drive(
     waiting: Callable[[str], None] = say,
 ) -> None:
     """Take a quick profile, unless --no-profile says not, where the run will read neurons from flash and has no fresh
-    one; `waiting` is told before, `notice` where that fails. What is wrong with the model or the limit is said where it
-    is loaded."""
+    one. `waiting` hears that it begins, `notice` why it failed. Loading the model says what is wrong with that."""
     if args.no_profile or not config.direct:
         return
     try:

@@ -75,6 +75,7 @@ def add_arguments(verbs: Any) -> None:
         help="of the device tier: a GPU by torch, or the CPU by our own products (default: a GPU where torch has one)",
     )
     add_compress(run, default="none")
+    run.add_argument("--no-profile", action="store_true", help="do not measure the drive before a job that reads it")
     run.add_argument("--json", action="store_true", help="one JSON document as the last line of standard output")
     cli_pipeline.add_arguments(run)
     run.set_defaults(offload_main=main)
@@ -119,7 +120,10 @@ def _answer_file(args: argparse.Namespace, options: "LaunchOptions", ring: "Ring
         if results.done:
             say(f"{len(results.done)} of {len(batch.lines)} lines are answered already")
         check_room(batch, results)
-        return _Task(options=options, model=model, batch=batch, results=results, ring=ring).run(as_json=args.json)
+        task = _Task(
+            options=options, model=model, batch=batch, results=results, ring=ring, profiles=not args.no_profile
+        )
+        return task.run(as_json=args.json)
 
 
 def check_room(batch: "BatchFile", results: "Results") -> None:
@@ -149,6 +153,7 @@ class _Task:
     batch: "BatchFile"
     results: "Results"
     ring: "Ring | None"
+    profiles: bool  # measures the drive before, where that pays
     _stop: Callable[[], None] = lambda: None
     _job: "Job | None" = None
     _launch: "Launch | None" = None
@@ -201,7 +206,7 @@ class _Task:
         job = Job(self.batch, self.results, model=self.model.name, token_text=self.model.token_text)
         sizes = job.sizes
         if sizes:
-            if ring is None:
+            if self.profiles and ring is None:
                 profile_drive(self.model.path, self.model.shape, self.options, say=say)
             self._launch = prepare(self.model.path, self.model.shape, sizes, self.options, stages=stages, report=say)
         job.answer_problems()

@@ -329,7 +329,7 @@ class _Job:
 
 
 def _most(*shortages: tuple[int, int]) -> tuple[int, int]:
-    """What is short for all of them, or 0, of memory and of an accelerator's."""
+    """The largest shortage of memory, and of an accelerator's memory, in bytes; 0 where none is short."""
     memory, gpu = zip(*shortages, strict=True)
     return max(0, *memory), max(0, *gpu)
 

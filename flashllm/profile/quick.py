@@ -20,7 +20,7 @@ from flashllm.errors import FlashError
 from flashllm.profile.machine import Profile
 from flashllm.profile.store import find_profile, store_path
 
-NOTICE = "measuring this drive for a few seconds, once a month"
+NOTICE = "measuring this drive for a few seconds, once a month (--no-profile: not)"
 NOT_MEASURED = "it was not measured, so that typical figures are used"
 WORTH_NBYTES = 32 << 20  # of a file: a token of a smaller model reads too little for the choice of a reader to be felt
 _LEAST_NBYTES = 96 << 20  # of memory: an interpreter with the native core, and some to measure with

@@ -100,7 +100,7 @@ def test_errors_have_their_status(capsys, more, status, said):
 
 
 @pytest.mark.parametrize(
-    "option", ["--policy=p", "--scratch=s", "--threads=1", "--no-profile", "--skip-bad", "--seed=1"]
+    "option", ["--policy=p", "--scratch=s", "--threads=1", "--temperature=1", "--skip-bad", "--seed=1"]
 )
 def test_what_a_job_needs_is_asked_and_no_more(capsys, option):
     status, out, err = run(capsys, option, argv=["run", "model", "-i", "in.jsonl", "-o", "out.jsonl"])

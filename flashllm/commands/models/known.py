@@ -44,7 +44,9 @@ def main(args: argparse.Namespace) -> int:
         times = ("needs more", "") if not row["fits"] else (_ms(row["token_s"]), _ms(row["first_token_s"]))
         least = format_size(row["minimum_bytes"])
         print(f"{row['name']:<20} {sizes:>25} {least:>13} {times[0]:>10} {times[1]:>13}  {row['type']}".rstrip())
-    print("sizes of what a conversion makes; originals in fp8 have half of 16 bits; gpt-oss, BitNet keep their codes")
+    print(
+        "a conversion has these sizes; an fp8 original takes half of its 16 bits'; gpt-oss and BitNet keep their codes"
+    )
     print("tested against transformers' arithmetic on small random models, never run trained, but for SmolLM2")
     if any(row["fits"] and row["first_token_s"] is None for row in rows):
         measured = find_profile(user_cache_dir(), config.store)[0] is not None

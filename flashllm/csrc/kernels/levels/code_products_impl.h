@@ -2,8 +2,8 @@
 // make weights such codes; included, as kernels_impl.h is, by the levels of x86, behind
 // row_codecs_inputs_impl.h and eight_x86.h. `Vec`: of kernels_impl.h. `Ints` (row_codecs_inputs_impl.h) has
 // load and everywhere (one word) besides. `Words` and `Bytes`: products of a word's codes, two or four; Code,
-// kStep (codes a word), kTogether (words whose products are summed together), first, add, and End, which adds
-// such a sum to others.
+// kStep (codes a word), kTogether (words whose products are summed together, of nibbles kNibblesTogether),
+// first, add, and End, which adds such a sum to others.
 //
 // Every index of a tile's sums is a constant from the start: of loops a compiler stores the sums at every
 // step. Totals are in memory, at constant places.
