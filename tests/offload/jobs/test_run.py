@@ -9,10 +9,12 @@ import sys
 import time
 
 import psutil
+import pytest
 from scripts import REPOSITORY
 from test_engine import CONTEXT, LENGTHS, POLICY, PROMPTS, expected, tiny  # noqa: F401 - fixtures
 from workers.job import main
 
+from flashllm.offload import launch
 from flashllm.offload.planner.packing import PACKING
 
 JOB = REPOSITORY / "bench/offload/workers/job.py"
@@ -68,6 +70,14 @@ def test_a_batch_file_is_answered(tiny, tmp_path, expected, capsys):  # noqa: F8
     assert answers(out) == got
     assert main(arguments(tiny, source, out, "--resume", "--compress", "cache")) == 1
     assert "was asked otherwise" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [(), ("--no-profile",)])
+def test_the_drive_may_be_left_unmeasured(tiny, tmp_path, monkeypatch, more):  # noqa: F811
+    asked = []
+    monkeypatch.setattr(launch, "profile_drive", lambda *given, **named: asked.append(given))
+    assert main(arguments(tiny, batch_file(tmp_path / "in.jsonl", 1), tmp_path / "out.jsonl", *more)) == 0
+    assert bool(asked) == (not more)
 
 
 def test_packed_by_other_rules_a_job_is_not_resumed(tiny, tmp_path, capsys, monkeypatch):  # noqa: F811
