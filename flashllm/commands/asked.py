@@ -56,8 +56,8 @@ def find_model(args: argparse.Namespace, *, notice: Callable[[str], None] = say)
     return path
 
 
-def _converted(model: str | None, **options: Any) -> Path:
-    """`resolve_model`, which may take a while; what it converts is checked."""
+def _converted(model: str | None, *, memory: int | None = None, **options: Any) -> Path:
+    """`resolve_model`, which may take a while; what it converts is checked, in at most `memory` bytes."""
     from flashllm.base.progress import ProgressBar
     from flashllm.convert.locate import resolve_model
 
@@ -65,7 +65,7 @@ def _converted(model: str | None, **options: Any) -> Path:
     with ProgressBar("convert") as bar:
         path = resolve_model(model, progress=bar, say=say, converted=new.append, **options)
     for directory in new:
-        warn_of_garbage(directory, memory=options.get("memory"))
+        warn_of_garbage(directory, memory=memory)
     return path
 
 

@@ -4,7 +4,6 @@ It is kept in the user's cache directory and found there from then on. Loads no 
 """
 
 import math
-import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -12,20 +11,17 @@ from pathlib import Path
 
 from flashllm.arch.registry import resolve
 from flashllm.base.files import Progress, locked_directory
-from flashllm.base.machine import available_nbytes, default_limit, process_nbytes
 from flashllm.base.units import format_size
 from flashllm.base.user_dirs import user_cache_dir
 from flashllm.convert.checkpoint.folder import what_lies_there
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.hub import Hub, Say
 from flashllm.convert.known import fetch
-from flashllm.convert.named import Named, demo_path, find_directory, kept_as, weights_nbytes
+from flashllm.convert.named import Named, demo_path, find_directory, kept_as
 from flashllm.convert.run import convert_checkpoint, partial_path
 from flashllm.errors import Busy, FlashError, FlashIOError, UsageError
 from flashllm.format.manifest import MANIFEST, PARTIAL_SUFFIX, Manifest, open_model_dir
 from flashllm.format.model_files import CONFIG, FFN, RESIDENT
-
-_SPARE_NBYTES = 10**10  # of the drive, that a copy of experts leaves free
 
 
 def resolve_model(
@@ -33,7 +29,6 @@ def resolve_model(
     *,
     convert_on_first_use: bool = True,
     in_place: bool = True,
-    memory: int | None = None,
     progress: Progress | None = None,
     say: Say = lambda line: None,
     explain: Say = lambda line: None,
@@ -46,8 +41,8 @@ def resolve_model(
     A directory with a manifest is returned as it is, whole or not: the caller opens it. `progress` follows a
     conversion, `say` gets a line for a download, or another process that is waited for; `explain` those on how the
     model is converted; `converted` gets what a conversion made.
-    With `in_place` a mixture's experts stay in their checkpoint where the drive lacks room for a copy, or where a limit
-    of `memory` (None: what is free) holds them all, so that a copy would not be faster; `say` gets a line on that.
+    With `in_place` a mixture's experts stay in their checkpoint, as far as they can be read there; `say` gets a line on
+    that. A copy takes less processor time where few of them fit in memory, and minutes to make.
     `cache` and `hub` are by default the user's and Hugging Face's.
     UsageError where `model` is nothing we know, or would have to be converted and may not; the errors of `convert` and
     `Hub.download` pass through.
@@ -71,9 +66,8 @@ def resolve_model(
         message = f"{target.parent}: cannot be made: {error.strerror}; run `flashllm convert {model} DST`, then use DST"
         raise FlashIOError(message) from error
     with open_checkpoint(checkpoint) as opened:
-        is_mixture = resolve(opened.config).experts > 0
-        reason = _why_in_place(checkpoint, target, memory) if in_place and is_mixture else None
-        if reason is not None:
+        in_place = in_place and resolve(opened.config).experts > 0
+        if in_place:
             target = kept_as(source, cache, in_place=True)
         explain(f"converting {model} once, into {target}")
         manifest = _converted_alone(
@@ -84,7 +78,7 @@ def resolve_model(
                 source_name=source_name or opened.path.name,
                 predictors=True,
                 keep=True,
-                in_place=reason is not None,
+                in_place=in_place,
                 say=explain,
                 progress=progress,
             ),
@@ -96,8 +90,8 @@ def resolve_model(
     if manifest.in_place is not None:
         nbytes = manifest.in_place.expert_nbytes * manifest.architecture.experts
         say(
-            f"{format_size(nbytes)} of experts stay in {checkpoint} and are read there, as {reason}: it must stay "
-            f"as it is; `flashllm convert {model} DST` copies them, which is faster where few of them fit in memory"
+            f"{format_size(nbytes)} of experts stay in {checkpoint} and are read there: it must stay as it is; "
+            f"`flashllm convert {model} DST` copies them"
         )
     converted(target)
     return target
@@ -122,20 +116,6 @@ def _converted_alone(convert: Callable[[], Manifest], target: Path, waits: Calla
                 return None
             if not busy:
                 raise
-
-
-def _why_in_place(checkpoint: Path, target: Path, memory: int | None) -> str | None:
-    """Why a mixture's experts are to stay where they lie; None where a copy is to be made.
-
-    Each missed expert's weights are put into rows, which costs processor time: of codes, with a third of the experts in
-    memory a token took 1.5 times as long as of a copy, with all of them as long.
-    """
-    nbytes, free = weights_nbytes(checkpoint), shutil.disk_usage(target.parent).free
-    if free < nbytes + _SPARE_NBYTES:
-        return f"a copy would leave little of the {format_size(free)} that are free"
-    if (memory or default_limit(process_nbytes() + available_nbytes())) >= nbytes:
-        return "memory can hold them all"
-    return None
 
 
 def find_checkpoint(

@@ -68,11 +68,6 @@ def kept_as(source: "Named", cache: Path, *, in_place: bool = False) -> Path:
     return cache / "models" / f"{source.directory_name}{'-in-place' if in_place else ''}"
 
 
-def weights_nbytes(source: Path) -> int:
-    """Bytes of a checkpoint's files."""
-    return sum(path.stat().st_size for path in _files_of(source))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Named:
     """The meaning of a user's name for a model: a path here, a model of the hub's, or (neither) a known model."""

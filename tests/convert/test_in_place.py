@@ -3,9 +3,7 @@
 import json
 import os
 import re
-import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -151,28 +149,23 @@ def test_what_does_not_lie_so_is_copied_and_said(tmp_path, capsys):
     assert Manifest.load(tmp_path / "dense").in_place is None
 
 
-def test_experts_stay_where_memory_holds_them_or_the_drive_no_copy(tmp_path, monkeypatch):
+def test_experts_stay_where_they_lie_on_first_use(tmp_path):
     path, _ = make(tmp_path, "Q4_K", "olmoe")
-    nbytes, said = path.stat().st_size, []
+    said = []
 
-    def found(cache, memory=None, **options):
-        return resolve_model(str(path), cache=tmp_path / cache, memory=memory, say=said.append, **options)
+    def found(source=path, **options):
+        return resolve_model(str(source), cache=tmp_path / "cache", say=said.append, explain=said.append, **options)
 
-    assert Manifest.load(found("little", nbytes - 1)).in_place is None
-    assert not said
-    much = found("much", nbytes)
-    assert Manifest.load(much).in_place is not None
-    assert "as memory can hold them all: it must stay as it is" in said.pop()
-    assert found("much", nbytes - 1) == much  # from now on
-    copied = found("much", in_place=False)  # for who reads no other file
+    lying = found()
+    assert Manifest.load(lying).in_place is not None
+    assert f"of experts stay in {path} and are read there: it must stay as it is" in said[-1]
+    assert found() == lying
+    copied = found(in_place=False)  # for who reads no other file
     assert Manifest.load(copied).in_place is None
-    assert found("much") == copied
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=nbytes))
-    assert Manifest.load(found("full", 1)).in_place is not None
-    assert "as a copy would leave little of the" in said.pop()
+    assert found() == copied
+    said.clear()
     dense, _ = make(tmp_path / "dense", "Q4_K", "llama")
-    monkeypatch.undo()
-    resolve_model(str(dense), cache=tmp_path / "dense", memory=10**12, say=said.append, explain=said.append)
+    assert Manifest.load(found(dense)).in_place is None
     assert said
     assert not any("read there" in line or "experts are" in line for line in said)
 
@@ -247,24 +240,21 @@ def test_a_shard_that_changed_or_is_gone_is_named(tmp_path):
         Manifest.load(tmp_path / "lying")
 
 
-def test_folders_stay_where_memory_holds_their_experts_and_others_are_copied(tmp_path):
+def test_folders_stay_on_first_use_and_others_are_copied(tmp_path):
     said, explained = [], []
 
-    def found(source, **options):
-        options |= {"cache": tmp_path / "cache", "say": said.append, "explain": explained.append}
+    def found(source):
+        options = {"cache": tmp_path / "cache", "say": said.append, "explain": explained.append}
         return Manifest.load(resolve_model(str(source), **options)).in_place
 
     source = folder_of(tmp_path, "qwen3_moe")
-    assert found(source, memory=1) is None
-    assert not said
-    shutil.rmtree(tmp_path / "cache")
-    assert found(source, memory=10**9) is not None
-    assert f"of experts stay in {source} and are read there, as memory can hold them all" in said.pop()
+    assert found(source) is not None
+    assert f"of experts stay in {source} and are read there: it must stay as it is" in said.pop()
     other = folder_of(tmp_path / "gpt_oss", "gpt_oss")  # gate and up rows alternate, as columns
-    assert found(other, memory=10**9) is None
+    assert found(other) is None
     assert "experts are copied, as they lie there in another form than here" in explained[-1]
     mxfp4(other)
-    assert found(other, memory=10**9) is not None
+    assert found(other) is not None
     with_dtype = []
     convert(source, tmp_path / "half", dtype="float16", in_place=True, say=with_dtype.append)
     assert with_dtype[0].startswith("hf: experts are copied, as they lie there in another form")
