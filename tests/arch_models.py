@@ -620,7 +620,9 @@ VARIANTS |= {
         _TYPES
         | {"num_attention_heads_per_layer": [4, 8, 2], "moe_routed_scaling_factor": 2.5, "rope_parameters": _TWO_ROPES},
     ),
-    "laguna gate of every number": Variant("laguna", {"gating": "per-element", "mlp_layer_types": _SOME}),
+    "laguna gate of every number": Variant(
+        "laguna", {"gating": "per-element", "mlp_layer_types": _SOME, "moe_router_logit_softcapping": 0.2}
+    ),
     "hy_v3": Variant("hy_v3", {"mlp_layer_types": _SOME}),
     "bailing_moe": Variant("bailing_moe", _GROUPS),
     "kimi_linear": Variant("kimi_linear"),

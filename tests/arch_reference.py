@@ -422,6 +422,8 @@ class ReferenceDecoder:
         experts, router = self.block.experts, self.block.experts.router
         name = f"layers.{layer}.{'wide_' * (f'layers.{layer}.wide_router.weight' in self.tensors)}router"
         products = self._linear(name, x)
+        if router.softcap:
+            products = router.softcap * (products / router.softcap).tanh()
         scores = {"softmax": products.softmax(-1), "sigmoid": products.sigmoid()}.get(router.score, products)
         keys = scores + self.tensors.get(f"layers.{layer}.choice.bias", 0.0)
         groups = keys.view(len(x), router.groups, -1)

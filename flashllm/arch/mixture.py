@@ -22,6 +22,7 @@ class RouterSpec:
     # SparseMixer's (Liu et al., 2023): of one chosen after the other, its part of a softmax over those experts that are
     # left and whose products are within 2 * `jitter` of the highest, as a part of the larger of it and their own.
     score: Literal["softmax", "softmax_of_chosen", "sigmoid", "sparse_mixer"] = "softmax"
+    softcap: float = 0.0  # products become cap * tanh(product / cap) first; 0: they stay
     # The experts come in `groups` of as many, of which only the `chosen_groups` count that score highest, each by the
     # sum of its two highest experts or by its highest (DeepSeek-AI, 2024: DeepSeek-V3, and V2).
     groups: int = 1
@@ -43,7 +44,7 @@ class RouterSpec:
                 raise ValueError(f"router: {name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
         if not 1 <= self.chosen_groups <= self.groups:
             raise ValueError(f"router: {self.chosen_groups} of {self.groups} groups cannot be chosen")
-        for name in ("epsilon", "least_sum", "factor", "jitter", "norm_epsilon"):
+        for name in ("softcap", "epsilon", "least_sum", "factor", "jitter", "norm_epsilon"):
             value = getattr(self, name)
             if value is not None:
                 check_from_zero(f"router: {name}", value)

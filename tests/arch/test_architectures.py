@@ -258,7 +258,6 @@ def test_what_no_logit_shows_of_routers(model_type):
         ({"model_type": "bamboo", "hidden_act": "silu"}, "activation silu is not supported for bamboo"),
         ({"model_type": "bailing_moe", "score_function": "softmax"}, r"bailing_moe whose score_function .* \(Ling 1\)"),
         ({"model_type": "phimoe", "num_experts_per_tok": 1}, "num_experts_per_tok 1 is not supported; 2 is"),
-        ({"model_type": "laguna", "moe_router_logit_softcapping": 3.0}, "laguna with moe_router_logit_softcapping"),
         ({"model_type": "olmo", "clip_qkv": 8.0}, "olmo with clip_qkv 8.0 is not supported"),
         ({"model_type": "hunyuan_v1_moe", "num_experts": [4] + [8] * 31}, "num_experts that differs by layer"),
         ({"model_type": "qwen2", "layer_types": ["chunked_attention"] * 32}, "layers of type 'chunked_attention'"),

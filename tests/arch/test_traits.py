@@ -210,7 +210,10 @@ OTHERWISE = {
         "no factor of experts": router(factor=1.0),
         "one rotation": turning_as(0),
     },
-    "laguna gate of every number": {"another gate of attention": attention(gate="sigmoid")},
+    "laguna gate of every number": {
+        "another gate of attention": attention(gate="sigmoid"),
+        "a router without a cap": router(softcap=0.0),
+    },
     "hy_v3": {"no factor of experts": router(factor=1.0), "scores are shares": router(score="softmax")},
     "bailing_moe": {
         "groups by their best expert": router(groups_by="one"),

@@ -1,5 +1,6 @@
 """Mixtures of experts whose routers choose by a bias that their weights do not have (Wang et al., 2024), a row each."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -213,10 +214,11 @@ AFMOE = row(
 
 
 def _laguna(config: Config) -> BlockSpec:
-    check_usual(config, {"moe_apply_router_weight_on_input": False, "moe_router_logit_softcapping": 0.0})
+    check_usual(config, {"moe_apply_router_weight_on_input": False})
     count, key = num_layers(config), "shared_expert_intermediate_size"
     heads = of_layers("num_attention_heads_per_layer", config, usual=[config["num_attention_heads"]] * count)
-    router = sigmoid_router(config, "moe_routed_scaling_factor", epsilon=0.0)
+    cap = check_number("moe_router_logit_softcapping", config["moe_router_logit_softcapping"])
+    router = replace(sigmoid_router(config, "moe_routed_scaling_factor", epsilon=0.0), softcap=cap)
     block = decoder_block(
         {
             **config,

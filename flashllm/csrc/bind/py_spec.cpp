@@ -68,7 +68,8 @@ void read(const Attributes& from, RouterSpec& to) {
   from("score", to.score, kScores);
   TAKE(groups), TAKE(chosen_groups);
   from("groups_by", to.groups_by_two, kGroupScores);
-  TAKE(normalized), TAKE(epsilon), TAKE(least_sum), TAKE(factor), TAKE(norm_epsilon), TAKE(jitter);
+  TAKE(softcap), TAKE(normalized), TAKE(epsilon), TAKE(least_sum), TAKE(factor), TAKE(norm_epsilon),
+      TAKE(jitter);
 }
 
 void read(const Attributes& from, ExpertsSpec& to) {

@@ -49,6 +49,8 @@ void Router::route(const float* x, ThreadPool& pool, std::vector<float>& weights
                       "the model with `flashllm verify`, or convert it with --dtype float32");
   // 1. The experts with the highest products, or scores where others count besides them.
   const RouterSpec& router = spec_.router;
+  if (router.softcap != 0.0F)
+    for (float& logit : logits_) logit = router.softcap * std::tanh(logit / router.softcap);
   keys_ = logits_;
   if (router.score == RouterSpec::Score::softmax) {
     const float sum = exponentials(logits_);

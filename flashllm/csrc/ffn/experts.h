@@ -24,6 +24,7 @@ struct RouterSpec {
   // A softmax over all experts, or over the chosen alone; a sigmoid of each; or SparseMixer's.
   enum class Score { softmax, softmax_of_chosen, sigmoid, sparse_mixer };
   Score score = Score::softmax;
+  float softcap = 0.0F;  // products become cap * tanh(product / cap) first; 0: they stay
   // Experts in equal runs, of which only the highest count: by their highest expert, or the sum of two.
   std::size_t groups = 1, chosen_groups = 1;
   bool groups_by_two = false;
