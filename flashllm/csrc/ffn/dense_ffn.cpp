@@ -102,8 +102,7 @@ void DenseFfn::finish(std::size_t number, const float* down_bias, std::byte* y) 
     kernels.from_f32(row, format_.d_model, y + m * format_.d_model * dtype_nbytes(dtype_));
   }
   for (auto* buffer : {&part.y, &part.h, &part.up}) std::vector<float>().swap(*buffer);
-  if (number + 1 != parts()) return;
-  clear();
+  if (number + 1 == parts()) parts_.clear();
 }
 
 void DenseFfn::rest() noexcept {

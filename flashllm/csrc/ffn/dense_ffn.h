@@ -43,13 +43,14 @@ class DenseFfn {
   // next block's values are there behind `apply`.
   void apply();
   float* values(std::size_t part) { return parts_[part].h.data() + parts_[part].kept * padded(part); }
-  // y: [tokens, d_model] of a part; down_bias: [d_model] or nullptr. Its buffers go; with the last part, all.
+  // y: [tokens, d_model] of a part; down_bias: [d_model] or nullptr. Its buffers go; a block's stay for the
+  // next layer.
   void finish(std::size_t part, const float* down_bias, std::byte* y);
   // The same as a part of a larger sum: y[at[m]] += factors[m] * (token m's + bias); y: rows of d_model;
   // bias: [d_model] or nullptr.
   void finish_into(std::size_t part, const std::int32_t* at, const float* factors, const float* bias,
                    float* y);
-  // Between two blocks: lets go of what only one of them needs.
+  // Between two blocks, or layers: lets go of what only one of them needs.
   void rest() noexcept;
   // Lets go of all parts.
   void clear() noexcept;

@@ -75,11 +75,10 @@ void ExpertFfn::gather(std::size_t begin, std::size_t end) {
 
 void ExpertFfn::give(std::size_t first, std::size_t count, float* y) {
   std::copy_n(y_.data() + first * format_.d_model, count * format_.d_model, y);
-  if (first + count == experts_.tokens()) clear();
 }
 
 void ExpertFfn::rest() noexcept {
-  dense_.rest();
+  rows_ == 0 ? dense_.clear() : dense_.rest();
   std::vector<std::byte>().swap(gathered_);
 }
 

@@ -35,8 +35,7 @@ class ExpertFfn {
   std::size_t next_row() const { return run_ == runs_.size() ? 0 : runs_[run_].first_row + rows_; }
   // The next rows of those, none of two runs. Biases: [num_neurons] or nullptr.
   void add(const RowRun& block, const float* up_bias, const float* gate_bias);
-  // After the last rows: y [count, d_model] of the tokens from `first` on. With the last of all, lets go of
-  // them.
+  // After the last rows: y [count, d_model] of the tokens from `first` on. The next layer has their memory.
   void give(std::size_t first, std::size_t count, float* y);
   void rest() noexcept;  // as DenseFfn::rest
   void clear() noexcept;

@@ -26,7 +26,8 @@ void FeedForward::run(const FfnTurn& turn) {
     begin_rows(alone_, turn.layer, turn.part);
     while (next_rows(alone_, turn.layer, turn.part, [] {})) {
     }
-    return give(alone_, turn);
+    give(alone_, turn);
+    return alone_.clear();
   }
   watch_.charge(counters_.compute_ns);
   const FfnLayer* ffn = blocks_[turn.layer].ffn;
@@ -60,8 +61,7 @@ void FeedForward::interrupt() noexcept {
 
 void FeedForward::give_up() noexcept {
   stream_.drain();
-  alone_.dense.clear();
-  alone_.experts.clear();
+  alone_.clear();
   for (const BlockWeights& each : blocks_) {
     if (each.ffn == nullptr) continue;
     each.ffn->abandon();
@@ -215,13 +215,17 @@ void FeedForward::take(FfnStretch& stretch, const FfnTurn& turn) {
   const bool is_first = turn.part.number == 0;
   if (is_routed(turn.layer)) {
     require(tap == nullptr, "what the experts of a mixture see and compute cannot be observed");
-    if (is_first)
+    if (is_first) {
+      stretch.dense.clear();
       stretch.experts.begin(weights.format, *weights.ffn->router(), weights.spec.activation, plane(weights));
+    }
     stretch.experts.take(seen(turn), turn.x, count);
   } else {
     if (tap != nullptr) tap->input(turn.layer, turn.x, count);
-    if (is_first)
+    if (is_first) {
+      stretch.experts.clear();
       stretch.dense.begin(weights.format, weights.spec.activation, weights.neuron_norm, plane(weights));
+    }
     stretch.dense.take(arithmetic_.narrowed(turn.x, count * spec_.block.d_model), count);
   }
   if (turn.part.fills && weights.ffn != nullptr) begin_fill(stretch, turn);

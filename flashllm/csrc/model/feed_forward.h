@@ -35,6 +35,9 @@ struct FfnStretch {
   ExpertFfn experts;
   std::size_t blocks = 0;   // of rows that have passed
   bool is_applied = false;  // the norm between the neurons: the rows pass again
+
+  void rest() noexcept { dense.rest(), experts.rest(); }
+  void clear() noexcept { dense.clear(), experts.clear(); }
 };
 
 class FeedForward final : public FfnPart {

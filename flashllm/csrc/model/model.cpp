@@ -130,16 +130,14 @@ void RunningPass::resume() {
 void RunningPass::suspend() {
   if (phase_ != Phase::start) positions_ = model_.layer_.positions();
   expanded_ = std::exchange(model_.layer_.expanded(), {});
-  if (ffn_) {
-    ffn_->dense.rest();
-    ffn_->experts.rest();
-  }
+  if (ffn_) ffn_->rest();
   model_.watch_.charge(model_.counters_.compute_ns);
 }
 
 // Nothing can fail any more: the sequences get their tokens.
 void RunningPass::end() {
   is_over_ = true;
+  ffn_.reset();
   model_.layer_.expanded() = {};
   for_each_sequence(tokens_.data(), tokens_.size(), [&](const Token&, const Token& last) {
     last.sequence->commit(last.position + 1, pass_ == Pass::prompt);
