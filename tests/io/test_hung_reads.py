@@ -6,6 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -116,84 +119,91 @@ def run(script, *arguments):
     return json.loads(run_python("-c", START + script, TESTS, *arguments, timeout=60).stdout)
 
 
-def backends():
-    uring = _core.Reader(1, backend="auto", queue_depth=1).backend == "io_uring"
-    return ["threads", pytest.param("io_uring", marks=[] if uring else pytest.mark.skip(reason="no io_uring here"))]
+def run_each(script, cases):
+    """What a process of each case says, all at once: they wait more than they compute."""
+    with ThreadPoolExecutor(len(cases)) as pool:
+        return list(pool.map(lambda case: run(script, *case), cases))
 
 
-@pytest.mark.parametrize("backend", backends())
-def test_a_read_that_never_ends_is_an_error_that_says_where(tmp_path, backend):
-    path = tmp_path / "data.bin"
-    np.zeros(1 << 20, np.uint8).tofile(path)
-    said = run(READER, path, backend)
-    kind, message, seconds = said["hung"]
-    assert (kind, message) == (
-        "FlashIOError",
-        f"a read of 4096 bytes at offset 40960 did not end within 400 ms, {path}",
-    )
-    assert 0.4 <= seconds < 5
-    assert said["again"][0] == "FlashIOError"
-    assert "nothing more can be read; load the model again" in said["again"][1]
-    assert said["other"][0] == "nothing"
+BACKENDS = ["threads"] + ["io_uring"] * (_core.Reader(1, backend="auto", queue_depth=1).backend == "io_uring")
+LENGTHS = (4, 20)  # of a pass over few tokens, which is sparse, and of a prompt's
+needs_io_uring = pytest.mark.skipif("io_uring" not in BACKENDS, reason="no io_uring here")
 
 
-@pytest.mark.parametrize("backend", backends()[1:])
-@pytest.mark.parametrize("which", [0, 3, 11])
-def test_a_completion_that_names_another_read_is_one_that_never_comes(tmp_path, backend, which):
-    """By its index, by one that no read has, or by another number; the next reader reads."""
-    path = tmp_path / "data.bin"
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("hung") / "data.bin"
     np.random.default_rng(0).integers(0, 256, 200_003, np.uint8).tofile(path)
-    said = run(LOST, path, which)
-    assert len(said) == 3
-    for kind, message, _ in said.values():
-        assert kind == "FlashIOError"
-        assert "did not end within 200 ms" in message
+    return path
 
 
-@pytest.mark.parametrize("backend", backends())
-def test_the_time_in_which_the_process_was_stopped_does_not_count(tmp_path, backend):
+def test_a_read_that_never_ends_is_an_error_that_says_where(path):
+    for said in run_each(READER, [(path, backend) for backend in BACKENDS]):
+        kind, message, seconds = said["hung"]
+        expected = f"a read of 4096 bytes at offset 40960 did not end within 400 ms, {path}"
+        assert (kind, message) == ("FlashIOError", expected)
+        assert 0.4 <= seconds < 5
+        assert said["again"][0] == "FlashIOError"
+        assert "nothing more can be read; load the model again" in said["again"][1]
+        assert said["other"][0] == "nothing"
+
+
+@needs_io_uring
+def test_a_completion_that_names_another_read_is_one_that_never_comes(path):
+    """By its index, by one that no read has, or by another number; the next reader reads."""
+    for said in run_each(LOST, [(path, which) for which in (0, 3, 11)]):
+        assert len(said) == 3
+        for kind, message, _ in said.values():
+            assert kind == "FlashIOError"
+            assert "did not end within 200 ms" in message
+
+
+def test_the_time_in_which_the_process_was_stopped_does_not_count(path):
     """A read that was under way when ctrl-Z came has all of its patience once the process goes on."""
-    path = tmp_path / "data.bin"
-    np.zeros(4096, np.uint8).tofile(path)
-    command = [sys.executable, "-c", START + STOPPED, str(TESTS), str(path), backend]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "waiting\n"
-        time.sleep(0.3)  # so that it waits
-        process.send_signal(signal.SIGSTOP)
+    command = [sys.executable, "-c", START + STOPPED, str(TESTS), str(path)]
+    with ExitStack() as stack:
+        started = [
+            stack.enter_context(subprocess.Popen([*command, backend], stdout=subprocess.PIPE, text=True))
+            for backend in BACKENDS
+        ]
+        for process in started:
+            assert process.stdout.readline() == "waiting\n"
+        time.sleep(0.3)  # so that they wait
+        for process in started:
+            process.send_signal(signal.SIGSTOP)
         time.sleep(2.5)
         went_on = time.monotonic()
-        process.send_signal(signal.SIGCONT)
-        kind, message, _, ended = json.loads(process.communicate(timeout=60)[0])
-    assert kind == "FlashIOError"
-    assert "did not end within 2000 ms" in message
-    assert ended - went_on > 1.5
+        for process in started:
+            process.send_signal(signal.SIGCONT)
+        for process in started:
+            kind, message, _, ended = json.loads(process.communicate(timeout=60)[0])
+            assert kind == "FlashIOError"
+            assert "did not end within 2000 ms" in message
+            assert ended - went_on > 1.5
 
 
-@pytest.mark.parametrize("length", [4, 20], ids=["sparse", "prompt"])
-@pytest.mark.parametrize("backend", backends())
-def test_a_model_whose_read_never_ends(tiny, backend, length):
+def test_a_model_whose_read_never_ends(tiny):
     path = tiny("bfloat16").path("random")
-    said = run(MODEL, path, backend, length, 500)
-    kind, message, seconds = said["hung"]
-    assert kind == "FlashIOError", said
-    assert "layer " in message
-    assert f"did not end within 500 ms, {path}" in message
-    assert 0.5 <= seconds < 5
-    assert said["again"][0] == "FlashIOError"
-    assert said["close"][0] == "nothing"
-    assert said["close"][2] < 2
+    for said in run_each(MODEL, [(path, *case, 500) for case in product(BACKENDS, LENGTHS)]):
+        kind, message, seconds = said["hung"]
+        assert kind == "FlashIOError", said
+        assert "layer " in message
+        assert f"did not end within 500 ms, {path}" in message
+        assert 0.5 <= seconds < 5
+        assert said["again"][0] == "FlashIOError"
+        assert said["close"][0] == "nothing"
+        assert said["close"][2] < 2
 
 
-@pytest.mark.parametrize("length", [4, 20], ids=["sparse", "prompt"])
-@pytest.mark.parametrize("backend", backends())
-def test_ctrl_c_ends_a_read_that_never_ends(tiny, backend, length):
+def test_ctrl_c_ends_a_read_that_never_ends(tiny):
     """Once the pass waits for it: the signal comes so late that it does, also on a busy machine. Of a signal that is
     seen before, between two layers, tests/native/test_model.cpp tells."""
-    said = run(MODEL, tiny("bfloat16").path("random"), backend, length, 60_000)
-    assert said["hung"][0] == "KeyboardInterrupt", said
-    assert said["hung"][2] < 2.5 + 1.5  # of which a second is a busy machine's
-    assert said["close"][0] == "nothing"
-    assert said["close"][2] < 2
+    path = tiny("bfloat16").path("random")
+    for said in run_each(MODEL, [(path, *case, 60_000) for case in product(BACKENDS, LENGTHS)]):
+        assert said["hung"][0] == "KeyboardInterrupt", said
+        assert said["hung"][2] < 2.5 + 1.5  # of which a second is a busy machine's
+        assert said["close"][0] == "nothing"
+        assert said["close"][2] < 2
 
 
 def test_patience_is_positive():
@@ -201,7 +211,7 @@ def test_patience_is_positive():
         _core.Reader(1, patience_ms=0)
 
 
-@pytest.mark.parametrize("backend", backends())
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_file_replaced_or_deleted_while_it_is_open(tmp_path, backend):
     """What was opened is read on."""
     path, data = tmp_path / "data.bin", np.random.default_rng(0).integers(0, 256, 1 << 16, dtype=np.uint8)

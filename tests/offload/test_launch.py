@@ -216,7 +216,7 @@ def test_a_job_keeps_to_its_memory(model, tmp_path, compress):
     dice = random.Random(4)
     lines = [
         {"prompt": [dice.randrange(4, 2000) for _ in range(length)], "max_tokens": 3}
-        for length in [300] * 4 + [40] * 60 + [200] * 12
+        for length in [300] * 4 + [40] * 20 + [200] * 6
     ]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     base = int(subprocess.run([sys.executable, "-c", _BASE], capture_output=True, text=True, check=True).stdout)
