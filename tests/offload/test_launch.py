@@ -153,7 +153,7 @@ def test_a_ragged_job_is_planned_by_its_blocks(model, tmp_path, monkeypatch):
     work = Workload(prompt_len=400, gen_len=51)
     longest = launching.plan_policy(shape, work, found.options, requests=len(sizes))
     priced = [
-        predict_job(shape, found.options, each, [(len(block), largest(block)) for block in blocks_of(sizes, counts)])
+        predict_job(shape, found.options, each, launching.workloads(sizes, counts))
         for each, counts in ((found.policy, found.blocks), (longest, equal(len(sizes), longest.block_size)))
     ]
     assert priced[0]["throughput"] >= priced[1]["throughput"]
@@ -255,9 +255,3 @@ def blocks_of(sizes, counts):
     for count in counts:
         yield sizes[first : first + count]
         first += count
-
-
-def largest(block):
-    return Workload(
-        prompt_len=max(prompt for prompt, _ in block), gen_len=max(cached + 1 - prompt for prompt, cached in block)
-    )

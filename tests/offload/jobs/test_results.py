@@ -17,28 +17,24 @@ from flashllm.offload.jobs.lines import BatchFile
 from flashllm.offload.jobs.results import Results, expected_nbytes
 
 NEW = 6  # tokens, of a line that does not say
+FOREIGN = b'{"id": "batch_req_ffffffffffffffffffffffff", "custom_id": "%b"}\n'
+
+
+def asked(custom_id, url="completions", **body):
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": f"/v1/{url}", "body": body})
 
 
 def chat(custom_id, text, **body):
-    messages = [{"role": "user", "content": text}]
-    line = {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions"}
-    return json.dumps(line | {"body": {"messages": messages, **body}})
+    return asked(custom_id, "chat/completions", messages=[{"role": "user", "content": text}], **body)
 
 
 LINES = [
     json.dumps({"prompt": "é|a"}),
     chat("c1", "hello", max_tokens=4, logprobs=True, top_logprobs=2),
-    json.dumps({"custom_id": "long", "url": "/v1/completions", "method": "POST", "body": {"prompt": [3] * 200}}),
+    asked("long", prompt=[3] * 200),
     json.dumps({"prompt": "bb", "custom_id": 'q"u\u2028o', "logprobs": 1}),
     json.dumps({"prompt": [3] * 200, "custom_id": "too long"}),
-    json.dumps(
-        {
-            "custom_id": "c2",
-            "url": "/v1/completions",
-            "method": "POST",
-            "body": {"prompt": "xyz", "logprobs": 2, "temperature": 0.9},
-        }
-    ),
+    asked("c2", prompt="xyz", logprobs=2, temperature=0.9),
     chat("c3", "bye", stop=["e", "a", "o"]),
 ]
 
@@ -113,9 +109,8 @@ def test_the_form_of_answers(expected):
 
 def test_prompts_of_ids_are_answered_with_ids(tmp_path):
     """Without a tokenizer they are all the answer there is."""
-    batch = {"custom_id": "c", "url": "/v1/completions", "method": "POST", "body": {"prompt": [4, 5]}}
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text(json.dumps({"prompt": [4, 5]}) + "\n" + json.dumps(batch))
+    source.write_text(json.dumps({"prompt": [4, 5]}) + "\n" + asked("c", prompt=[4, 5]))
     run(source, out, encoder=dataclasses.replace(ENCODER, tokenizer=None))
     found = answers(out)
     (choice,) = found["c"]["response"]["body"]["choices"]
@@ -246,15 +241,9 @@ def test_the_input_is_never_the_output(source, tmp_path, link):
         (b"someone's notes\n", "line 1: is not JSON.*or is damaged"),
         (b"someone's notes", "last line is not of this job"),
         (b'{"a": 1}\n', "line 1 is no output of"),
-        (
-            b'{"id": "batch_req_ffffffffffffffffffffffff", "custom_id": "zz"}\n',
-            "answers 'zz', which the input does not",
-        ),
-        (
-            b'{"id": "batch_req_ffffffffffffffffffffffff", "custom_id": "c1"}\n',
-            "answers 'c1', which was asked otherwise",
-        ),
-        (b'{"id": "batch_req_ffffffffffff', "last line is not of this job"),
+        (FOREIGN % b"zz", "answers 'zz', which the input does not"),
+        (FOREIGN % b"c1", "answers 'c1', which was asked otherwise"),
+        (FOREIGN[:30], "last line is not of this job"),
         (b"\0\0\0\n", "line 1"),
     ],
 )
@@ -306,19 +295,17 @@ def test_a_line_may_be_written_otherwise(source, tmp_path, expected):
     assert run(source, out, resume=True).requests == 0
 
 
-def test_a_doubled_line_is_refused(source, tmp_path, expected):
+def test_a_doubled_line_is_refused_and_the_input_may_grow(source, tmp_path, expected):
     path = tmp_path / "whole.jsonl"
     data = path.read_bytes()
     path.write_bytes(data + data.splitlines(keepends=True)[0])
     with pytest.raises(FormatError, match="a second time"):
         run(source, path, resume=True)
-
-
-def test_more_lines_may_be_added_to_the_input(source, tmp_path, expected):
+    path.write_bytes(data)
     with source.open("a") as file:
         file.write(json.dumps({"prompt": "more", "custom_id": "new"}) + "\n")
-    run(source, tmp_path / "whole.jsonl", resume=True)
-    assert set(answers(tmp_path / "whole.jsonl")) == {*expected, "new"}
+    assert run(source, path, resume=True).requests == 1
+    assert set(answers(path)) == {*expected, "new"}
 
 
 def test_one_process_at_a_time(source, tmp_path):

@@ -11,10 +11,12 @@ import sys
 import time
 from contextlib import contextmanager
 
+import offload_runs
 import pytest
 import stage_process
 import torch
 from arch_models import VARIANTS, make_checkpoint
+from offload_runs import DEVICE, MIXED
 from scripts import REPOSITORY
 from tiny_models import make_tiny_opt
 
@@ -25,8 +27,6 @@ from flashllm.offload.policy import Policy
 from flashllm.offload.runtime.run import Runner, RunOptions
 
 LENGTHS, NEW = (1, 7, 63, 64, 65, 100, 3, 130, 20), (20, 3, 9, 20, 1, 12, 5, 20, 2)  # the first end early, batches too
-TIERS = ("wg", "wc", "wd", "cg", "cc", "cd", "hg", "hc", "hd")
-DEVICE, MIXED = (1.0, 0.0, 0.0) * 3, (0.4, 0.3, 0.3) * 3
 TIMEOUT_S = 4.0
 NOTICED_S = 2.0  # a process whose connections the system closes, on a machine that does something else besides
 
@@ -40,19 +40,22 @@ def context():
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
+    """(folder, layers) by name."""
     root = tmp_path_factory.mktemp("pipeline")
-    return {
-        "opt": (make_tiny_opt(root / "opt", num_layers=5, context=192, dtype="float16"), 5),
-        "mixture": (make_checkpoint(root / "mixture", VARIANTS["qwen2_moe and a dense layer"]), 3),
-        "llama tied": (make_checkpoint(root / "llama", VARIANTS["llama tied"], dtype="bfloat16"), 3),
-        "bloom": (make_checkpoint(root / "bloom", VARIANTS["bloom six heads"], dtype="float16"), 3),
-        "bitnet": (make_checkpoint(root / "bitnet", VARIANTS["bitnet tied, biases"], dtype="bfloat16"), 3),
-        "qwen3_5": (make_checkpoint(root / "qwen3_5", VARIANTS["qwen3_5"], dtype="bfloat16"), 3),
-    }
+    made = {"opt": (make_tiny_opt(root / "opt", num_layers=5, context=192, dtype="float16"), 5)}
+    for name, variant, dtype in (
+        ("mixture", "qwen2_moe and a dense layer", "float32"),
+        ("llama tied", "llama tied", "bfloat16"),
+        ("bloom", "bloom six heads", "float16"),
+        ("bitnet", "bitnet tied, biases", "bfloat16"),
+        ("qwen3_5", "qwen3_5", "bfloat16"),
+    ):
+        made[name] = make_checkpoint(root / name, VARIANTS[variant], dtype=dtype), 3
+    return made
 
 
-def policy(tiers=MIXED, **other):
-    return {"gpu_batch": 2, "num_batches": 2, **other} | dict(zip(TIERS, tiers, strict=True))
+def policy(place=MIXED, **other):
+    return offload_runs.policy(place, place, place, **{"gpu_batch": 2, "num_batches": 2, **other}).to_json()
 
 
 def prompts():
@@ -132,7 +135,7 @@ CASES = [
     (2, "bloom", {}),
     (3, "bitnet", {}),
     (3, "qwen3_5", {}),  # stages that keep states alone, and one that attends
-    (2, "opt", {"tiers": DEVICE, "gpu_batch": 9, "num_batches": 1}),
+    (2, "opt", {"place": DEVICE, "gpu_batch": 9, "num_batches": 1}),
     (3, "opt", {"overlap": False, "compress_weights": True, "compress_cache": True}),
     (4, "opt", {}),
 ]
@@ -186,7 +189,7 @@ def test_a_process_that_hangs_ends_all_within_the_timeout(context, models, tmp_p
         wait_for(tmp_path / "ready", started)
         os.kill(started[1].pid, signal.SIGSTOP)
         stopped = time.monotonic()
-        ends = results([started[0], started[2]], tmp_path, 15.0)
+        results([started[0], started[2]], tmp_path, 15.0)
         ends = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 2)]
     for end in ends:
         assert end["error"] == "PeerLost"
@@ -219,15 +222,8 @@ def test_offload_run_under_torchrun(models, tmp_path):
     path, _ = models["opt"]
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     fields = json.dumps({"policy": policy(DEVICE), "scratch": str(tmp_path / "scratch")})
-    lines = [
-        {
-            "custom_id": str(index),
-            "method": "POST",
-            "url": "/v1/completions",
-            "body": {"prompt": prompt, "max_tokens": new, "temperature": 0},
-        }
-        for index, (prompt, new) in enumerate(zip(prompts(), NEW, strict=True))
-    ]
+    asked = enumerate(zip(prompts(), NEW, strict=True))
+    lines = [{"custom_id": str(index), "prompt": prompt, "max_tokens": new} for index, (prompt, new) in asked]
     source.write_text("\n".join(json.dumps(line) for line in lines))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(REPOSITORY / "bench/offload/workers/job.py"), fields, str(path), "-i", str(source), "-o", str(out)]
@@ -239,5 +235,5 @@ def test_offload_run_under_torchrun(models, tmp_path):
     assert document["predicted"] is None
     answers = [json.loads(line) for line in out.read_text().splitlines()]
     assert sorted(int(each["custom_id"]) for each in answers) == list(range(len(lines)))
-    used = {each["custom_id"]: each["response"]["body"]["usage"]["completion_tokens"] for each in answers}
+    used = {each["custom_id"]: each["completion_tokens"] for each in answers}
     assert used == {str(index): new for index, new in enumerate(NEW)}
