@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 
@@ -80,19 +81,32 @@ def _check(jobs, data):
         assert (destination == data[offset : offset + len(destination)]).all(), offset
 
 
+def _read_right(reader, file, places, data, skew=0):
+    """Read (offset, nbytes) places, whose bytes must be the file's; the batch's statistics."""
+    jobs = _destinations(places, skew)
+    stats = _read(reader, file, jobs)
+    _check(jobs, data)
+    return stats
+
+
+def _told(code, *arguments):
+    """A process of its own that runs this code."""
+    command = [sys.executable, "-c", "import flashllm.errors\n" + code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+TWENTY = [(8192 * i, 4096) for i in range(20)]
+
+
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("skew", [0, 1, 64])
 def test_offsets_and_sizes(reader_of, path, data, direct, skew):
     reader, file = reader_of(threads=4), _core.DirectFile(str(path), direct)
     offsets, sizes = (0, 1, 511, 512, 4095, 4096, 65536, 77777), (1, 2, 511, 512, 513, 4096, 8192, 50000)
-    jobs = _destinations(list(product(offsets, sizes)), skew)
-    stats = _read(reader, file, jobs)
-    _check(jobs, data)
-    assert stats["jobs"] == 64
-    assert stats["retries"] == 0
+    stats = _read_right(reader, file, list(product(offsets, sizes)), data, skew)
+    assert (stats["jobs"], stats["retries"]) == (64, 0)
     if not file.direct:
-        assert stats["bounced"] == 0
-        assert stats["bytes"] == sum(len(destination) for _, destination in jobs)
+        assert (stats["bounced"], stats["bytes"]) == (0, len(offsets) * sum(sizes))
     if file.direct and skew % file.memory_alignment != 0:
         assert stats["bounced"] == stats["requests"]
 
@@ -115,9 +129,7 @@ def test_files_in_memory_are_not_called_direct(reader_of, data):
         file = _core.DirectFile(str(path))
         assert not file.direct
         assert file.fallback_reason != ""
-        jobs = _destinations([(0, 5000), (33333, 40000), (NBYTES - 7, 7)], 3)
-        _read(reader_of(threads=2), file, jobs)
-        _check(jobs, data)
+        _read_right(reader_of(threads=2), file, [(0, 5000), (33333, 40000), (NBYTES - 7, 7)], data, 3)
     finally:
         path.unlink(missing_ok=True)
 
@@ -125,9 +137,7 @@ def test_files_in_memory_are_not_called_direct(reader_of, data):
 @pytest.mark.parametrize("direct", [True, False])
 def test_end_of_file(reader_of, path, data, direct):
     reader, file = reader_of(threads=2), _core.DirectFile(str(path), direct)
-    jobs = _destinations([(NBYTES - 1, 1), (NBYTES - 3000, 3000), (NBYTES - 67, 67), (0, NBYTES)])
-    _read(reader, file, jobs)
-    _check(jobs, data)
+    _read_right(reader, file, [(NBYTES - 1, 1), (NBYTES - 3000, 3000), (NBYTES - 67, 67), (0, NBYTES)], data)
     for offset, nbytes in [(NBYTES, 1), (NBYTES - 10, 11), (NBYTES + 4096, 512), (196608, 4096), (0, NBYTES + 512)]:
         with pytest.raises(FormatError, match=rf"{re.escape(str(path))} ends at byte .*expected at least .*shrank"):
             _read(reader, file, _destinations([(offset, nbytes)]))
@@ -137,9 +147,7 @@ def test_neighbours_merge_and_gaps_are_read_through(reader_of, path, data):
     file = _core.DirectFile(str(path))
     rows = [(offset, 1024) for offset in (0, 1024, 4096, 5120, 16384)]
     for max_gap, requests, gap_bytes in [(0, 3, 0), (2047, 3, 0), (2048, 2, 2048), (65536, 1, 2048 + 10240)]:
-        jobs = _destinations(rows[::-1])
-        stats = _read(reader_of(threads=3, max_gap=max_gap), file, jobs)
-        _check(jobs, data)
+        stats = _read_right(reader_of(threads=3, max_gap=max_gap), file, rows[::-1], data)
         assert (stats["requests"], stats["gap_bytes"]) == (requests, gap_bytes)
         assert stats["bytes"] == 5 * 1024 + gap_bytes
 
@@ -153,10 +161,8 @@ def test_more_pieces_than_one_request_takes(reader_of, tmp_path, apart, requests
     path = tmp_path / "pieces"
     data.tofile(path)
     for direct in (True, False):
-        jobs = _destinations([(apart * i, 512) for i in range(1300)])
-        reader = reader_of(threads=2, max_gap=512, max_request=4 << 20)
-        stats = _read(reader, _core.DirectFile(str(path), direct), jobs)
-        _check(jobs, data)
+        reader, file = reader_of(threads=2, max_gap=512, max_request=4 << 20), _core.DirectFile(str(path), direct)
+        stats = _read_right(reader, file, [(apart * i, 512) for i in range(1300)], data)
         assert stats["requests"] == requests
 
 
@@ -210,14 +216,10 @@ def test_a_ring_that_takes_no_reads(path, data, refusals):
     _core.refuse_enters(refusals)
     try:
         for _ in range(3):
-            jobs = _destinations([(8192 * i, 4096) for i in range(20)])
-            _read(reader, file, jobs)
-            _check(jobs, data)
+            _read_right(reader, file, TWENTY, data)
     finally:
         _core.refuse_enters(0)
-    jobs = _destinations([(8192 * i, 4096) for i in range(20)])
-    _read(reader, file, jobs)
-    _check(jobs, data)
+    _read_right(reader, file, TWENTY, data)
 
 
 @needs_io_uring
@@ -225,7 +227,6 @@ def test_a_ring_that_takes_no_reads(path, data, refusals):
 def test_wrong_completions(path, data, which):
     """What the ring says of a read is not so: the right bytes, or a typed error. Of one whose name is wrong,
     tests/io/test_hung_reads.py tells."""
-    jobs = _destinations([(8192 * i, 4096) for i in range(20)])
     wrong = {
         "twice": ("twice", 3, 0, None),
         "length": ("length", 1, -1000, None),
@@ -240,17 +241,11 @@ def test_wrong_completions(path, data, which):
         reader = _core.Reader(backend="io_uring", queue_depth=4)
         _core.distort_completions(kind, which, count, argument)
         try:
-            if said is None:
-                _read(reader, file, jobs)
-                _check(jobs, data)
-            else:
-                with pytest.raises(FlashIOError, match=said):
-                    _read(reader, file, jobs)
+            with nullcontext() if said is None else pytest.raises(FlashIOError, match=said):
+                _read_right(reader, file, TWENTY, data)
         finally:
             _core.distort_completions("error", FOREVER, 0)
-        jobs = _destinations([(8192 * i, 4096) for i in range(20)])
-        _read(_core.Reader(backend="io_uring", queue_depth=4), file, jobs)
-        _check(jobs, data)
+        _read_right(_core.Reader(backend="io_uring", queue_depth=4), file, TWENTY, data)
 
 
 # Batches
@@ -261,7 +256,7 @@ def test_one_batch_fails_and_the_other_does_not(reader_of, path, data):
     good, bad = _core.DirectFile(str(path)), _core.DirectFile(str(path))
     bad.inject("error", 0, FOREVER, errno.EIO)
     for _ in range(20):
-        jobs = _destinations([(8192 * i, 4096) for i in range(20)])
+        jobs = _destinations(TWENTY)
         failing, working = _core.ReadBatch(reader, bad), _core.ReadBatch(reader, good)
         for offset, destination in jobs:
             working.add(offset, destination)
@@ -352,9 +347,7 @@ def test_an_empty_file_opens_and_ends_at_once(tmp_path):
 def test_names_with_spaces_and_umlauts(tmp_path, data):
     path = tmp_path / ("Größe 漢字 " + "x" * 200)
     data[:4096].tofile(path)
-    jobs = _destinations([(0, 4096)])
-    _read(_core.Reader(threads=1), _core.DirectFile(str(path)), jobs)
-    _check(jobs, data)
+    _read_right(_core.Reader(threads=1), _core.DirectFile(str(path)), [(0, 4096)], data)
 
 
 @pytest.mark.parametrize(
@@ -367,9 +360,8 @@ def test_readers_that_cannot_be_are_refused(options):
 
 def test_a_gap_beyond_a_request_means_a_request(path, data):
     reader = _core.Reader(threads=1, max_gap=2**64 - 1, max_request=8192)
-    jobs = _destinations([(offset, 512) for offset in (0, 7680, 16384, 100000)])
-    assert _read(reader, _core.DirectFile(str(path)), jobs)["requests"] == 3
-    _check(jobs, data)
+    places = [(offset, 512) for offset in (0, 7680, 16384, 100000)]
+    assert _read_right(reader, _core.DirectFile(str(path)), places, data)["requests"] == 3
 
 
 LIMITED = """
@@ -416,8 +408,7 @@ print("ok")
 
 
 def test_the_users_limit_on_threads():
-    command = [sys.executable, "-c", "import flashllm.errors\n" + NO_MORE_THREADS]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    result = _told(NO_MORE_THREADS)
     if "PermissionError" in result.stderr:
         pytest.skip("needs the right to become a user without threads")
     assert result.returncode == 0, result.stderr
@@ -466,8 +457,7 @@ except FlashIOError as error:
 @pytest.mark.parametrize("missing", ["descriptors", "locked memory"])
 def test_where_there_is_no_ring(missing):
     """Asked for by name it is an error, chosen freely it is threads and a reason."""
-    command = [sys.executable, "-c", "import flashllm.errors\n" + NO_RING, missing]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    result = _told(NO_RING, missing)
     if missing == "locked memory" and "assert automatic.backend" in result.stderr:
         pytest.skip("needs a kernel whose rings are locked memory")
     assert result.returncode == 0, result.stderr

@@ -1,6 +1,7 @@
 """The cost model against the equations of A.3 written out by hand, and what was added to them."""
 
 import dataclasses
+from itertools import product
 
 import pytest
 
@@ -35,9 +36,16 @@ def cost_model(policy: Policy, hardware: Hardware = PLAIN, shape: ModelShape = S
     return CostModel(shape=shape, hardware=hardware, workload=WORK, method=policy)
 
 
+def at(policy, forms):
+    """Values of forms, a dictionary's by name."""
+    if isinstance(forms, dict):
+        return dict(zip(forms, at(policy, forms.values()), strict=True))
+    return [form.value(policy.placement) for form in forms]
+
+
 def test_prefill_equations():
-    p, x = mixed(), mixed().placement
-    stages = {name: form.value(x) for name, form in cost_model(p).prefill.items()}
+    p = mixed()
+    stages = at(p, cost_model(p).prefill)
     weights = 8 * H1**2 + 4 * H1 * H2
     assert stages["ctog"] == pytest.approx((p.wc + p.wd) * weights + 2 * (p.hc + p.hd) * S * H1 * BLS)
     assert stages["gtoc"] == pytest.approx(4 * (p.cc + p.cd) * (S + 1) * H1 * BLS + 2 * (p.hc + p.hd) * S * H1 * BLS)
@@ -47,8 +55,8 @@ def test_prefill_equations():
 
 
 def test_decode_equations():
-    p, x = mixed(), mixed().placement
-    stages = {name: form.value(x) for name, form in cost_model(p).decode.items()}
+    p = mixed()
+    stages = at(p, cost_model(p).decode)
     weights, context = 8 * H1**2 + 4 * H1 * H2, S + N / 2
     queries = (p.cc + p.cd) * 2 * H1 * BLS  # CPU attention's own traffic, which A.3 neglects
     new = (p.cc + p.cd) * 4 * H1 * BLS
@@ -64,17 +72,14 @@ def test_without_cpu_attention_the_cache_travels():
     with_cpu, without = mixed(), mixed(cpu_attention=False)
     queries = 2 * H1 * BLS * 0.9
     cache = 0.9 * 4 * BLS * (S + N / 2) * H1
-    difference = cost_model(without).decode["ctog"].value(without.placement)
-    difference -= cost_model(with_cpu).decode["ctog"].value(with_cpu.placement)
-    assert difference == pytest.approx(cache - queries)
+    one, other = (at(p, cost_model(p).decode)["ctog"] for p in (without, with_cpu))
+    assert one - other == pytest.approx(cache - queries)
 
 
 def test_total_latency_is_that_of_section_4_3():
     policy = mixed()
     got, model = predict(SHAPE, PLAIN, WORK, policy), cost_model(policy)
-    t_pre = max(form.value(policy.placement) for form in model.prefill.values())
-    t_gen = max(form.value(policy.placement) for form in model.decode.values())
-    head = max(form.value(policy.placement) for form in model.head_step.values())
+    t_pre, t_gen, head = (max(at(policy, p.values())) for p in (model.prefill, model.decode, model.head_step))
     assert got.prefill_s == pytest.approx(t_pre * L + head)
     assert got.decode_s == pytest.approx((N - 1) * (t_gen * L + head))
     assert got.throughput == pytest.approx(BLS * N / (got.prefill_s + got.decode_s))
@@ -84,11 +89,9 @@ def test_serial_load_adds_the_weights_to_the_rest():
     policy = mixed()
     hardware = dataclasses.replace(PLAIN, combine="serial-load")
     model = cost_model(policy, hardware)
-    stages = {name: form.value(policy.placement) for name, form in model.decode.items()}
-    t_gen = max(form.value(policy.placement) for form in model.decode_bounds())
+    stages, t_gen = at(policy, model.decode), max(at(policy, model.decode_bounds()))
     assert t_gen == pytest.approx(stages["ctog"] + max(stages[name] for name in ("gtoc", "dtoc", "ctod", "comp")))
-    stages = {name: form.value(policy.placement) for name, form in model.prefill.items()}
-    t_pre = max(form.value(policy.placement) for form in model.prefill_bounds())
+    stages, t_pre = at(policy, model.prefill), max(at(policy, model.prefill_bounds()))
     expected = max(stages["ctog"] + stages["dtoc"], stages["gtoc"] + stages["ctod"], stages["comp"])
     assert t_pre == pytest.approx(expected)
 
@@ -96,27 +99,20 @@ def test_serial_load_adds_the_weights_to_the_rest():
 def test_without_overlap_stages_add_up():
     policy = mixed(overlap=False)
     model = cost_model(policy)
-    total = sum(form.value(policy.placement) for form in model.decode.values())
-    assert [form.value(policy.placement) for form in model.decode_bounds()] == [pytest.approx(total)]
+    assert at(policy, model.decode_bounds()) == [pytest.approx(sum(at(policy, model.decode.values())))]
 
 
 def test_device_peaks():
-    p, x = mixed(), mixed().placement
-    peaks = [form.value(x) for form in device_peaks(cost_model(p))]
+    p = mixed()
+    peaks = at(p, device_peaks(cost_model(p)))
     layer = 8 * H1**2 + 4 * H1 * H2
     weights = p.wg * (layer * L + SHAPE.embedding_bytes) + 2 * (1 - p.wg) * layer
     cache = 4 * (S + N) * H1 * p.cg * BLS * L
     prefill = weights + cache + p.hg * 2 * S * H1 * BLS + (1 - p.hg) * 2 * S * H1 * GBS
     decode = weights + cache + p.hg * 2 * H1 * BLS + (1 - p.hg) * 2 * H1 * GBS
     attention = GBS * (2 * S * H1 + 4 * S * H1 + 2 * NH * S**2)  # att_1 of A.3, wherever the cache will live
-    assert peaks[:4] == pytest.approx(
-        [
-            prefill + GBS * 8 * S * H1,
-            prefill + attention,
-            prefill + 2 * GBS * S * (H1 + H2),
-            prefill + GBS * 4 * S * H1 + GBS * 2,
-        ]
-    )
+    work = [GBS * 8 * S * H1, attention, 2 * GBS * S * (H1 + H2), GBS * 4 * S * H1 + GBS * 2]
+    assert peaks[:4] == pytest.approx([prefill + each for each in work])
     later = p.cg * GBS * (2 * H1 + 4 * (S + N) * H1 + 2 * NH * (S + N))
     assert peaks[4:6] == pytest.approx([decode + GBS * 8 * H1, decode + later])
 
@@ -125,7 +121,7 @@ def test_cpu_and_disk_peaks():
     p, x = mixed(), mixed().placement
     layer = 8 * H1**2 + 4 * H1 * H2
     home = p.wc * (layer * L + SHAPE.embedding_bytes) + 4 * (S + N) * H1 * p.cc * BLS * L
-    prefill, decode = (form.value(x) for form in cpu_peaks(cost_model(p)))
+    prefill, decode = at(p, cpu_peaks(cost_model(p)))
     assert prefill == pytest.approx(home + p.hc * 2 * S * H1 * BLS + (1 - p.wg) * layer + (1 - p.hg) * 2 * S * H1 * GBS)
     work = p.wd * layer + 2 * p.hd * 2 * H1 * GBS + 2 * p.cd * 4 * (S + N) * H1 * GBS
     scores = (p.cc + p.cd) * (2 * 2 * NH * (S + N) * GBS + 2 * H1 * GBS)
@@ -207,10 +203,5 @@ def test_linear_forms():
     assert (2 * WG + 3).value((0.5,) + (0.0,) * (SIZE - 1)) == 4
     assert (WG * 6 / 3 + WG).coef[0] == 3
     form = cost_model(mixed(), T4).decode["ctog"]
-    corners = [
-        form.value(tuple(float(i in (w, 3 + c, 6 + h)) for i in range(SIZE)))
-        for w in range(3)
-        for c in range(3)
-        for h in range(3)
-    ]
-    assert form.minimum == pytest.approx(min(corners))
+    corners = [[float(i in (w, 3 + c, 6 + h)) for i in range(SIZE)] for w, c, h in product(range(3), repeat=3)]
+    assert form.minimum == pytest.approx(min(form.value(tuple(corner)) for corner in corners))

@@ -85,24 +85,25 @@ def host(shape, policy, work=WORK, hardware=HOST):
     return model
 
 
-@pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("compress", [False, True])
 @pytest.mark.parametrize("kind", ["model", *MIXTURES, *CODED])
-@pytest.mark.parametrize("overlap", [True, False])
-def test_weights_take_what_the_store_plans(model_of, kind, where, compress, overlap):
+def test_weights_take_what_the_store_plans(model_of, kind, compress):
     folder, shape = model_of(kind)
-    policy = policy_of(where, compress_weights=compress, overlap=overlap)
-    with open_weights(folder) as source:
-        plan = plan_weights(source, policy, bits=4 if compress else None)
-    kept, starting = host_peaks.weights(host(shape, policy))
-    placement = np.array(policy.placement)
-    held = dict.fromkeys("gcd", 0)
-    for one in (one for bundle in plan.bundles[:-2] for one in bundle.tensors.values()):
-        held[one.home] += one.nbytes
-    placement[:3] = np.array(list(held.values())) / sum(held.values())  # of few large matrices, not quite the policy's
     more = 0.06 if kind == "mixed" else 0.02  # a buffer is planned with all that the largest layer has more
-    assert kept.value(placement) == pytest.approx(plan.memory_nbytes, rel=more)
-    assert starting == plan.start_nbytes
+    with open_weights(folder) as source:
+        for where, overlap in itertools.product(PLACES, (True, False)):
+            policy = policy_of(where, compress_weights=compress, overlap=overlap)
+            plan = plan_weights(source, policy, bits=4 if compress else None)
+            kept, starting = host_peaks.weights(host(shape, policy))
+            held = dict.fromkeys("gcd", 0)
+            for one in (one for bundle in plan.bundles[:-2] for one in bundle.tensors.values()):
+                held[one.home] += one.nbytes
+            placement = np.array(policy.placement)
+            placement[:3] = np.array(list(held.values())) / sum(
+                held.values()
+            )  # of few matrices, not quite the policy's
+            assert kept.value(placement) == pytest.approx(plan.memory_nbytes, rel=more), (where, overlap)
+            assert starting == plan.start_nbytes, (where, overlap)
 
 
 @pytest.mark.parametrize("where", PLACES)

@@ -284,20 +284,17 @@ def test_what_does_not_fit_is_refused():
     lengths = np.array([65], np.int64)
     with pytest.raises(TypeError):
         native.write(rows.astype(np.float16), rows, arena, slots, slots)
-    with pytest.raises(ValueError, match="keys must be"):
-        native.write(rows[:1], rows, arena, slots, slots)
-    with pytest.raises(ValueError, match="slot 3"):
-        native.write(rows, rows, arena, slots + 2, slots)
-    with pytest.raises(ValueError, match="slot -1"):
-        native.seal(arena, slots - 1, arena.copy(), slots)
-    with pytest.raises(ValueError, match="plain blocks must be"):
-        native.write(rows, rows, arena[:, :-1].copy(), slots, slots)
-    with pytest.raises(ValueError, match="must not be negative"):
-        native.write(rows, rows, arena, slots, slots - 1)
-    with pytest.raises(ValueError, match="beyond the arena"):
-        native.prompt(q, arena, 2, 64, q.copy())
-    with pytest.raises(ValueError, match="out must be"):
-        native.prompt(q, arena, 2, 0, np.zeros((2, 32), np.float32))
+    for method, arguments, said in (
+        (native.write, (rows[:1], rows, arena, slots, slots), "keys must be"),
+        (native.write, (rows, rows, arena, slots + 2, slots), "slot 3"),
+        (native.seal, (arena, slots - 1, arena.copy(), slots), "slot -1"),
+        (native.write, (rows, rows, arena[:, :-1].copy(), slots, slots), "plain blocks must be"),
+        (native.write, (rows, rows, arena, slots, slots - 1), "must not be negative"),
+        (native.prompt, (q, arena, 2, 64, q.copy()), "beyond the arena"),
+        (native.prompt, (q, arena, 2, 0, np.zeros((2, 32), np.float32)), "out must be"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            method(*arguments)
 
     def refused(match, **changes):
         whole = {"table": table, "offsets": offsets, "lengths": lengths, "arenas": [arena]}
@@ -318,9 +315,10 @@ def test_what_does_not_fit_is_refused():
             packed.decode(q, arenas, np.array(wrong, np.int32), offsets, lengths, q.copy())
     refused("share", share=0.0)
     refused("share", share=float("nan"))
-    with pytest.raises(ValueError, match="multiple of kv_heads"):
-        native_attention((3, 2, 8), "float16", "auto")
-    with pytest.raises(ValueError, match="at least one head"):
-        native_attention((3, 0, 8), "float16", "auto")
-    with pytest.raises(ValueError, match="4 or 8"):
-        native_attention((3, 3, 8), "float16", "auto", bits=3)
+    for heads, kv_heads, bits, said in (
+        (3, 2, 0, "multiple of kv_heads"),
+        (3, 0, 0, "at least one head"),
+        (3, 3, 3, "4 or 8"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            native_attention((heads, kv_heads, 8), "float16", "auto", bits=bits)

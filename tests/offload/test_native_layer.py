@@ -66,18 +66,17 @@ def test_what_does_not_fit_is_refused():
     layer = model.lend_layer(0, lent, {}, False)
     attend = lambda first, queries, keys, values, out: None  # noqa: E731
     states, positions = np.zeros((3, D), np.float32), np.arange(3, dtype=np.int64)
-    with pytest.raises(ValueError, match="beyond those there are"):
-        model.lend_layer(1, lent, {}, False)
-    with pytest.raises(ValueError, match=r"up\.weight does not fit"):
-        model.lend_layer(0, lent | {"up.weight": np.zeros((8, D), np.float32)}, {}, False)
-    with pytest.raises(ValueError, match="must be of dtype float"):
-        model.run(layer, states.astype(np.float64), positions, attend)
-    with pytest.raises(ValueError, match=r"must be \[2, 32\]"):
-        model.run(layer, states, positions[:2], attend)
-    with pytest.raises(ValueError, match="negative"):
-        model.run(layer, states, positions - 1, attend)
-    with pytest.raises(ValueError, match="head is not there"):
-        model.head(model.lend_ends({}), states, np.empty((3, 40), np.float32))
+    small = lent | {"up.weight": np.zeros((8, D), np.float32)}
+    for call, arguments, said in (
+        (model.lend_layer, (1, lent, {}, False), "beyond those there are"),
+        (model.lend_layer, (0, small, {}, False), r"up\.weight does not fit"),
+        (model.run, (layer, states.astype(np.float64), positions, attend), "must be of dtype float"),
+        (model.run, (layer, states, positions[:2], attend), r"must be \[2, 32\]"),
+        (model.run, (layer, states, positions - 1, attend), "negative"),
+        (model.head, (model.lend_ends({}), states, np.empty((3, 40), np.float32)), "head is not there"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            call(*arguments)
 
 
 def keeping(rows_together=4):

@@ -39,14 +39,32 @@ def shards(tmp_path):
     return paths
 
 
+def made(script, *arguments):
+    """What a tool said that must have ended well."""
+    done = run_script(f"tools/{script}.py", *arguments)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def actives(out, tokens):
+    """Neurons of the passes over each of these tokens, after a prompt of 12."""
+    with TracedModel.open(out, RunConfig(threads=1, io_threads=4)) as model, model.new_sequence() as sequence:
+        assert "synthetic weights, synthetic trace" in model.activity_source
+        model.step([(sequence, range(4, 16))])
+        model.meter.restart()
+        found = []
+        for token in tokens:
+            model.step([(sequence, [token])])
+            found.append(model.meter.take().active)
+        return found, model.activity_source
+
+
 def test_the_demo_script_trains_saves_resumes_and_refuses_a_checkpoint_of_another_recipe(shards, tmp_path):
     small = ["--vocab-size", 300, "--hidden-size", 32, "--ffn-dim", 64, "--num-layers", 2, "--num-heads", 2]
     small += ["--context", 64, "--window", 32, "--batch", 4, "--eval-tokens", 640]
     small += [part for name in shards for part in (f"--{name}", shards[name])]
-    first = run_script(
-        "tools/train_demo_model.py", *small, "--work", tmp_path / "w", "--out", tmp_path / "a", "--tokens", 2560
-    )
-    assert first.returncode == 0, first.stderr
+    small += ["--work", tmp_path / "w"]
+    first = made("train_demo_model", *small, "--out", tmp_path / "a", "--tokens", 2560)
     report = json.loads((tmp_path / "a" / "training_report.json").read_text())
     assert report == json.loads(first.stdout.splitlines()[-1])
     assert 1 < report["perplexity"] < 300  # a uniform guess over the vocabulary is 300
@@ -57,25 +75,15 @@ def test_the_demo_script_trains_saves_resumes_and_refuses_a_checkpoint_of_anothe
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "a")
     assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
 
-    again = run_script(
-        "tools/train_demo_model.py", *small, "--work", tmp_path / "w", "--out", tmp_path / "b", "--tokens", 5120
-    )
-    assert again.returncode == 0, again.stderr
-    assert "resumed at step 20" in again.stdout
-
-    other = run_script(
-        "tools/train_demo_model.py", *small, "--work", tmp_path / "w", "--out", tmp_path / "c", "--batch", 2
-    )
+    assert "resumed at step 20" in made("train_demo_model", *small, "--out", tmp_path / "b", "--tokens", 5120).stdout
+    other = run_script("tools/train_demo_model.py", *small, "--out", tmp_path / "c", "--batch", 2)
     assert other.returncode == 1
     assert "another recipe" in other.stderr
 
 
 def test_a_dummy_checkpoint_converts_and_fires_as_asked(tmp_path):
-    made = run_script(
-        "tools/make_dummy_checkpoint.py", tmp_path / "hf", "--shape", "opt-125m", "--layers", 1, "--tokenizer",
-        REPOSITORY / "flashllm" / "demo",
-    )  # fmt: skip
-    assert made.returncode == 0, made.stderr
+    demo = REPOSITORY / "flashllm" / "demo"
+    made("make_dummy_checkpoint", tmp_path / "hf", "--shape", "opt-125m", "--layers", 1, "--tokenizer", demo)
     assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "m")]) == 0
     active = []
     with Model.open(tmp_path / "m", RunConfig(mode="oracle", context=64)) as model, model.new_sequence() as sequence:
@@ -95,8 +103,7 @@ def test_a_trace_is_what_the_model_did(tiny, tmp_path):
         lines.writelines(json.dumps({"text": texts["b.jsonl.gz"]}) + "\n" for _ in range(2))
     out = tmp_path / "trace"
     arguments = [model.path("exact"), "--text", *(tmp_path / name for name in texts), "--tokens", 220, "--out", out]
-    recorded = run_script("tools/record_trace.py", *arguments)
-    assert recorded.returncode == 0, recorded.stderr
+    made("record_trace", *arguments)
     with Trace(out) as trace:
         info = trace.info
         active, firing, prefetch = (
@@ -130,8 +137,7 @@ def test_a_trace_is_what_the_model_did(tiny, tmp_path):
 def synthetic(tmp_path_factory):
     out = tmp_path_factory.mktemp("synthetic") / "model"
     small = ["--shape", "opt-125m", "--layers", 2, "--hidden", 192, "--vocab", 8192, "--tokens", 20]
-    done = run_script("tools/make_synthetic_model.py", out, *small, "--dtype", "float32")
-    assert done.returncode == 0, done.stderr
+    made("make_synthetic_model", out, *small, "--dtype", "float32")
     return out
 
 
@@ -183,22 +189,15 @@ def test_synthetic_experts_are_those_of_their_trace(tmp_path):
     out, size, chosen = tmp_path / "model", 32, 8
     small = {"hidden_size": 64, "intermediate_size": size, "num_attention_heads": 4, "num_experts": 16}
     small |= {"vocab_size": 8192, "max_position_embeddings": 64}
-    done = run_script(
-        "tools/make_synthetic_experts.py", out, "--layers", 2, "--tokens", 20, "--config", json.dumps(small)
-    )
-    assert done.returncode == 0, done.stderr
+    done = made("make_synthetic_experts", out, "--layers", 2, "--tokens", 20, "--config", json.dumps(small))
     assert "8 of 16 experts" in done.stderr
     with Trace(out / "trace.safetensors") as trace:
         masks = masks_of(trace, 1).reshape(20, 16, size)
     assert np.array_equal(masks.any(-1), masks.all(-1))
     assert np.all(masks.any(-1).sum(-1) == chosen)
-    with TracedModel.open(out, RunConfig(threads=1, io_threads=4)) as model, model.new_sequence() as sequence:
-        model.step([(sequence, range(4, 16))])
-        model.meter.restart()
-        for token in range(5):
-            model.step([(sequence, [token + 4])])
-            assert model.meter.take().active == 2 * chosen * size
-        assert "synthetic weights, synthetic trace of routing" in model.activity_source
+    found, source = actives(out, range(4, 9))
+    assert found == [2 * chosen * size] * 5
+    assert "synthetic weights, synthetic trace of routing" in source
 
 
 @pytest.mark.parametrize("gate", ["resident", "rows"])
@@ -206,18 +205,12 @@ def test_a_synthetic_gated_model_runs_by_its_trace(tmp_path, gate):
     out, small = tmp_path / "model", {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4}
     small |= {"vocab_size": 8192, "max_position_embeddings": 64}
     sizes = ["--layers", 2, "--tokens", 20, "--learn-tokens", 20, "--config", json.dumps(small)]
-    done = run_script("tools/make_synthetic_gated.py", out, "--gate", gate, *sizes)
-    assert done.returncode == 0, done.stderr
+    made("make_synthetic_gated", out, "--gate", gate, *sizes)
     with Trace(out / "trace.safetensors") as trace:
         active = [masks_of(trace, layer).sum(1) for layer in range(2)]
         firing = [masks_of(trace, layer, Stream.FIRING).sum(1) for layer in range(2)]
     assert all(np.array_equal(a, f) == (gate == "resident") for a, f in zip(active, firing, strict=True))
-    with TracedModel.open(out, RunConfig(threads=1, io_threads=4)) as model, model.new_sequence() as sequence:
-        model.step([(sequence, range(4, 16))])
-        model.meter.restart()
-        model.step([(sequence, [4])])
-        assert model.meter.take().active == sum(layer[12] for layer in active)
-        assert "synthetic weights, synthetic trace" in model.activity_source
+    assert actives(out, [4])[0] == [sum(layer[12] for layer in active)]
 
 
 def test_a_synthetic_trace_has_the_statistics_it_promises(tmp_path):

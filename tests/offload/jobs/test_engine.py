@@ -4,38 +4,13 @@ import json
 
 import pytest
 import torch
-from offload_host import policy_of
-from tiny_models import SENTENCES, make_tiny_opt
-from transformers import AutoTokenizer, OPTForCausalLM
+from asked import CONTEXT, LENGTHS, POLICY, PROMPTS
 
 from flashllm import OffloadEngine
 from flashllm.errors import BudgetError, FormatError, UsageError
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.offload import launch
 from flashllm.offload.accelerators import choose_accelerator
-
-CONTEXT = 64
-POLICY = policy_of("device", gpu_batch=2, num_batches=2).to_json()
-PROMPTS = [*SENTENCES, "a", "The moon", "One day a girl saw the sky and the sun"]
-LENGTHS = [5, 9, 1, 12, 7, 3, 12, 2]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return make_tiny_opt(tmp_path_factory.mktemp("model") / "tiny", context=CONTEXT)
-
-
-@pytest.fixture(scope="module")
-def expected(tiny):
-    """Ids that Hugging Face continues each prompt with, alone."""
-    model, tokenizer = OPTForCausalLM.from_pretrained(tiny).eval(), AutoTokenizer.from_pretrained(tiny)
-    result = []
-    for prompt, length in zip(PROMPTS, LENGTHS, strict=True):
-        inputs = tokenizer(prompt, return_tensors="pt")
-        with torch.no_grad():
-            ids = model.generate(**inputs, max_new_tokens=length, do_sample=False)[0, inputs.input_ids.shape[1] :]
-        result.append(tuple(ids.tolist()))
-    return result
 
 
 def engine(tiny, tmp_path, **options):

@@ -10,15 +10,15 @@ import time
 
 import psutil
 import pytest
+from asked import CONTEXT, LENGTHS, POLICY, PROMPTS
 from scripts import REPOSITORY
-from test_engine import CONTEXT, LENGTHS, POLICY, PROMPTS, expected, tiny  # noqa: F401 - fixtures
 from workers.job import main
 
 from flashllm.offload import launch
 from flashllm.offload.planner.packing import PACKING
 
 JOB = REPOSITORY / "bench/offload/workers/job.py"
-LARGE = 1000  # requests of a job that takes seconds, and so outlasts the kills
+LARGE = 600  # requests of a job that takes seconds, and so outlasts the kills
 
 
 def batch_file(path, count=8):
@@ -45,7 +45,7 @@ def answers(out):
     return result
 
 
-def test_a_batch_file_is_answered(tiny, tmp_path, expected, capsys):  # noqa: F811
+def test_a_batch_file_is_answered(tiny, tmp_path, expected, capsys):
     source, out = batch_file(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
     assert main(arguments(tiny, source, out, "--json")) == 0
     captured = capsys.readouterr()
@@ -73,14 +73,14 @@ def test_a_batch_file_is_answered(tiny, tmp_path, expected, capsys):  # noqa: F8
 
 
 @pytest.mark.parametrize("more", [(), ("--no-profile",)])
-def test_the_drive_may_be_left_unmeasured(tiny, tmp_path, monkeypatch, more):  # noqa: F811
+def test_the_drive_may_be_left_unmeasured(tiny, tmp_path, monkeypatch, more):
     asked = []
     monkeypatch.setattr(launch, "profile_drive", lambda *given, **named: asked.append(given))
     assert main(arguments(tiny, batch_file(tmp_path / "in.jsonl", 1), tmp_path / "out.jsonl", *more)) == 0
     assert bool(asked) == (not more)
 
 
-def test_packed_by_other_rules_a_job_is_not_resumed(tiny, tmp_path, capsys, monkeypatch):  # noqa: F811
+def test_packed_by_other_rules_a_job_is_not_resumed(tiny, tmp_path, capsys, monkeypatch):
     """Answers of packed weights depend on how they are packed; those of plain ones do not."""
     source = batch_file(tmp_path / "in.jsonl", 2)
     for packed, status in ((["--compress", "weights"], 1), ([], 0)):
@@ -93,7 +93,7 @@ def test_packed_by_other_rules_a_job_is_not_resumed(tiny, tmp_path, capsys, monk
         assert ("was asked otherwise" in capsys.readouterr().err) == bool(packed)
 
 
-def test_the_table(tiny, tmp_path, capsys):  # noqa: F811
+def test_the_table(tiny, tmp_path, capsys):
     source = tmp_path / "in.txt"
     source.write_text("\n".join(PROMPTS))
     assert main(arguments(tiny, source, tmp_path / "out.jsonl", "--max-new-tokens", "4")) == 0
@@ -102,7 +102,7 @@ def test_the_table(tiny, tmp_path, capsys):  # noqa: F811
         assert word in out
 
 
-def test_malformed_lines_write_nothing(tiny, tmp_path, capsys):  # noqa: F811
+def test_malformed_lines_write_nothing(tiny, tmp_path, capsys):
     source, out = batch_file(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
     good, long = source.read_text(), json.dumps({"prompt": [3] * CONTEXT})
     source.write_text(f'{good}\n{{"prompt": "a", "stream": true}}\n{long}')
@@ -115,7 +115,7 @@ def test_malformed_lines_write_nothing(tiny, tmp_path, capsys):  # noqa: F811
     assert len(answers(out)) == len(PROMPTS) + 1
 
 
-def test_a_job_that_cannot_start_leaves_no_file(tiny, tmp_path, capsys):  # noqa: F811
+def test_a_job_that_cannot_start_leaves_no_file(tiny, tmp_path, capsys):
     source, out = batch_file(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
     assert main(arguments(tiny, source, out, "--memory", "1MB")) == 1
     assert "nothing is left for the model; give it more than" in capsys.readouterr().err
@@ -130,7 +130,7 @@ def start(*given):
     return subprocess.Popen([sys.executable, JOB, *given], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_killed_at_any_moment_and_resumed(tiny, tmp_path):  # noqa: F811
+def test_killed_at_any_moment_and_resumed(tiny, tmp_path):
     source, whole, out = batch_file(tmp_path / "in.jsonl", LARGE), tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     assert main(arguments(tiny, source, whole)) == 0
     moments, answered, half = random.Random(5), 0, whole.stat().st_size // 2
@@ -157,7 +157,7 @@ def test_killed_at_any_moment_and_resumed(tiny, tmp_path):  # noqa: F811
     assert not list(scratch.iterdir())
 
 
-def test_an_interrupt_ends_the_job_within_a_second(tiny, tmp_path):  # noqa: F811
+def test_an_interrupt_ends_the_job_within_a_second(tiny, tmp_path):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     body = {"max_tokens": CONTEXT - 4, "ignore_eos": True}
     lines = [{"prompt": [5, 6, index % 200 + 7], "custom_id": str(index), **body} for index in range(500)]

@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from arch_models import VARIANTS, make_checkpoint
 from offload_runs import CPU, DEVICE, DISK, MIXED, answers, policy, sequences
 
 from flashllm.base.group_codes import GROUP_CODES
@@ -66,17 +65,15 @@ def test_sparse_attention_gives_the_native_tokens(models, tmp_path, packs, share
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_16_bit_models_run_and_begin_as_the_native_ones(tmp_path, dtype):
+def test_16_bit_models_run_and_begin_as_the_native_ones(checkpoint, tmp_path, dtype):
     """Within tolerance: the first tokens, of which few are near ties, are mostly the same."""
-    path = make_checkpoint(tmp_path / "hf", VARIANTS["llama"], dtype=dtype)
+    path = checkpoint("llama", dtype)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(4, 300, (n,), generator=generator).tolist() for n in (5, 70, 9, 121, 33, 64)]
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
     for packs in (False, True):
         chosen = placed(MIXED, MIXED, MIXED, compress_weights=packs, compress_cache=packs)
-        native = [tokens[0] for tokens in answers(path, prompts, scratch, chosen, new=3)]
-        found = [tokens[0] for tokens in on_torch(path, prompts, scratch, chosen, new=3)]
+        native = [tokens[0] for tokens in answers(path, prompts, tmp_path, chosen, new=3)]
+        found = [tokens[0] for tokens in on_torch(path, prompts, tmp_path, chosen, new=3)]
         assert sum(a == b for a, b in zip(native, found, strict=True)) >= 5
 
 

@@ -6,7 +6,6 @@ import time
 import numpy as np
 import pytest
 import torch
-from arch_models import VARIANTS, make_checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from offload_runs import CPU, DEVICE, DISK, LENGTHS, MIXED, answers, policy, sequences
@@ -63,7 +62,7 @@ def test_delays_change_no_token(models, tmp_path, monkeypatch, name, seed):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize(
     "name",
     [
@@ -71,23 +70,19 @@ def test_delays_change_no_token(models, tmp_path, monkeypatch, name, seed):
         *("qwen3_5", "kimi_linear", "falcon_h1", "nemotron_h", "lfm2"),
     ],
 )
-def test_an_answer_does_not_depend_on_its_batch(tmp_path, dtype, bits, name):
+def test_an_answer_does_not_depend_on_its_batch(checkpoint, tmp_path, dtype, packs, name):
     """Bit for bit: in 16 bit, compressed or not, alone and among others."""
-    path = make_checkpoint(tmp_path / "hf", VARIANTS[name], dtype=dtype)
-    prompts = prompts_of(5, 70, 9, 121)
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    compressed = {"compress_weights": bits is not None, "compress_cache": bits is not None}
-    together = answers(path, prompts, scratch, policy(DISK, MIXED, MIXED, gpu_batch=4, **compressed))
-    alone = [answers(path, [prompt], scratch, policy(gpu_batch=1, **compressed))[0] for prompt in prompts]
+    path, prompts = checkpoint(name, dtype), prompts_of(5, 70, 9, 121)
+    packed = {"compress_weights": packs, "compress_cache": packs}
+    together = answers(path, prompts, tmp_path, policy(DISK, MIXED, MIXED, gpu_batch=4, **packed))
+    alone = [answers(path, [prompt], tmp_path, policy(gpu_batch=1, **packed))[0] for prompt in prompts]
     assert together == alone
 
 
-def test_what_lies_behind_a_window_is_not_read(tmp_path):
-    path = make_checkpoint(tmp_path / "hf", VARIANTS["mistral window"], dtype="bfloat16")
+def test_what_lies_behind_a_window_is_not_read(checkpoint, tmp_path):
+    path = checkpoint("mistral window", "bfloat16")
     (prompt,), new, window = prompts_of(150), 40, 37
-    (tmp_path / "scratch").mkdir()
-    with Runner(path, policy(cache=DISK), RunOptions(scratch=tmp_path / "scratch")) as runner:
+    with Runner(path, policy(cache=DISK), RunOptions(scratch=tmp_path)) as runner:
         block = runner._attention[0].sealed_nbytes
         (sequence,) = sequences([prompt], new)
         measure = runner.run([sequence])
@@ -95,7 +90,7 @@ def test_what_lies_behind_a_window_is_not_read(tmp_path):
     seen = [position // 64 - min(position // 64, (position + 1 - window) // 64) for position in range(150, 189)]
     assert measure.bytes_read == layers * block * sum(seen)
     assert 0 < sum(seen) < sum(position // 64 for position in range(150, 189)) / 2
-    assert answers(path, [prompt], tmp_path / "scratch", policy(), new) == [list(sequence.output)]
+    assert answers(path, [prompt], tmp_path, policy(), new) == [list(sequence.output)]
 
 
 def prompts_of(*lengths):

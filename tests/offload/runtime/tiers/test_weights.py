@@ -4,6 +4,7 @@ import itertools
 import json
 import shutil
 import tracemalloc
+from functools import cache
 
 import numpy as np
 import pytest
@@ -39,20 +40,19 @@ def policy(wg, wc, wd):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """(variant, dtype) -> Hugging Face folder, model directory."""
-    made = {}
+    """(variant, dtype) -> Hugging Face folder, model directory; made once."""
 
+    @cache
     def get(name, dtype="bfloat16"):
-        if (name, dtype) not in made:
-            root = tmp_path_factory.mktemp("model")
-            source = make_checkpoint(root / "hf", VARIANTS[name], dtype=dtype)
-            convert(source, root / "model")
-            made[name, dtype] = source, root / "model"
-        return made[name, dtype]
+        root = tmp_path_factory.mktemp("model")
+        source = make_checkpoint(root / "hf", VARIANTS[name], dtype=dtype)
+        convert(source, root / "model")
+        return source, root / "model"
 
     return get
 
 
+@cache
 def expected(folder, dtype):
     """Canonical name -> array as stored, by another reader than the product's."""
     import torch
