@@ -4,7 +4,6 @@ import datetime
 
 import pytest
 from chat_templates import FAMILIES
-from tiny_models import make_tokenizer
 
 from flashllm.errors import FormatError, UsageError
 from flashllm.generate.templates.chat_template import ChatTemplate
@@ -31,36 +30,30 @@ INST = """{%- if messages[0]['role'] == 'system' -%}
 USER = {"role": "user", "content": ' Hello <b>there</b> & é "you"\n'}
 
 
-@pytest.fixture(scope="module")
-def theirs():
-    return make_tokenizer(300)
-
-
-def test_the_conversation_is_left_as_it_was():
+def test_the_conversation_is_left_as_it_was(warm):
     messages = [dict(USER)]
-    template = ChatTemplate("{% set _ = messages.append(1) %}{{ messages | length }}", "here")
+    template = ChatTemplate("{% set _ = messages.append(1) %}{{ messages | length }}", "here", renderer=warm)
     assert [template.render(messages) for _ in range(2)] == ["2", "2"]  # a list may grow, of a copy
     assert messages == [USER]
 
 
-def test_json_is_read():
+def test_json_is_read(warm):
     """Which transformers has no filter for."""
-    template = ChatTemplate(
-        "{% for a, b in messages[0].content | fromjson | items %}{{ a }}={{ b }}{% endfor %}", "here"
-    )
+    source = "{% for a, b in messages[0].content | fromjson | items %}{{ a }}={{ b }}{% endfor %}"
+    template = ChatTemplate(source, "here", renderer=warm)
     assert template.render([{"role": "user", "content": '{"é": [1, null]}'}]) == "é=[1, None]"
     with pytest.raises(FormatError, match="here: the chat template failed: Expecting value"):
         template.render([{"role": "user", "content": "no"}])
 
 
-def test_the_date_is_todays():
+def test_the_date_is_todays(warm):
     before = datetime.datetime.now().strftime("%Y-%m-%d")
-    text = ChatTemplate("{{ strftime_now('%Y-%m-%d') }}", "here").render([])
+    text = ChatTemplate("{{ strftime_now('%Y-%m-%d') }}", "here", renderer=warm).render([])
     assert before <= text <= datetime.datetime.now().strftime("%Y-%m-%d")
 
 
-def test_a_refusal_is_the_templates_own_words():
-    template = ChatTemplate(INST, "here", {"bos_token": "<s>", "eos_token": "</s>"})
+def test_a_refusal_is_the_templates_own_words(warm):
+    template = ChatTemplate(INST, "here", {"bos_token": "<s>", "eos_token": "</s>"}, renderer=warm)
     with pytest.raises(UsageError, match="refuses this conversation: roles must alternate"):
         template.render([USER, USER])
     assert template.render([USER]).startswith("<s>[INST] Hello")  # and it goes on
@@ -69,9 +62,9 @@ def test_a_refusal_is_the_templates_own_words():
 @pytest.mark.parametrize(
     "broken", ["{% for m in", "{{ 1 + }}", "{% frobnicate %}", "{% generation %}never ended", "{{ a | no_filter }}"]
 )
-def test_a_template_that_is_none_is_a_format_error(broken):
+def test_a_template_that_is_none_is_a_format_error(warm, broken):
     with pytest.raises(FormatError, match="dir: the chat template is not valid"):
-        ChatTemplate(broken, "dir").check()
+        ChatTemplate(broken, "dir", renderer=warm).check()
 
 
 def test_a_huge_template_is_refused():
@@ -102,22 +95,22 @@ def test_a_huge_template_is_refused():
         "{{ lipsum(n=1) }}",
     ],
 )
-def test_what_a_template_must_not_do_is_a_format_error(hostile):
-    template = ChatTemplate(hostile, "dir")
+def test_what_a_template_must_not_do_is_a_format_error(warm, hostile):
+    template = ChatTemplate(hostile, "dir", renderer=warm)
     with pytest.raises(FormatError, match=r"dir: the chat template failed: .+"):
         template.render([dict(USER)])
 
 
 @pytest.mark.parametrize("hidden", ["messages.__class__", "strftime_now.__code__", "'{0.__class__}'.format(messages)"])
-def test_what_python_keeps_for_itself_is_not_shown(hidden):
-    assert ChatTemplate(f"{{{{ {hidden} }}}}", "dir").render([dict(USER)]) == ""
+def test_what_python_keeps_for_itself_is_not_shown(warm, hidden):
+    assert ChatTemplate(f"{{{{ {hidden} }}}}", "dir", renderer=warm).render([dict(USER)]) == ""
 
 
-def test_a_long_conversation_is_far_from_the_bounds():
+def test_a_long_conversation_is_far_from_the_bounds(warm):
     messages = [{"role": ("user", "assistant")[i % 2], "content": "word " * 50} for i in range(2001)]
     for name in ("mistral", "qwen-3", "gpt-oss"):
-        with ChatTemplate(FAMILIES[name], "dir", {"bos_token": "<s>", "eos_token": "</s>"}) as template:
-            assert template.render(messages).count("word") == 50 * 2001
+        template = ChatTemplate(FAMILIES[name], "dir", {"bos_token": "<s>", "eos_token": "</s>"}, renderer=warm)
+        assert template.render(messages).count("word") == 50 * 2001
 
 
 def test_of_several_templates_the_default_is_taken(theirs):

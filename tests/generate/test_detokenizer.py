@@ -72,7 +72,7 @@ CHARACTERS = st.sampled_from("日é🙂x").map(lambda character: [byte + 3 for b
 
 
 @given(st.lists(WORDS | CHARACTERS | st.just([1]), max_size=30))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_pieces_join_where_spaces_and_bytes_are_decoded_together(parts):
     ids = [token_id for part in parts for token_id in part]
     pieces, _ = pieces_of(ids, tokenizer=SENTENCEPIECE)
@@ -91,7 +91,7 @@ def test_a_special_token_in_between_takes_no_space_away():
 
 
 @given(st.text("abcé🙂", max_size=20), st.lists(st.text("abcé🙂", min_size=1, max_size=3), min_size=1, max_size=3))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_text_ends_before_the_first_stop_string(text, stop):
     pieces, stopped = pieces_of(ids_of(text), stop)
     ends = [text.index(s) for s in stop if s in text]

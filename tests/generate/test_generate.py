@@ -3,6 +3,7 @@
 import gc
 import weakref
 
+import numpy as np
 import psutil
 import pytest
 
@@ -169,57 +170,57 @@ def test_nothing_to_continue(session):
 # What ends a stream early
 
 
-@pytest.mark.parametrize(
-    ("mode", "read"), [*(("sparse", read) for read in (0, 1, 2, 4, 7, 11, 14, 20, 30)), ("oracle", 4)]
-)
+@pytest.mark.parametrize(("mode", "reads"), [("sparse", (0, 1, 2, 4, 7, 11, 14, 20, 30)), ("oracle", (4,))])
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_an_interruption_in_a_pass_leaves_the_session_as_after_the_last_record(  # noqa: PLR0917 - fixtures
-    session, opened, tiny, mode, read, prompt
+    session, opened, tiny, mode, reads, prompt
 ):
     """Ctrl-C while a read is under way: in any layer of the prompt's pass, and in later tokens' passes."""
     options = {"mode": mode, "cache_policy": "window", "window": 1}
     one = session(opened(tiny("bfloat16").path("random"), **options), max_new_tokens=6)
-    plain = [run(one.stream(text, add_special=first))[0] for text, first in ((PROMPTS[1], True), (prompt, False))]
-    one.reset()
-    assert run(one.stream(PROMPTS[1]))[0] == plain[0]
-    before, told = one.tokens, []
-    one.model.parts.file.inject("interrupt", read)
-    with pytest.raises(KeyboardInterrupt):
-        told.extend(one.stream(prompt, add_special=False))  # extend keeps what came before the interruption
-    if not told:
-        assert one.tokens == before
-        assert run(one.stream(prompt, add_special=False))[0] == plain[1]
-    else:
-        known = len(told) - 1
-        turn = one.tokenizer.encode(prompt, add_special=False)
-        assert one.tokens == before + turn + plain[1][:known]
-        one.options = SamplingOptions(max_new_tokens=6 - known)
-        assert run(one.stream("", add_special=False))[0] == plain[1][known:]  # goes on as if nothing had been
+    first, answer = (run(one.stream(text, add_special=at == 0))[0] for at, text in enumerate((PROMPTS[1], prompt)))
+    turn = one.tokenizer.encode(prompt, add_special=False)
+    for read in reads:
+        one.reset()
+        one.options = SamplingOptions(max_new_tokens=6)
+        assert run(one.stream(PROMPTS[1]))[0] == first
+        before, told = one.tokens, []
+        one.model.parts.file.inject("interrupt", read)
+        with pytest.raises(KeyboardInterrupt):
+            told.extend(one.stream(prompt, add_special=False))  # extend keeps what came before the interruption
+        if not told:
+            assert one.tokens == before
+            assert run(one.stream(prompt, add_special=False))[0] == answer
+        else:
+            known = len(told) - 1
+            assert one.tokens == before + turn + answer[:known]
+            one.options = SamplingOptions(max_new_tokens=6 - known)
+            assert run(one.stream("", add_special=False))[0] == answer[known:]  # goes on as if nothing had been
+
+
+FAULTS = [
+    ("error", FlashIOError, r"layer \d, neuron \d+: .*ffn\.safetensors"),
+    ("flip", ChecksumError, r"layer \d, neuron"),
+    ("end_of_file", FormatError, r"layer \d, neuron \d+: .*ffn\.safetensors ends at byte"),
+]
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE], ids=["plain", "template"])
-@pytest.mark.parametrize(
-    ("kind", "error", "where"),
-    [
-        ("error", FlashIOError, r"layer \d, neuron \d+: .*ffn\.safetensors"),
-        ("flip", ChecksumError, r"layer \d, neuron"),
-        ("end_of_file", FormatError, r"layer \d, neuron \d+: .*ffn\.safetensors ends at byte"),
-    ],
-)
-def test_a_fault_ends_the_turn_and_nothing_else(session, template, kind, error, where):
+def test_a_fault_ends_the_turn_and_nothing_else(session, template):
     one = session(template=template, max_new_tokens=5)
-    expected = [run(one.stream_chat(text))[0] for text in ("hello", "who is there, and what of the others?", "so")]
-    one.reset()
-    run(one.stream_chat("hello"))
-    state = one.tokens, list(one.messages)
-    for count in (30, 10**6):  # 30: more than the tries of all reads that fly at once
-        one.model.parts.file.inject(kind, 0, count=count, argument=5)
-        with pytest.raises(error, match=where):
-            run(one.stream_chat("who is there, and what of the others?"))
-        assert (one.tokens, one.messages) == state
-    one.model.parts.file.inject("error", 2**60)
-    assert run(one.stream_chat("who is there, and what of the others?"))[0] == expected[1]
-    assert run(one.stream_chat("so"))[0] == expected[2]
+    turns = ("hello", "who is there, and what of the others?", "so")
+    expected = [run(one.stream_chat(text))[0] for text in turns]
+    for kind, error, where in FAULTS:
+        one.reset()
+        run(one.stream_chat(turns[0]))
+        state = one.tokens, list(one.messages)
+        for count in (30, 10**6):  # 30: more than the tries of all reads that fly at once
+            one.model.parts.file.inject(kind, 0, count=count, argument=5)
+            with pytest.raises(error, match=where):
+                run(one.stream_chat(turns[1]))
+            assert (one.tokens, one.messages) == state
+        one.model.parts.file.inject("error", 2**60)
+        assert [run(one.stream_chat(text))[0] for text in turns[1:]] == expected[1:]
 
 
 # Closing
@@ -249,16 +250,13 @@ def test_a_session_of_a_closed_model(session):
 
 def test_memory_does_not_grow_with_the_tokens(session, opened, tiny):
     one = session(opened(tiny("bfloat16").path("random"), io_threads=32), max_new_tokens=80)
-    process = psutil.Process()
-    for _ in range(2):
-        run(one.stream(PROMPTS[1]))
-        one.reset()
-    grown = []
-    for _ in range(4):
-        gc.collect()
-        before = process.memory_info().rss
+    process, held = psutil.Process(), []
+    gc.freeze()  # what other tests have left need not be looked through each time
+    for _ in range(6):
         run(one.stream(PROMPTS[1]))
         one.reset()
         gc.collect()
-        grown.append(process.memory_info().rss - before)
+        held.append(process.memory_info().rss)
+    gc.unfreeze()
+    grown = np.diff(held[1:])
     assert min(grown) < 250_000  # of 80 tokens: what grows with them grows each time, what else there is does not

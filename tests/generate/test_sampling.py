@@ -81,7 +81,7 @@ OPTIONS = st.builds(
 
 
 @given(OPTIONS, st.integers(0, 2**32), st.sampled_from((2, 7, 300)), st.sampled_from((0.5, 3.0, 20.0)))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 def test_scores_are_those_of_transformers(options, seed, vocab, spread):
     random = np.random.default_rng(seed)
     logits = (random.standard_normal(vocab) * spread).astype(np.float32)
@@ -90,7 +90,7 @@ def test_scores_are_those_of_transformers(options, seed, vocab, spread):
 
 
 @given(OPTIONS, st.lists(st.integers(-2, 2), min_size=2, max_size=40))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 def test_equal_logits_are_kept_or_removed_as_by_transformers(options, logits):
     check(np.array(logits, np.float32), [0, 1, 1], options, ties=True)
 

@@ -10,13 +10,11 @@ from pathlib import Path
 
 import pytest
 from chat_templates import BOMBS, FAMILIES, FEATURES
-from tiny_models import make_tokenizer
 
 from flashllm.base.processes import beside_nbytes
 from flashllm.errors import FlashError, FormatError, UsageError
 from flashllm.generate.templates import renderer as apart
 from flashllm.generate.templates.chat_template import ChatTemplate
-from flashllm.generate.templates.renderer import Renderer
 
 USER = {"role": "user", "content": "Hello"}
 PLAIN = "{% for m in messages %}{{ m.content }};{% endfor %}"
@@ -30,18 +28,6 @@ CONVERSATIONS = [
     ],
     [{"role": "user", "content": "One"}, {"role": "assistant", "content": ""}],
 ]
-
-
-@pytest.fixture(scope="module")
-def theirs():
-    return make_tokenizer(300)
-
-
-@pytest.fixture(scope="module")
-def warm():
-    renderer = Renderer()
-    yield renderer
-    renderer.close()
 
 
 @pytest.fixture

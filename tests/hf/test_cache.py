@@ -15,8 +15,8 @@ from flashllm.hf.model import FlashModel
 
 
 @pytest.fixture
-def flash(tiny, load):
-    return load(tiny("bfloat16").path("random"))
+def flash(shared):
+    return shared("random", "bfloat16")
 
 
 def after(flash, *parts):
@@ -39,7 +39,7 @@ def test_rows_of_the_same_tokens_are_computed_once_and_part_later(flash):
     flash(prompt, past_key_values=flash.new_cache())
     once = flash.engine.meter.take().bytes_read
     logits = flash(prompt.repeat(3, 1), past_key_values=cache).logits
-    assert flash.engine.meter.take().bytes_read == once
+    assert flash.engine.meter.take().bytes_read == once > 0
     assert torch.equal(logits[0], logits[1])
     assert num_blocks(flash) == 1
     flash(tokens, past_key_values=cache)
@@ -153,8 +153,8 @@ def test_an_interruption_right_after_a_pass_leaves_the_cache_as_it_was(flash, mo
     assert torch.equal(flash(second, past_key_values=cache).logits[:, -1], after(flash, prompt, second))
 
 
-def test_what_is_no_cache_of_this_model_is_refused(tiny, load, flash):
-    ids, other = ids_of(3), load(tiny("bfloat16").path("random"))
+def test_what_is_no_cache_of_this_model_is_refused(tiny, shared, flash):
+    ids, other = ids_of(3), shared("random", "bfloat16", mode="sparse")
     for cache in (DynamicCache(), other.new_cache()):
         with pytest.raises(UsageError, match=r"not of this model: take one from model\.new_cache"):
             flash(ids, past_key_values=cache)

@@ -13,8 +13,8 @@ from flashllm.errors import UsageError
 
 
 @pytest.fixture
-def flash(tiny, load):
-    return load(tiny().path("all"))
+def flash(shared):
+    return shared()
 
 
 def test_it_is_a_hugging_face_causal_lm(tiny, flash):

@@ -42,10 +42,10 @@ def reference_logits(model, ids, **kwargs):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("mode", "predictors"), EXACT_MODES)
-def test_logits_equal_hugging_face(tiny, load, dtype, mode, predictors):
-    model, ids = tiny(dtype), ids_of(40)
-    expected = reference_logits(model, ids)
-    flash = load(model.path(predictors), mode=mode)
+def test_logits_equal_hugging_face(tiny, shared, dtype, mode, predictors):
+    ids = ids_of(40)
+    expected = reference_logits(tiny(dtype), ids)
+    flash = shared(predictors, dtype, mode=mode)
     # 1. A prompt at once, dense.
     assert_close(flash(ids).logits, expected, dtype)
     # 2. In turns over one KV cache: long, then at most K0 new ones, then token by token.
@@ -81,26 +81,21 @@ def masked_logits(model, kind, ids):
             handle.remove()
 
 
-def test_up_to_k0_new_tokens_use_the_predictor_and_more_do_not(tiny, load):
+def test_up_to_k0_new_tokens_use_the_predictor_and_more_do_not(tiny, shared):
     model, ids = tiny(), ids_of(K0 + 1)
     sparse, dense = masked_logits(model, "random", ids), reference_logits(model, ids)
     assert (sparse - dense).abs().max() > 0.1  # the test would show nothing otherwise
-    flash = load(model.path("random"))
+    flash = shared("random")
     assert_close(flash(ids[:, :K0]).logits, sparse[:, :K0], "float32")
     assert_close(flash(ids).logits, dense, "float32")
     # The cache must not matter: after the dense pass it is full of other neurons.
     assert_close(flash(ids[:, :K0]).logits, sparse[:, :K0], "float32")
 
 
-def test_each_row_of_a_batch_has_its_own_active_set(tiny, load):
-    model, ids = tiny(), ids_of(4, rows=2)
-    flash = load(model.path("random"))
-    assert_close(flash(ids).logits, masked_logits(model, "random", ids), "float32")
-
-
-def test_no_active_neuron_at_all(tiny, load):
-    model, ids = tiny(), ids_of(5)
-    assert_close(load(model.path("none")).forward(ids).logits, masked_logits(model, "none", ids), "float32")
+@pytest.mark.parametrize("predictors", ["random", "none"])
+def test_each_row_of_a_batch_has_its_own_active_set(tiny, shared, predictors):
+    ids = ids_of(4, rows=2)
+    assert_close(shared(predictors)(ids).logits, masked_logits(tiny(), predictors, ids), "float32")
 
 
 # Same tokens (contract 2)

@@ -47,8 +47,8 @@ def test_in_threads_that_leave_in_the_order_they_came():
     assert torch.get_num_threads() == 2
 
 
-def test_generate_uses_it(tiny, load):
-    flash, counts = load(tiny().path("all")), []
+def test_generate_uses_it(tiny, shared):
+    flash, counts = shared(), []
 
     def watch(ids, scores, **kwargs):
         counts.append(torch.get_num_threads())
