@@ -187,8 +187,16 @@ class Recorder:
         self.activity[layer] = torch.cat([before, torch.from_numpy(h.copy())])
 
 
-@pytest.mark.parametrize("name", ["llama relu", "llama biases", "llama squared relu", "fatrelu by layer", "bamboo"])
-@pytest.mark.parametrize(("gate", "encoding"), [("rows", None), ("resident", None), ("resident", "int8_32")])
+@pytest.mark.parametrize(
+    ("name", "gate", "encoding"),
+    [
+        *((name, "rows", None) for name in ("llama relu", "llama biases", "llama squared relu", "bamboo")),
+        *(("fatrelu by layer", gate, None) for gate in ("rows", "resident")),
+        ("llama biases", "resident", None),
+        ("llama squared relu", "resident", "int8_32"),
+        ("fatrelu by layer", "resident", "int8_32"),
+    ],
+)
 def test_errors_of_gated_layers_are_those_of_what_the_engine_computes(opened, tmp_path, name, gate, encoding):
     """Gates, thresholds by layer and values of ups all count: who fires, and what misses cost."""
     source = make_checkpoint(tmp_path / "hf", VARIANTS[name])

@@ -1,5 +1,7 @@
 import gzip
 import json
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -128,11 +130,9 @@ def test_long_documents_do_not_drown_short_ones(tmp_path):
 
 
 def test_a_data_set_that_cannot_be_read_says_what_to_do(monkeypatch):
-    datasets = pytest.importorskip("datasets")
-
     def offline(*_args, **_options):
         raise ConnectionError("offline")
 
-    monkeypatch.setattr(datasets, "load_dataset", offline)
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=offline))
     with pytest.raises(DataError, match="--data-files"):
         next(read_hub("allenai/c4", "en", limit=1))
