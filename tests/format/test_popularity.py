@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from activity_trace import Trace
 from arch_models import make_model
+from generating import greedy, ids_of
 from install_popularity import install_popularity, measure_popularity
 from traces import write_trace
 
@@ -112,12 +113,5 @@ def test_the_cache_goes_where_it_saves_most(model, active, tmp_path, load, monke
     assert sum(rows) == sum(even.engine.plan.memory.cache_rows)
     assert rows[0] < rows[1] < rows[2]
     assert max(even.engine.plan.memory.cache_rows) - min(even.engine.plan.memory.cache_rows) <= 1
-    tokens = [_greedy(one) for one in (plain, even, shared)]
+    tokens = [greedy(one, ids_of(20)) for one in (plain, even, shared)]
     assert tokens[0] == tokens[1] == tokens[2]
-
-
-def _greedy(flash):
-    import torch
-
-    ids = torch.arange(5, 25)[None]
-    return flash.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=1)[0].tolist()

@@ -7,6 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
+from damage import flip
 from tiny_models import make_tiny_opt
 
 from flashllm.convert.run import convert
@@ -27,22 +28,16 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def flip(model):
-    """Flip a byte of a file; everything is put back afterwards."""
-    undo = []
+def copy(model, tmp_path):
+    return shutil.copytree(model, tmp_path / "model")
 
-    def change(name, place, mask=0x10):
-        with open(model / name, "r+b") as file:
-            file.seek(place)
-            old = file.read(1)
-            file.seek(place)
-            file.write(bytes([old[0] ^ mask]))
-        undo.append((name, place, mask))
 
-    yield change
-    for name, place, mask in list(reversed(undo)):
-        change(name, place, mask)
-    assert verify(model).ok
+def problems_of_a_flip(model, name, place, bits=1):
+    """What is found with these bits of a file turned round; then they are turned back."""
+    flip(model / name, place, bits)
+    problems = verify(model).problems
+    flip(model / name, place, bits)
+    return problems
 
 
 def test_a_good_model_and_its_numbers(model):
@@ -79,67 +74,59 @@ def _places():
     return edges + np.random.default_rng(0).integers(START, end, 100).tolist()
 
 
-@pytest.mark.parametrize("place", _places())
-def test_a_flipped_byte_of_the_rows_is_located(model, flip, place):
-    flip("ffn.safetensors", place, 1 << (place % 8))
-    (problem,) = verify(model).problems
-    layer, rest = divmod(place - START, NUM_ROWS * STRIDE)
-    row = rest // STRIDE
-    assert (problem.file, problem.layer) == ("ffn.safetensors", layer)
-    assert problem.neuron == (row if row < D_FF else None)
-    assert f"layer {layer}, {'neuron' if row < D_FF else 'padding row'} {row}: wrong checksum" in problem.message
+def test_a_flipped_byte_of_the_rows_is_located(copy):
+    for place in _places():
+        (problem,) = problems_of_a_flip(copy, "ffn.safetensors", place, 1 << (place % 8))
+        layer, rest = divmod(place - START, NUM_ROWS * STRIDE)
+        row = rest // STRIDE
+        assert (problem.file, problem.layer) == ("ffn.safetensors", layer)
+        assert problem.neuron == (row if row < D_FF else None)
+        assert f"layer {layer}, {'neuron' if row < D_FF else 'padding row'} {row}: wrong checksum" in problem.message
+    assert verify(copy).ok
 
 
-@pytest.mark.parametrize("place", [0, 7, 8, 9, 100, 1000, 4000, 4095])
 @pytest.mark.parametrize("name", ["ffn.safetensors", "resident.safetensors"])
-def test_a_flipped_byte_of_a_header_is_found(model, flip, name, place):
-    flip(name, place, 1)
-    problems = verify(model).problems
-    assert problems
-    assert {problem.file for problem in problems} == {name}
-    assert all(problem.neuron is None for problem in problems)
+def test_a_flipped_byte_of_a_header_is_found(copy, name):
+    for place in (0, 7, 8, 9, 100, 1000, 4000, 4095):
+        problems = problems_of_a_flip(copy, name, place)
+        assert {problem.file for problem in problems} == {name}
+        assert all(problem.neuron is None for problem in problems)
+    assert verify(copy).ok
 
 
-def test_any_byte_of_the_other_files_is_found(model, flip):
+def test_any_byte_of_the_other_files_is_found(copy):
     rng = np.random.default_rng(1)
-    names = [name for name in os.listdir(model) if name not in ("ffn.safetensors", "flashllm.json")]
+    names = [name for name in os.listdir(copy) if name not in ("ffn.safetensors", "flashllm.json")]
     for name in names:
-        size = (model / name).stat().st_size
+        size = (copy / name).stat().st_size
         for place in {0, size - 1, *rng.integers(0, size, 4).tolist()}:
-            flip(name, place, 1)
-            problems = verify(model).problems
-            assert name in {problem.file for problem in problems}
-            assert "ffn.safetensors" not in {problem.file for problem in problems}
-            flip(name, place, 1)
+            found = {problem.file for problem in problems_of_a_flip(copy, name, place)}
+            assert name in found
+            assert "ffn.safetensors" not in found
 
 
-def test_a_damaged_checksum_is_told_from_a_damaged_row(model, flip):
-    info = read_header(model / "resident.safetensors").tensors["flashllm.layers.1.checksums"]
-    flip("resident.safetensors", info.offset + 8 * 17 + 3)
-    (problem,) = verify(model).problems
+def test_a_damaged_checksum_is_told_from_a_damaged_row(copy):
+    info = read_header(copy / "resident.safetensors").tensors["flashllm.layers.1.checksums"]
+    flip(copy / "resident.safetensors", info.offset + 8 * 17 + 3)
+    (problem,) = verify(copy).problems
     assert (problem.file, problem.tensor) == ("resident.safetensors", info.name)
     assert (problem.layer, problem.neuron) == (1, 17)
 
 
-def test_rows_are_located_though_the_header_is_damaged_too(model, flip):
-    flip("ffn.safetensors", 9)
-    flip("ffn.safetensors", START + (NUM_ROWS + 5) * STRIDE)
-    problems = verify(model).problems
+def test_rows_are_located_though_the_header_is_damaged_too(copy):
+    flip(copy / "ffn.safetensors", 9)
+    flip(copy / "ffn.safetensors", START + (NUM_ROWS + 5) * STRIDE)
+    problems = verify(copy).problems
     assert (1, 5) in {(problem.layer, problem.neuron) for problem in problems}
     assert any(problem.layer is None for problem in problems)
 
 
-def test_many_damaged_rows_are_counted(model, flip):
+def test_many_damaged_rows_are_counted(copy):
     for row in range(MAX_LISTED_ROWS + 7):
-        flip("ffn.safetensors", START + row * STRIDE)
-    problems = verify(model).problems
+        flip(copy / "ffn.safetensors", START + row * STRIDE)
+    problems = verify(copy).problems
     assert len(problems) == MAX_LISTED_ROWS + 1
     assert problems[-1].message.endswith("and 7 more rows")
-
-
-@pytest.fixture
-def copy(model, tmp_path):
-    return shutil.copytree(model, tmp_path / "model")
 
 
 def test_missing_extra_cut_and_replaced_files(copy):
