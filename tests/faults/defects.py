@@ -31,7 +31,6 @@ DEFECTS = {
         (
             f"{FILE}::test_2_a_flipped_byte_of_any_file_is_noticed",
             "engine/test_resident.py::test_a_flipped_bit",
-            "generate/test_tokenizer.py::test_a_changed_file_of_a_model_directory_is_refused",
             "engine/test_step.py::test_numbers_that_are_not_finite_name_their_layer",
         ),
     ),

@@ -54,6 +54,16 @@ def at_file(path: Path, use: Callable[[Path], object]) -> Callable[[bytes], obje
     return call
 
 
+def at_listed_file(path: Path, use: Callable[[Path], object]) -> Callable[[bytes], object]:
+    """As `at_file`, of a file of a model directory whose hash is made right; `use` takes the directory."""
+
+    def rehashed(path: Path) -> object:
+        rehash(path.parent, path.name)
+        return use(path.parent)
+
+    return at_file(path, rehashed)
+
+
 def make_kinds(root: Path) -> dict[str, Kind]:
     """Every kind, of tiny files under `root`."""
     hf, model = make_tiny_opt(root / "hf"), root / "model"
@@ -80,14 +90,9 @@ def make_kinds(root: Path) -> dict[str, Kind]:
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
                  "resident.safetensors", "ffn.safetensors", "predictors.safetensors"):  # fmt: skip
         copy = Path(shutil.copytree(model, root / f"of {name}"))
-
-        def rehashed(raw: bytes, copy: Path = copy, name: str = name) -> None:
-            (copy / name).write_bytes(raw)
-            rehash(copy, name)
-            open_all(copy)
-
+        use = at_listed_file(copy / name, open_all)
         kinds[f"model directory: {name}"] = Kind(
-            (model / name).read_bytes(), rehashed, "config.json|" + str(copy), name.endswith(".json"), copy
+            (model / name).read_bytes(), use, "config.json|" + str(copy), name.endswith(".json"), copy
         )
 
     # 3. A Hugging Face folder.

@@ -6,11 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import mutations
 import pytest
 from operations import Operations
-
-from flashllm.convert.checkpoint import pickled
 
 needs_a_shim = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("cc") is None, reason="needs Linux and a C compiler"
@@ -63,12 +60,3 @@ def test_a_sample_of_deaths(laid_down):
     table = run("kills.py", "--sample", "1", "--root", laid_down)["table"]
     assert sum(row["tried"] for row in table) == 12
     assert sum(row["changes_lost"] for row in table) > 0
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-def test_a_sample_of_mutations(capfd, monkeypatch):
-    monkeypatch.setattr(pickled, "ask_child", pickled.ask_child)  # which the script replaces
-    assert mutations.main(["--each", "8", "--command", "5"]) == 0, capfd.readouterr()
-    table = json.loads(capfd.readouterr().out.splitlines()[-1])["table"]
-    assert sum(row["tried"] for row in table) >= 30 * 8 + 5
-    assert sum(row.get("refused", 0) for row in table) > 100

@@ -3,7 +3,9 @@ that names the file. JSON is changed as a tree, so that it is refused for what i
 
 import copy
 import json
+import sys
 
+import mutations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -98,3 +100,12 @@ def test_every_kind_has_a_target(kinds):
 def test_any_change_is_taken_or_refused(kinds, name, data):
     result, said = judged(kinds[name], changed(data, kinds[name]))
     assert result in GOOD, said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_sample_of_what_the_script_does(kinds, capfd, monkeypatch):
+    monkeypatch.setattr(mutations, "every_kind", lambda folder: kinds)
+    assert mutations.main(["--each", "8", "--command", "5"]) == 0, capfd.readouterr()
+    table = json.loads(capfd.readouterr().out.splitlines()[-1])["table"]
+    assert sum(row["tried"] for row in table) >= 30 * 8 + 5
+    assert sum(row.get("refused", 0) for row in table) > 100

@@ -12,9 +12,8 @@ import tools_path  # noqa: F401
 import torch
 from activity_trace import Trace
 from arch_models import Variant, make_checkpoint
-from damage import rehash
 from install_popularity import install_popularity
-from kinds import Kind, at_file, make_kinds
+from kinds import Kind, at_file, at_listed_file, make_kinds
 from safetensors.torch import load_file
 from traces import write_trace
 
@@ -112,12 +111,7 @@ def _of_coded_models(root: Path) -> dict[str, Kind]:
             read_plane(directory, opened.manifest, layer)
 
     copy = Path(shutil.copytree(model, root / "of planes"))
-
-    def use(raw: bytes) -> None:
-        (copy / RESIDENT).write_bytes(raw)
-        rehash(copy, RESIDENT)
-        open_all(copy)
-
+    use = at_listed_file(copy / RESIDENT, open_all)
     kinds["model directory with planes: resident.safetensors"] = Kind(
         (model / RESIDENT).read_bytes(), use, str(copy), False, copy
     )
@@ -140,12 +134,7 @@ def _of_data(root: Path) -> dict[str, Kind]:
     copy = Path(shutil.copytree(root / "model", root / "of popularity"))
     with Trace(write_trace(root / "of shares", np.random.default_rng(1).random((4, 2, 256)) < 0.2)) as trace:
         install_popularity(copy, trace)
-
-    def shares(raw: bytes) -> None:
-        (copy / POPULARITY).write_bytes(raw)
-        rehash(copy, POPULARITY)
-        read_popularity(copy, Manifest.load(copy))
-
+    shares = at_listed_file(copy / POPULARITY, lambda copy: read_popularity(copy, Manifest.load(copy)))
     kinds["popularity"] = Kind((copy / POPULARITY).read_bytes(), shares, str(copy), False, copy)
     # 2. A saved conversation, taken up by a model that stays open.
     model = Model.open(root / "model", RunConfig(io_threads=1, threads=1))

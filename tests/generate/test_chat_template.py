@@ -9,23 +9,10 @@ from flashllm.errors import FormatError, UsageError
 from flashllm.generate.templates.chat_template import ChatTemplate
 from flashllm.generate.tokenizer import Tokenizer
 
-INST = """{%- if messages[0]['role'] == 'system' -%}
-    {%- set rest = messages[1:] -%}
-    {%- set system = '<<SYS>>\n' ~ messages[0]['content'] ~ '\n<</SYS>>\n\n' -%}
-{%- else -%}
-    {%- set rest = messages -%}
-    {%- set system = '' -%}
-{%- endif -%}
-{%- for message in rest -%}
-    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
-        {{ raise_exception('roles must alternate user/assistant/user/...') }}
-    {%- endif -%}
-    {%- if message['role'] == 'user' -%}
-        {{ bos_token + '[INST] ' + (system if loop.index0 == 0 else '') + message['content'].strip() + ' [/INST]' }}
-    {%- else -%}
-        {{ ' ' ~ message['content'] | trim ~ ' ' ~ eos_token }}
-    {%- endif -%}
-{%- endfor -%}"""
+ALTERNATING = (
+    "{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content.strip() }}{% endfor %}"
+)
 
 USER = {"role": "user", "content": ' Hello <b>there</b> & é "you"\n'}
 
@@ -53,10 +40,10 @@ def test_the_date_is_todays(warm):
 
 
 def test_a_refusal_is_the_templates_own_words(warm):
-    template = ChatTemplate(INST, "here", {"bos_token": "<s>", "eos_token": "</s>"}, renderer=warm)
+    template = ChatTemplate(ALTERNATING, "here", {"bos_token": "<s>"}, renderer=warm)
     with pytest.raises(UsageError, match="refuses this conversation: roles must alternate"):
         template.render([USER, USER])
-    assert template.render([USER]).startswith("<s>[INST] Hello")  # and it goes on
+    assert template.render([USER]).startswith("<s>Hello")  # and it goes on
 
 
 @pytest.mark.parametrize(

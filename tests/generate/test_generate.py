@@ -118,23 +118,6 @@ def test_retries_are_counted_in_the_record_they_belong_to(session, opened, tiny)
 # Turns
 
 
-@pytest.mark.parametrize("predictors", ["random", "all"])
-def test_a_second_turn_equals_the_same_computation_at_once(session, tiny, predictors):
-    """The same chunks of tokens give the same bits, however they came to be in the cache."""
-    one = session(predictors=predictors)
-    run(one.stream("It was"))
-    second, _, records = run(one.stream(" home", add_special=False))
-    assert records[0].reused_tokens == len(one.tokenizer.encode("It was")) + 9
-    whole, chunks = one.tokens, []
-    start = len(one.tokenizer.encode("It was"))
-    chunks += [whole[:start], *[[t] for t in whole[start : start + 9]]]
-    turn = records[0].tokens
-    chunks += [whole[start + 9 : start + 9 + turn], *[[t] for t in whole[start + 9 + turn : -1]]]
-    with one.model.new_sequence() as sequence:
-        logits = [int(one.model.step([(sequence, chunk)])[0].argmax()) for chunk in chunks]
-    assert logits[-10:] == second
-
-
 def test_a_chat_template_keeps_what_the_turns_share(session):
     one = session(template=TEMPLATE, predictors="all", temperature=1.0, seed=5, max_new_tokens=6)
     one.system = "be brief"

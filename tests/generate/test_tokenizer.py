@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tiny_models import make_tokenizer
 from transformers import AutoTokenizer
 
-from flashllm.errors import ChecksumError, FormatError
+from flashllm.errors import FormatError
 from flashllm.generate.tokenizer import Tokenizer
 
 THEIRS = make_tokenizer(300)
@@ -27,7 +27,7 @@ def write(path, value):
 
 
 @given(st.text(max_size=60))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_ids_and_text_are_those_of_transformers(text):
     for add_special in (True, False):
         ids = THEIRS(text, add_special_tokens=add_special)["input_ids"]
@@ -121,16 +121,6 @@ def test_where_a_chat_template_comes_from(directory):
     (directory / "chat_template.jinja").write_text("é")
     assert templates() == {"default": "é"}
     assert AutoTokenizer.from_pretrained(directory).chat_template == "é"
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
-def test_a_changed_file_of_a_model_directory_is_refused(tiny, tmp_path, name):
-    path = shutil.copytree(tiny().path("bare"), tmp_path / "model")
-    raw = bytearray((path / name).read_bytes())
-    raw[len(raw) // 2] ^= 1
-    (path / name).write_bytes(raw)
-    with pytest.raises(ChecksumError, match=f"{name}: its bytes are not those of the conversion"):
-        Tokenizer.load(path)
 
 
 def break_missing(directory):
