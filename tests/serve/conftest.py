@@ -1,5 +1,7 @@
 """One server for a module: a tiny model whose passes can be slowed, and openai-python as its client."""
 
+from contextlib import contextmanager
+
 import httpx
 import openai
 import pytest
@@ -10,7 +12,20 @@ from flashllm.api.prompts import PromptEncoder
 from flashllm.config import RunConfig
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
+from flashllm.generate.templates import chat_template
+from flashllm.generate.templates.renderer import Renderer
 from flashllm.generate.tokenizer import Tokenizer
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_renderer():
+    """One process renders the templates of all servers; it ends with the session."""
+    renderer = Renderer()
+    close, renderer.close = renderer.close, lambda: None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat_template, "Renderer", lambda: renderer)
+        yield
+    close()
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +88,19 @@ def hermes(scripted, tools_path):
     """(URL, worker) of a server over it, which asks for the key "secret"."""
     with running(scripted, tools_path, template=HERMES, key=b"secret") as served:
         yield served
+
+
+@pytest.fixture
+def with_template(scripted, tools_path):
+    """A context: the client of a server over it that has this chat template."""
+
+    @contextmanager
+    def serve(template, **options):
+        served = running(scripted, tools_path, template=template, **options)
+        with served as (url, _), httpx.Client(base_url=url, timeout=60) as http:
+            yield http
+
+    return serve
 
 
 @pytest.fixture

@@ -197,7 +197,8 @@ def test_ollamas_tools_reasoning_and_format(http, say, seen):
     assert message == expected
     lines = [json.loads(line) for line in http.post("/api/chat", headers=BEARER, json=body).text.splitlines()]
     assert [line["message"]["tool_calls"] for line in lines if "tool_calls" in line["message"]] == [[call]]
-    assert "".join(line["message"]["content"] for line in lines) == "I look."
+    for name, said in (("content", "I look."), ("thinking", "Hm.")):
+        assert "".join(line["message"].get(name, "") for line in lines) == said
     result = {"role": "tool", "content": "rain", "tool_name": "get_weather"}
     say("It rains.")
     http.post(

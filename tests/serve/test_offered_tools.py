@@ -3,11 +3,9 @@
 import json
 from typing import Literal
 
-import httpx
 import openai
 import pytest
 from pydantic import BaseModel
-from serving import running
 
 from flashllm.errors import UsageError
 from flashllm.serve.opening import ServerOptions
@@ -23,7 +21,7 @@ WEATHER = {
 GIVEN = {"name": "now", "arguments": '{"zone": "CET"}'}
 NOW = {"type": "function", "function": {"name": "now"}}
 ASK = [{"role": "user", "content": "Rain?"}]
-KEY = {"x-api-key": "secret"}
+CALLED = [*ASK, {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": GIVEN}]}]
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln", "days": 3}}\n</tool_call>'
 GOES_ON = """{% for m in messages %}{{ m.role }}:{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>
 {"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
@@ -76,9 +74,20 @@ def test_a_call_whole_and_streamed(client, say, seen):
     assert found == [("function", "get_weather", {"city": city, "days": 3}) for city in ("Köln", "Bonn")]
     assert len({call.id for call in choice.message.tool_calls}) == 2
     assert '"name": "now", "parameters": {"type": "object", "properties": {}}' in seen[0]
-    content, reasoning, calls, finish = streamed(ask(client, stream=True))
+    chunks = list(ask(client, stream=True))
+    content, reasoning, calls, finish = streamed(chunks)
+    assert len([chunk for chunk in chunks if chunk.choices[0].delta.tool_calls]) > 20  # pieces of arguments
     assert (content, reasoning, finish) == ("I look.", "Hm.", "tool_calls")
     assert [(call[1], json.loads(call[2])) for call in calls] == [each[1:] for each in found]
+
+
+def post(http, *, messages=ASK, path="/v1/chat/completions", **fields):
+    """The answer's document."""
+    return http.post(path, json={"messages": messages, "temperature": 0, **fields}).json()
+
+
+def message_of(http, **fields):
+    return post(http, **fields)["choices"][0]["message"]
 
 
 class Weather(BaseModel):
@@ -103,18 +112,16 @@ def test_what_the_client_parses(client, say):
     assert call.function.parsed_arguments == Weather(city="Köln", rains=True)
 
 
-def test_arguments_are_streamed_in_pieces(client, say):
-    say(CALL)
-    pieces = [chunk.choices[0].delta.tool_calls for chunk in ask(client, stream=True)]
-    assert len([each for each in pieces if each]) > 10
-
-
-def test_without_text_the_content_is_null(client, say):
+def test_without_text_the_content_is_null_and_a_malformed_call_is_text(client, say):
     say(CALL)
     assert ask(client).choices[0].message.content is None
     say("No rain.")
     message = ask(client).choices[0].message
     assert (message.content, message.tool_calls) == ("No rain.", None)
+    malformed = "<tool_call>\nnothing\n</tool_call>"
+    say(malformed)
+    message = ask(client).choices[0].message
+    assert (message.content, message.tool_calls) == (malformed, None)
 
 
 def test_the_conversation_goes_on(client, say, seen, hermes):
@@ -137,16 +144,14 @@ def test_the_conversation_goes_on(client, say, seen, hermes):
     assert f";tool:<get_weather/{message.tool_calls[0].id}>rain;assistant:" in text
 
 
-def test_the_next_turn_of_a_conversation_with_calls_reuses_the_answer(say, scripted, tools_path):
-    with running(scripted, tools_path, template=GOES_ON) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
-        body = {"messages": ASK, "tools": [WEATHER], "temperature": 0}
+def test_the_next_turn_of_a_conversation_with_calls_reuses_the_answer(say, with_template):
+    with with_template(GOES_ON) as http:
         say(CALL)
-        first = http.post("/v1/chat/completions", json=body).json()
+        first = post(http, tools=[WEATHER])
         message = first["choices"][0]["message"]
-        call = message["tool_calls"][0]
-        result = {"role": "tool", "tool_call_id": call["id"], "content": "rain"}
+        result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "rain"}
         say("It rains.")
-        second = http.post("/v1/chat/completions", json={**body, "messages": [*ASK, message, result]}).json()
+        second = post(http, tools=[WEATHER], messages=[*ASK, message, result])
     assert second["choices"][0]["message"]["content"] == "It rains."
     spoken = first["usage"]["prompt_tokens"] + first["usage"]["completion_tokens"]
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= spoken - 1
@@ -174,12 +179,6 @@ def test_a_call_cut_off_by_its_length_says_so(client, say):
     done = ask(client, max_tokens=60).choices[0]
     assert done.finish_reason == "length"
     assert done.message.tool_calls[0].function.arguments.startswith('{"city"')
-
-
-def test_a_malformed_call_is_text(client, say):
-    say("<tool_call>\nnothing\n</tool_call>")
-    for message in (ask(client).choices[0].message,):
-        assert (message.content, message.tool_calls) == ("<tool_call>\nnothing\n</tool_call>", None)
 
 
 def test_thinking_is_the_templates(client, say, seen):
@@ -216,95 +215,61 @@ def test_log_probabilities_are_of_every_token(client, say):
     assert len(tokens) == whole.usage.completion_tokens
 
 
-def test_marks_that_are_special_tokens_are_read(scripted, tools_path, say):
-    with running(scripted, tools_path, template=MISTRAL) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
-        say('[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{"city": "Köln"}<|im_end|>')
-        body = {"messages": ASK, "tools": [NOW], "temperature": 0}
-        message = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+def test_marks_that_are_special_tokens_are_read(with_template, say):
+    say('[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{"city": "Köln"}<|im_end|>')
+    with with_template(MISTRAL) as http:
+        message = message_of(http, tools=[NOW])
     function = {"name": "now", "arguments": '{"city": "Köln"}'}
     assert message["tool_calls"] == [{"id": "abcdefghi", "type": "function", "function": function}]
 
 
-def test_a_template_that_writes_arguments_as_text(scripted, tools_path, say, seen):
-    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"a": 1}'}}
-    messages = [
-        *ASK,
-        {"role": "assistant", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "1", "content": "x"},
-    ]
-    with running(scripted, tools_path, template=DEEPSEEK) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
-        say("Yes.")
-        answer = http.post("/v1/chat/completions", json={"messages": messages, "tools": [NOW], "temperature": 0}).json()
-    assert answer["choices"][0]["message"]["content"] == "Yes."
-    assert 'now{"a": 1}' in seen[-1]
+def test_a_template_that_writes_arguments_as_text(with_template, say, seen):
+    say("Yes.")
+    with with_template(DEEPSEEK) as http:
+        result = {"role": "tool", "tool_call_id": "1", "content": "x"}
+        assert message_of(http, messages=[*CALLED, result], tools=[NOW])["content"] == "Yes."
+    assert f"now{GIVEN['arguments']}" in seen[-1]
 
 
-def test_a_template_of_its_own_for_tools(scripted, tools_path, say, seen):
+def test_a_template_of_its_own_for_tools(with_template, say, seen):
+    say("Yes.")
     templates = {"default": "plain{{ messages[0].content }}", "tool_use": "<tool_call>{{ tools | length }}tools"}
-    with running(scripted, tools_path, template=templates) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
-        say("Yes.")
+    with with_template(templates) as http:
         for tools in ([NOW, WEATHER], []):
-            http.post(
-                "/v1/chat/completions", json={"messages": ASK, "tools": tools, "temperature": 0}
-            ).raise_for_status()
+            assert message_of(http, tools=tools)["content"] == "Yes."
     assert seen == ["<tool_call>2tools", "plainRain?"]
 
 
-def test_a_template_that_reads_tools_from_the_first_message(scripted, tools_path, say, seen):
+def test_a_template_that_reads_tools_from_the_first_message(with_template, say, seen):
+    say('functools[{"name": "now", "arguments": {}}]')
     template = "{% for m in messages %}{{ m.role }}{% if 'tools' in m %}<|tool|>{{ m['tools'] }}{% endif %}{% endfor %}"
-    with running(scripted, tools_path, template=template) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
-        say('functools[{"name": "now", "arguments": {}}]')
-        body = {"messages": ASK, "tools": [NOW], "temperature": 0}
-        message = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+    with with_template(template) as http:
+        message = message_of(http, tools=[NOW])
     assert message["tool_calls"][0]["function"]["name"] == "now"
     assert seen[0].startswith('system<|tool|>[{"name": "now"')
     assert seen[0].endswith("user")
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("template", "form", "says"),
     [
-        ("{{ messages[0].content }}", {}, "tools: this model's chat template takes no tools"),
-        (
-            "{{ tools }}",
-            {},
-            "tools: the form in which this model writes calls is not known; `serve --tool-format` names one",
-        ),
-        ("{{ tools }}<think>", {}, "tools: the form in which this model writes calls is not known"),
-        ("{{ tools }}", {"tool_format": "hermes"}, None),
-        (None, {}, "the model has no chat template"),
+        ("{{ tools }}", None, "the form in which this model writes calls is not known; `serve --tool-format` names"),
+        ("{{ tools }}<think>", None, "the form in which this model writes calls is not known"),
+        ("{{ tools }}", "hermes", None),
+        (None, None, "the model has no chat template"),
     ],
 )
-def test_tools_that_a_model_cannot_have(scripted, tools_path, say, case):
-    template, options, message = case
+def test_tools_that_a_model_cannot_have(with_template, say, template, form, says):
     say("Yes.")
-    body = {"messages": ASK, "tools": [NOW], "max_tokens": 3, "temperature": 0}
-    with (
-        running(scripted, tools_path, template=template, **options) as (url, _),
-        httpx.Client(base_url=url, timeout=60) as http,
-    ):
-        answer = http.post("/v1/chat/completions", json=body)
-    assert answer.status_code == (200 if message is None else 400)
-    assert message is None or message in answer.json()["error"]["message"]
+    with with_template(template, tool_format=form) as http:
+        answer = post(http, tools=[NOW], max_tokens=3)
+    assert ("choices" in answer) == (says is None)
+    assert says is None or says in answer["error"]["message"]
 
 
 def test_a_format_that_there_is_not_is_refused_before_the_model_is_loaded():
     with pytest.raises(UsageError, match="--tool-format: there is no format 'own'; the formats are harmony"):
         ServerOptions(tool_format="own")
-
-
-def test_ollama_has_thinking_apart(hermes, say):
-    say("<think>\nHm.\n</think>\n\nYes.")
-    body = {"model": "tiny", "messages": ASK, "options": {"temperature": 0}}
-    with httpx.Client(base_url=hermes[0], timeout=60, headers=KEY) as http:
-        whole = http.post("/api/chat", json={**body, "stream": False}).json()["message"]
-        lines = http.post("/api/chat", json=body).text.splitlines()
-    assert whole == {"role": "assistant", "content": "Yes.", "thinking": "Hm."}
-    messages = [json.loads(line)["message"] for line in lines]
-    assert {name: "".join(each.get(name, "") for each in messages) for name in ("content", "thinking")} == {
-        "content": "Yes.",
-        "thinking": "Hm.",
-    }
 
 
 SHORT = {
@@ -367,47 +332,40 @@ def test_a_completion_held_to_a_regular_expression(client, say):
     }
 
 
-def test_calls_between_marks_of_their_own(say, scripted, tools_path):
+def test_calls_between_marks_of_their_own(say, with_template):
     """An answer is held to them; what their way of writing cannot be held to is a 400."""
     template = "{% if tools %}<function=<parameter={% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
     say("<tool_call>I would rather talk.")
-    with running(scripted, tools_path, template=template) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
-        body = {"messages": ASK, "tools": [SHORT], "tool_choice": "required", "parallel_tool_calls": False}
-        (call,) = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["tool_calls"]
+    parameters = {"properties": {"city": {"type": "string", "pattern": "^K"}}}
+    pattern = {"type": "function", "function": {"name": "set", "parameters": parameters}}
+    with with_template(template) as http:
+        (call,) = message_of(http, tools=[SHORT], tool_choice="required", parallel_tool_calls=False)["tool_calls"]
         assert json.loads(call["function"]["arguments"])["city"] in ("Köln", "Bonn")
-        parameters = {"properties": {"city": {"type": "string", "pattern": "^K"}}}
-        body["tools"] = [{"type": "function", "function": {"name": "set", "parameters": parameters}}]
-        error = http.post("/v1/chat/completions", json=body).json()["error"]
+        error = post(http, tools=[pattern], tool_choice="required")["error"]
     assert error["param"] == "tool_choice"
     assert "cannot be held to this model's form of calls (set: its schema has 'pattern'" in error["message"]
 
 
-def test_a_template_without_tools_is_told_of_them_in_text(scripted, tools_path, say, seen):
+def test_a_template_without_tools_is_told_of_them_in_text(with_template, say, seen):
     """Asked for, the generic form: tools in the system message, calls and results as text, in turns."""
     plain = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}assistant:"
     messages = [
         {"role": "system", "content": "Help."},
-        *ASK,
-        {"role": "assistant", "content": "", "tool_calls": [{"id": "c1", "type": "function", "function": GIVEN}]},
-        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+        *CALLED,
+        {"role": "tool", "tool_call_id": "1", "content": "rain"},
         {"role": "user", "content": "And now?"},
     ]
     say(CALL)
-    for form, expected in (("generic", None), (None, "takes no tools; `serve --tool-format generic`")):
-        with (
-            running(scripted, tools_path, template=plain, tool_format=form) as (url, _),
-            openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client,
-        ):
-            shown = httpx.post(f"{url}/api/show", json={"model": "tiny"}).json()["capabilities"]
-            assert shown == ["completion"] + ["tools"] * (form == "generic")
-            if expected is not None:
-                for tools in ((NOW,), ()):
-                    with pytest.raises(openai.BadRequestError, match=expected):
-                        ask(client, messages, tools=tools)
-                continue
-            (call,) = ask(client, messages).choices[0].message.tool_calls
-            assert call.function.name == "get_weather"
-            ask(client, tools=())
+    with with_template(plain, tool_format="generic") as http:
+        assert post(http, path="/api/show", model="tiny")["capabilities"] == ["completion", "tools"]
+        (call,) = message_of(http, messages=messages, tools=[WEATHER, NOW])["tool_calls"]
+        assert call["function"]["name"] == "get_weather"
+        post(http)
+    with with_template(plain) as http:
+        assert post(http, path="/api/show", model="tiny")["capabilities"] == ["completion"]
+        for tools in ([NOW], []):
+            error = post(http, messages=messages, tools=tools)["error"]
+            assert "takes no tools; `serve --tool-format generic`" in error["message"]
     assert '{"name": "get_weather"' in seen[0]
     written = '<tool_call>\n{"name": "now", "arguments": {"zone": "CET"}}\n</tool_call>'
     assert seen[0].startswith("system:Help.\n\nYou may call")
@@ -416,7 +374,6 @@ def test_a_template_without_tools_is_told_of_them_in_text(scripted, tools_path, 
     assert seen[1] == "user:Rain?;assistant:"
 
 
-CALLED = [*ASK, {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": GIVEN}]}]
 RESULT = [*ASK, {"role": "tool", "tool_call_id": "1", "content": " rain\n"}]
 
 
@@ -432,9 +389,9 @@ RESULT = [*ASK, {"role": "tool", "tool_call_id": "1", "content": " rain\n"}]
         (None, CALLED, True),
     ],
 )
-def test_no_call_or_result_is_lost(scripted, tools_path, template, messages, is_lost):
+def test_no_call_or_result_is_lost(with_template, template, messages, is_lost):
     """Also without tools in the request, which a client may leave out of a later turn."""
-    with running(scripted, tools_path, template=template) as (url, _):
-        answer = httpx.post(f"{url}/apply-template", json={"messages": messages}, timeout=60)
+    with with_template(template) as http:
+        answer = http.post("/apply-template", json={"messages": messages})
     assert answer.status_code == (400 if is_lost else 200)
     assert not is_lost or template is None or "messages: this model's chat template takes no tools" in answer.text

@@ -1,18 +1,14 @@
 """Requests that cannot be meant: each is a 4xx with OpenAI's error object, which names what is wrong."""
 
-import contextlib
 import json
 import os
 import socket
 
-import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_bounds import address_of, begun
 
-from flashllm.plan.requests import body_nbytes
-
-MAX_BODY_NBYTES = body_nbytes(96)  # of the tiny model
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 HELLO = {"role": "user", "content": "hello"}
 ASSISTANT = {"role": "assistant", "content": "x"}
@@ -23,12 +19,9 @@ DEEP = json.loads("[" * 40 + "]" * 40)
 # (path, fields beside the good ones; or the body itself), what the message says
 BAD_FIELDS = [
     # Fields with values that cannot be.
-    (CHAT, {"messages": None}, "messages must be a list"),
     (CHAT, {"messages": []}, "messages must be a list"),
     (CHAT, {"messages": "hello"}, "messages must be a list"),
     (CHAT, {"messages": [None]}, "messages[0] must be an object"),
-    (CHAT, {"messages": [[]]}, "messages[0] must be an object"),
-    (CHAT, {"messages": [{}]}, "messages[0]: role must be"),
     (CHAT, {"messages": [{"role": "user"}]}, "messages[0]: content must be a text"),
     (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages[0]: role must be one of"),
     (CHAT, {"messages": [{"role": ["user"], "content": "x"}]}, "messages[0]: role must be one of"),
@@ -43,29 +36,23 @@ BAD_FIELDS = [
     (CHAT, {"messages": [{**ASSISTANT, "tool_calls": [{**CALL, "id": None}]}]}, "tool_calls[0]: id must be a text"),
     (CHAT, {"messages": [{**ASSISTANT, "tool_calls": [{**CALL, "function": {}}]}]}, "function needs a name"),
     (CHAT, {"messages": [{**ASSISTANT, "content": None}]}, "messages[0]: content must be a text"),
-    (CHAT, {"messages": [{**HELLO, "content": 3}]}, "messages[0]: content must be a text"),
     (CHAT, {"messages": [{**HELLO, "content": {"text": "x"}}]}, "messages[0]: content must be a text"),
     (CHAT, {"messages": [{**HELLO, "content": [{"type": "image_url", "image_url": {}}]}]}, "only text is"),
     (CHAT, {"messages": [{**HELLO, "content": [{"type": "text", "text": 5}]}]}, "messages[0]: text must be a text"),
     (CHAT, {"messages": [{**HELLO, "content": ["x"]}]}, "a content part of type"),
-    (CHAT, {"messages": [{**HELLO, "content": [{"type": "text"}]}]}, "messages[0]: text must be a text, not None"),
     (CHAT, {"messages": [{**HELLO, "content": [{"type": "text", "text": "", "x": 1}]}]}, "the field 'x' is unknown"),
     (CHAT, {"messages": [{**HELLO, "content": "\ud800"}]}, "half a character"),
     (CHAT, {"messages": [{**HELLO, "tool_calls": [{"id": "1"}]}]}, "'tool_calls' is not supported"),
     (CHAT, {"messages": [{**HELLO, "name": 7}]}, "messages[0]: name must be a text"),
     (CHAT, {"max_tokens": 0}, "max_tokens must be an integer"),
-    (CHAT, {"max_tokens": -1}, "max_tokens must be an integer"),
     (CHAT, {"max_tokens": 1.5}, "max_tokens must be an integer"),
-    (CHAT, {"max_tokens": "7"}, "max_tokens must be an integer"),
     (CHAT, {"max_tokens": True}, "max_tokens must be an integer"),
     (CHAT, {"max_tokens": 10**30}, "max_tokens must be an integer"),
     (CHAT, {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens and max_completion_tokens differ"),
     (CHAT, {"max_completion_tokens": []}, "max_completion_tokens must be an integer"),
     (CHAT, {"temperature": -0.1}, "temperature cannot be"),
-    (CHAT, {"temperature": "hot"}, "temperature must be a number"),
     (CHAT, {"temperature": 1e300}, "temperature must be a number"),
     (CHAT, {"temperature": False}, "temperature must be a number"),
-    (CHAT, {"top_p": 0}, "top_p cannot be"),
     (CHAT, {"top_p": 1.01}, "top_p cannot be 1.01: it must be above 0 and at most 1"),
     (CHAT, {"top_k": -2}, "top_k must be an integer"),
     (CHAT, {"min_p": 2}, "min_p cannot be"),
@@ -78,7 +65,6 @@ BAD_FIELDS = [
     (CHAT, {"stop": ["x" * 1001]}, "stop: a text must have"),
     (CHAT, {"stop": [3]}, "stop must be a text"),
     (CHAT, {"stream": 1}, "stream must be true or false"),
-    (CHAT, {"stream": "true"}, "stream must be true or false"),
     (CHAT, {"stream_options": {"include_usage": True}}, "stream_options needs stream"),
     (CHAT, {"stream": True, "stream_options": []}, "stream_options must be an object"),
     (CHAT, {"stream": True, "stream_options": {"include": True}}, "stream_options: the field 'include' is unknown"),
@@ -102,7 +88,6 @@ BAD_FIELDS = [
     (CHAT, {"tools": [{**TOOL, "function": {"name": "f", "description": 1}}]}, "tools[0]: description must be a text"),
     (CHAT, {"tools": [{**TOOL, "function": {"name": "f", "x": "\ud800"}}]}, "tools: hold half a character"),
     (CHAT, {"tools": [TOOL]}, "tools: this model's chat template takes no tools"),
-    (CHAT, {"tools": [TOOL], "tool_choice": "required"}, "tools: this model's chat template takes no tools"),
     (CHAT, {"tools": [], "tool_choice": "required"}, "tool_choice: needs tools"),
     (CHAT, {"tools": [TOOL], "tool_choice": "any"}, 'tool_choice: its type must be "function"'),
     (
@@ -143,7 +128,6 @@ BAD_FIELDS = [
     (COMPLETION, {"prompt": None}, "prompt must be"),
     (COMPLETION, {"prompt": ""}, "prompt is empty"),
     (COMPLETION, {"prompt": []}, "prompt must be"),
-    (COMPLETION, {"prompt": {}}, "prompt must be"),
     (COMPLETION, {"prompt": [5, "x"]}, "prompt must be"),
     (COMPLETION, {"prompt": [5, -1]}, "prompt must be"),
     (COMPLETION, {"prompt": [5, 1.0]}, "prompt must be"),
@@ -155,7 +139,6 @@ BAD_FIELDS = [
     (COMPLETION, {"echo": 1}, "echo must be true or false"),
     (COMPLETION, {"logprobs": True}, "logprobs must be an integer"),
     (COMPLETION, {"logprobs": 21}, "logprobs must be an integer from 0 to 20"),
-    (COMPLETION, {"max_tokens": 0}, "max_tokens must be an integer"),
     (COMPLETION, {"suffix": "end"}, "suffix: "),
     (COMPLETION, {"best_of": 3}, "best_of: 3 is not supported"),
     (COMPLETION, {"prompt": "x" * 2000}, "that is more than the model's 96 positions"),
@@ -209,9 +192,8 @@ def _post(http, path, body, **headers):
 
 
 @pytest.mark.parametrize("body", BAD_BODIES, ids=lambda body: repr(body[:20]))
-@pytest.mark.parametrize("path", [CHAT, COMPLETION])
-def test_bad_bodies(http, path, body):
-    assert_is_error(_post(http, path, body), 400)
+def test_bad_bodies(http, body):
+    assert_is_error(_post(http, CHAT, body), 400)
 
 
 def test_unknown_models_paths_and_methods(http):
@@ -234,36 +216,16 @@ def test_bodies_that_are_no_json_by_their_header(http):
     )
 
 
-def test_huge_bodies(http):
-    assert_is_error(_post(http, COMPLETION, b" " * (MAX_BODY_NBYTES + 1)), 413, str(MAX_BODY_NBYTES))
-
-    def endless():
-        for _ in range(MAX_BODY_NBYTES // 2**20 + 4):
-            yield b" " * 2**20
-
-    with contextlib.suppress(httpx.WriteError, httpx.RemoteProtocolError):  # it answers before all is sent, and closes
-        assert_is_error(_post(http, COMPLETION, endless()), 413)
-
-
 def test_a_slow_body_is_given_up(served, monkeypatch):
     monkeypatch.setattr("flashllm.serve.http.BODY_TIMEOUT_S", 0.1)
-    host, port = served[0].removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as sock:
-        lines = (
-            f"POST {COMPLETION} HTTP/1.1",
-            "Host: localhost",
-            "Content-Type: application/json",
-            "Content-Length: 50",
-        )
-        sock.sendall("\r\n".join((*lines, "", "{")).encode())
+    with begun(address_of(served), 50, b"{") as sock:
         assert sock.recv(4096).startswith(b"HTTP/1.1 408")
 
 
 def test_garbage_instead_of_http(served, http):
-    host, port = served[0].removeprefix("http://").split(":")
     twice = b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n"
     for junk in (b"\x00" * 100, b"GET\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", twice):
-        with socket.create_connection((host, int(port)), timeout=10) as sock:
+        with socket.create_connection(address_of(served), timeout=10) as sock:
             sock.sendall(junk)
             assert sock.recv(4096).startswith((b"HTTP/1.1 4", b""))
     assert http.get("/health").status_code == 200
@@ -276,19 +238,9 @@ values = st.recursive(
 )
 names = st.sampled_from(
     [
-        *(
-            "model",
-            "messages",
-            "prompt",
-            "max_tokens",
-            "max_completion_tokens",
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-        ),
-        *("seed", "stop", "stream", "stream_options", "logprobs", "top_logprobs", "echo", "n", "tools", "user"),
-        *("repetition_penalty", "ignore_eos", "response_format"),
+        *("model", "messages", "prompt", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k"),
+        *("min_p", "seed", "stop", "stream", "stream_options", "logprobs", "top_logprobs", "echo", "n", "tools"),
+        *("user", "repetition_penalty", "ignore_eos", "response_format"),
     ]
 )
 bodies = st.dictionaries(names | st.text(max_size=5), values, max_size=6)

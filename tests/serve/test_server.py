@@ -18,7 +18,7 @@ from flashllm.cli import main
 from flashllm.commands.serve import names, read_key
 from flashllm.errors import UsageError
 from flashllm.format.install import install_files
-from flashllm.serve.server import listen
+from flashllm.serve.server import Server, listen
 
 KEY = b"0123456789abcdef"
 SECRET = "the-secret-of-the-client"
@@ -98,16 +98,21 @@ def test_a_port_in_use_is_said_before_anything_is_loaded(capsys):
         port = sock.getsockname()[1]
         assert main(["serve", "--port", str(port)]) == 2
     assert f"port {port} of 127.0.0.1 cannot be used" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="no address of this machine"):
+        listen("no.such.host.invalid", 0)
 
 
 class Process:
     """`flashllm serve` as a user starts it."""
 
-    def __init__(self, path, *options):
-        code = "import sys; from flashllm.cli import main; sys.exit(main(sys.argv[1:]))"
-        command = [sys.executable, "-c", code, "serve", str(path), "--port", "0", "--threads", "1"]
+    def __init__(self, path, *options, descriptors="unlimited"):
+        command = [sys.executable, "-m", "flashllm", "serve", str(path), "--port", "0", "--threads", "1", *options]
         self.process = subprocess.Popen(
-            [*command, *options], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh", *command],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
         )
         self.err = []
         while not self.err or "serving at" not in self.err[-1]:
@@ -132,62 +137,68 @@ class Process:
         return self.process.returncode, out + "".join(self.err) + err, time.monotonic() - start
 
 
-def test_a_signal_ends_answers_and_requests_are_not_logged(tiny):
-    body = {"prompt": SECRET, "max_tokens": 60, "stream": True, "ignore_eos": True}
-    options = ("--name", "one/model")
-    with Process(tiny().path(), *options) as server, httpx.Client(base_url=server.url, timeout=60) as http:
-        (model,) = http.get("/v1/models").json()["data"]
-        assert model["id"] == "one/model"
-        assert http.post("/v1/completions", json={"prompt": SECRET, "max_tokens": 2}).status_code == 200
-        assert http.post("/v1/completions", json={"prompt": SECRET, "seed": SECRET}).status_code == 400
-        with http.stream("POST", "/v1/completions", json=body) as response:
-            lines = response.iter_lines()
-            next(lines)
-            status, written, seconds = server.end(signal.SIGINT)
-            rest = list(lines)
-    assert status == 0
-    assert SECRET not in written
-    assert seconds < 10  # a second, where nothing else uses the machine
-    assert rest[-2:] == ["data: [DONE]", ""] or "stopping" in str(rest)
-
-
 BOMB = (
     "{% if messages[0].content == 'bomb' %}{% set n = namespace(x=99999999999999999999) %}{% for i in range(40) %}"
     "{% set n.x = n.x * n.x %}{% endfor %}{{ n.x }}{% endif %}{{ messages[0].content }}"
 )
 
 
-def test_a_template_that_is_a_bomb_stops_nothing(tiny, tmp_path):
-    path = tmp_path / "model"
-    shutil.copytree(tiny().path(), path)
+def test_a_bomb_stops_nothing_a_signal_ends_all_and_requests_are_not_logged(tiny, tmp_path):
+    path = shutil.copytree(tiny().path(), tmp_path / "model")
     install_files(path, {"chat_template.jinja": [BOMB.encode()]})
+
+    def completion(**fields):
+        return http.post("/v1/completions", json={"prompt": SECRET, "max_tokens": 2, **fields})
 
     def chat(text):
         body = {"messages": [{"role": "user", "content": text}], "max_tokens": 2}
-        return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+        return http.post("/v1/chat/completions", json=body)
 
-    with Process(path) as server, ThreadPoolExecutor(1) as pool:
+    with (
+        Process(path, "--name", "one/model") as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        (model,) = http.get("/v1/models").json()["data"]
+        assert model["id"] == "one/model"
+        assert completion().status_code == 200
+        assert completion(seed=SECRET).status_code == 400
+        # 1. A template that is a bomb: others are answered meanwhile, and conversations afterwards.
         expected = chat("hello").json()["choices"]
         answering = pool.submit(chat, "bomb")
         time.sleep(0.3)
-        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert http.get("/health").status_code == 200
         assert not answering.done()
         assert answering.result().status_code == 400
         assert "the chat template failed: it takes longer than 1.5 s" in answering.result().json()["error"]["message"]
         assert chat("hello").json()["choices"] == expected
+        # 2. A signal, while one answer is streamed and another's prompt is rendered.
         (renderer,) = psutil.Process(server.process.pid).children()
-        answering = pool.submit(chat, "bomb")
-        time.sleep(0.3)
-        status, _, seconds = server.end(signal.SIGTERM)
+        body = {"prompt": SECRET, "max_tokens": 60, "stream": True, "ignore_eos": True}
+        with http.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            answering = pool.submit(chat, "bomb")
+            time.sleep(0.1)
+            status, written, seconds = server.end(signal.SIGTERM)
+            rest = list(lines)
         assert answering.exception() is not None or answering.result().status_code >= 400
     assert status == 0
-    assert seconds < 10
+    assert SECRET not in written
+    assert seconds < 10  # a second, where nothing else uses the machine
+    assert rest[-2:] == ["data: [DONE]", ""] or "stopping" in str(rest)
     assert not renderer.is_running()
 
 
-def test_the_sockets_options_are_bounded():
-    with pytest.raises(UsageError, match="no address of this machine"):
-        listen("no.such.host.invalid", 0)
+def test_either_signal_stops_the_server_and_is_handed_back():
+    before = signal.getsignal(signal.SIGTERM)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        stopped = []
+        server = Server(None, stopping=lambda stopped=stopped: stopped.append(True))
+        with server.capture_signals():
+            signal.raise_signal(number)
+        assert (stopped, server.should_exit, server.force_exit) == ([True], True, False)
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_an_unforeseen_error_is_an_answer_and_says_no_text(capsys):

@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import httpx
 import numpy as np
@@ -38,14 +39,21 @@ def model(tiny):
         yield model
 
 
+@contextmanager
+def served(model, path, **options):
+    """(client, worker)"""
+    with running(model, path, **options) as (address, worker), httpx.Client(base_url=address, timeout=60) as http:
+        yield http, worker
+
+
 def answer(http, body):
     response = http.post("/v1/completions", json={"ignore_eos": True, **body})
     assert response.status_code == 200, response.text
     return response.json()["choices"]
 
 
-def test_answers_are_those_alone(tiny, model):
-    with running(model, tiny().path(), parallel=1) as (address, _), httpx.Client(base_url=address, timeout=60) as http:
+def test_answers_are_those_alone(tiny, model, monkeypatch):
+    with served(model, tiny().path()) as (http, _):
         alone = [answer(http, body) for body in BODIES]
     steps, shared = model.step, []
 
@@ -53,37 +61,24 @@ def test_answers_are_those_alone(tiny, model):
         shared.append(len(entries))
         return steps(entries, **options)
 
-    model.step = counted
-    try:
-        with (
-            running(model, tiny().path(), parallel=4, keep=0) as (address, worker),
-            httpx.Client(base_url=address, timeout=60) as http,
-            ThreadPoolExecutor(12) as pool,
-        ):
-            left = threading.Event()
+    def leaving(http):
+        with http.stream("POST", "/v1/completions", json={"prompt": "x", "max_tokens": 60, "stream": True}) as it:
+            next(it.iter_lines())
 
-            def leaving():
-                with http.stream(
-                    "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 60, "stream": True}
-                ) as it:
-                    next(it.iter_lines())
-                left.set()
-
-            gone = pool.submit(leaving)
-            found = list(pool.map(lambda body: answer(http, body), BODIES * 3))
-            gone.result()
-            assert left.is_set()
-            assert worker.alive
-        assert found == alone * 3
-        assert max(shared) > 1
-    finally:
-        del model.step
+    monkeypatch.setattr(model, "step", counted)
+    with served(model, tiny().path(), parallel=4, keep=0) as (http, worker), ThreadPoolExecutor(12) as pool:
+        gone = pool.submit(leaving, http)
+        found = list(pool.map(lambda body: answer(http, body), BODIES * 3))
+        gone.result()
+        assert worker.alive
+    assert found == alone * 3
+    assert max(shared) > 1
 
 
 def test_prompts_that_come_together_are_read_for_once(tiny, model, monkeypatch):
     """And nobody is harmed by a client that leaves while its prompt is computed with the others'."""
     bodies = [{"prompt": ids_of(count), "max_tokens": 1, "temperature": 0, "logprobs": 3} for count in (40, 50, 60)]
-    with running(model, tiny().path(), keep=0) as (address, _), httpx.Client(base_url=address, timeout=60) as client:
+    with served(model, tiny().path(), keep=0) as (client, _):
         alone = [answer(client, body) for body in bodies]
     nbytes, begun, begins = [], [], model.begin
     come, leave, gone = threading.Event(), threading.Event(), threading.Event()
@@ -97,8 +92,8 @@ def test_prompts_that_come_together_are_read_for_once(tiny, model, monkeypatch):
         begun.append(sorted(len(ids) for _, ids in entries))
         return Watched(begins(entries, **options), before)
 
-    def leaving(address):
-        connection = http.client.HTTPConnection(address.removeprefix("http://"))
+    def leaving(host):
+        connection = http.client.HTTPConnection(host)
         connection.request("POST", "/v1/completions", json.dumps(bodies[2]), {"Content-Type": "application/json"})
         assert leave.wait(60)
         connection.close()
@@ -106,11 +101,7 @@ def test_prompts_that_come_together_are_read_for_once(tiny, model, monkeypatch):
     monkeypatch.setattr(ShareMeter, "add", lambda self, times, part, of: nbytes.append(times.bytes_read * (part == 0)))
     monkeypatch.setattr(shared_module, "SLICE_S", 0)
     monkeypatch.setattr(model, "begin", begin)
-    with (
-        running(model, tiny().path(), parallel=3, keep=0) as (address, worker),
-        httpx.Client(base_url=address, timeout=60) as client,
-        ThreadPoolExecutor(3) as pool,
-    ):
+    with served(model, tiny().path(), parallel=3, keep=0) as (client, worker), ThreadPoolExecutor(3) as pool:
         turns, cancel = worker._shared._turns, worker.cancel
         going_on = turns.next
 
@@ -121,7 +112,7 @@ def test_prompts_that_come_together_are_read_for_once(tiny, model, monkeypatch):
 
         monkeypatch.setattr(turns, "next", next_turn)
         monkeypatch.setattr(worker, "cancel", lambda job: (cancel(job), gone.set()))
-        left = pool.submit(leaving, address)
+        left = pool.submit(leaving, client.base_url.netloc.decode())
         assert list(pool.map(lambda body: answer(client, body), bodies[:2])) == alone[:2]
         left.result()
     assert begun == [[40, 50, 60]]
@@ -138,33 +129,28 @@ def test_by_default_as_many_requests_begin_as_the_plan_has_room_for(tiny, model)
 
 
 @pytest.mark.parametrize(("together", "most"), [(30, 1), (60, 2), (None, 4)])
-def test_requests_begin_as_far_as_they_have_room(tiny, model, together, most):
+def test_requests_begin_as_far_as_they_have_room(tiny, model, monkeypatch, together, most):
     body = {"prompt": [5, 6, 7, 8, 9], "max_tokens": 20, "temperature": 0}
     long = {**body, "max_tokens": 60}  # more than there is room for, so that it is alone
     shared = []
-    with (
-        running(model, tiny().path(), parallel=4) as (address, worker),
-        httpx.Client(base_url=address, timeout=60) as http,
-        ThreadPoolExecutor(9) as pool,
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        patch.setattr(worker, "_together", together)
+    with served(model, tiny().path(), parallel=4) as (http, worker), ThreadPoolExecutor(9) as pool:
+        monkeypatch.setattr(worker, "_together", together)
         answering = worker._answer
-        patch.setattr(worker, "_answer", lambda job: (shared.append(len(worker._running)), answering(job)))
+        monkeypatch.setattr(worker, "_answer", lambda job: (shared.append(len(worker._running)), answering(job)))
         found = list(pool.map(lambda body: answer(http, body), [body] * 6 + [long] + [body] * 2))
     assert [len(each) for each in found] == [1] * 9
     assert max(shared) == most
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_answers_beside_others_with_drafts_and_parking(tiny, model, tmp_path, drafts):
+def test_answers_beside_others_with_drafts_and_parking(tiny, model, tmp_path, monkeypatch, drafts):
     """What leaves memory is parked and taken up while others are answered; a draft is made only for who is alone."""
     begin = "One day the little dog ran to the big tree, and there was nobody. "
     bodies = [
         {"prompt": begin + each, "max_tokens": 24, "temperature": 0}
         for each in ("She", "He and she and he and she", "It", "They and they and they and")
     ]
-    with running(model, tiny().path(), parallel=1, keep=0) as (address, _), httpx.Client(base_url=address) as http:
+    with served(model, tiny().path(), keep=0) as (http, _):
         alone = [answer(http, body) for body in bodies]
     speculation = Speculation(PromptLookup(), model.most_drafted) if drafts else None
     steps, drafted, parked = model.step, [], ParkingFolder(tmp_path, "tiny", max_nbytes=10**8, daily_nbytes=10**8)
@@ -173,23 +159,18 @@ def test_answers_beside_others_with_drafts_and_parking(tiny, model, tmp_path, dr
         drafted.append(options.get("drafted", 0))
         return steps(entries, **options)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "step", step)
-        patch.setattr("flashllm.generate.depth.DepthGate.choose", lambda self, kind, available: available)
-        options = {"keep": 1, "speculation": speculation, "parking": parked}
-        with (
-            running(model, tiny().path(), parallel=3, **options) as (address, _),
-            httpx.Client(base_url=address, timeout=60) as http,
-            ThreadPoolExecutor(6) as pool,
-        ):
-            for _ in range(3):
-                assert list(pool.map(lambda body: answer(http, body), bodies)) == alone
-            assert answer(http, bodies[1]) == alone[1]  # alone
+    monkeypatch.setattr(model, "step", step)
+    monkeypatch.setattr("flashllm.generate.depth.DepthGate.choose", lambda self, kind, available: available)
+    options = {"keep": 1, "speculation": speculation, "parking": parked}
+    with served(model, tiny().path(), parallel=3, **options) as (http, _), ThreadPoolExecutor(6) as pool:
+        for _ in range(3):
+            assert list(pool.map(lambda body: answer(http, body), bodies)) == alone
+        assert answer(http, bodies[1]) == alone[1]  # alone
     assert parked.entries
     assert any(drafted) == drafts
 
 
-def test_a_failure_is_its_own(tiny, model):
+def test_a_failure_is_its_own(tiny, model, monkeypatch):
     """A pass that fails for one of several is computed again for each."""
     steps = model.step
 
@@ -198,25 +179,17 @@ def test_a_failure_is_its_own(tiny, model):
             raise MemoryError
         return steps(entries, **options)
 
-    model.step = failing
-    try:
-        with (
-            running(model, tiny().path(), parallel=3) as (address, _),
-            httpx.Client(base_url=address, timeout=60) as http,
-            ThreadPoolExecutor(3) as pool,
-        ):
-            good = {"prompt": [5, 6], "max_tokens": 10, "temperature": 0, "ignore_eos": True}
-            posted = [
-                pool.submit(http.post, "/v1/completions", json={**good, "prompt": prompt})
-                for prompt in ([5, 6], [7], [5, 9])
-            ]
-            assert [each.result().status_code for each in posted] == [200, 500, 200]
-    finally:
-        del model.step
+    def status(prompt):
+        body = {"prompt": prompt, "max_tokens": 10, "temperature": 0, "ignore_eos": True}
+        return http.post("/v1/completions", json=body).status_code
+
+    monkeypatch.setattr(model, "step", failing)
+    with served(model, tiny().path(), parallel=3) as (http, _), ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(status, ([5, 6], [7], [5, 9]))) == [200, 500, 200]
 
 
 @pytest.mark.parametrize("error", [ContextFull, BudgetError])  # there is no more memory, or less than there was
-def test_what_is_kept_makes_room(model, error):
+def test_what_is_kept_makes_room(model, error, monkeypatch):
     room, least = [], 2
     steps = model.step
 
@@ -230,13 +203,13 @@ def test_what_is_kept_makes_room(model, error):
         return len(room) <= least
 
     shared = SharedModel(model, make_room)
-    with pytest.MonkeyPatch.context() as patch, model.new_sequence() as sequence, shared.member(threading.Event()):
-        patch.setattr(model, "step", step)
+    monkeypatch.setattr(model, "step", step)
+    with model.new_sequence() as sequence, shared.member(threading.Event()):
         assert len(shared.step([(sequence, [5])])) == 1
         assert len(room) == least
         room.clear()
         least = 9
-        patch.setattr(shared, "_make_room", lambda: False)
+        monkeypatch.setattr(shared, "_make_room", lambda: False)
         with pytest.raises(error, match="no memory"):
             shared.step([(sequence, [6])])
 
@@ -316,14 +289,13 @@ def test_beginnings_of_models_with_a_state_or_latent_keys(variant_of, variant):
         for ids in (begin, [*begin, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16], [*begin[:70], *[30] * 30], begin)
     ]
     with Model.open(path, RunConfig(threads=1, io_threads=4)) as model:
-        alone, reused = [], []
-        for body in bodies:
-            with running(model, path) as (address, _), httpx.Client(base_url=address, timeout=60) as http:
-                alone.append(answer(http, body))
-        with running(model, path) as (address, _), httpx.Client(base_url=address, timeout=60) as http:
-            for body in bodies:
+        with served(model, path, keep=0) as (http, _):
+            alone = [answer(http, body) for body in bodies[:3]]
+        reused = []
+        with served(model, path) as (http, _):
+            for body, expected in zip(bodies, [*alone, alone[0]], strict=True):
                 response = http.post("/v1/completions", json={"ignore_eos": True, **body}).json()
                 reused.append(response["usage"]["prompt_tokens_details"]["cached_tokens"])
-                assert response["choices"] == alone.pop(0)
+                assert response["choices"] == expected
     assert reused[0] == 0
     assert all(count >= 64 for count in reused[1:])
