@@ -130,23 +130,21 @@ def test_the_ids_are_the_wholes(kind, text, add_special):
     assert cut.least(text) <= len(expected)
 
 
-@KINDS
-@pytest.mark.parametrize(
-    "text",
-    ["a" * 5000, " " * 5000, "\n" * 5000 + "x", "!" * 5000, "x" + "A" * 5000 + "ab c", "\n" + " " * 5000 + "\n x",
-     "!" + "\n" * 5000 + " \nx", "漢" * 5000, "1" * 5000, "😀" * 2000, "aB" * 2500, "<|im_end|>" * 600],
-    ids=lambda text: repr(text[:4]),
-)  # fmt: skip
-def test_words_longer_than_pieces(kind, text):
+@pytest.mark.parametrize("kind", [kind for kind in MAKERS if kind != "unigram"])
+def test_words_longer_than_pieces(kind):
     backend, cut = tokenizer(kind)
-    if kind != "unigram":
-        assert ended(cut.encode(text))[1] == backend.encode(text).ids
+    for text in (
+        *(char * 5000 for char in (*"a !漢1", "aB")),
+        *("\n" * 5000 + "x", "x" + "A" * 5000 + "ab c", "\n" + " " * 5000 + "\n x", "!" + "\n" * 5000 + " \nx"),
+        *("😀" * 2000, "<|im_end|>" * 600),
+    ):
+        assert ended(cut.encode(text))[1] == backend.encode(text).ids, text[:4]
 
 
 @KINDS
 def test_it_stops_past_what_is_wanted(kind):
     backend, cut = tokenizer(kind)
-    text = "The dog ran to the river. " * 4000
+    text = "The dog ran to the river. " * 1500
     all_steps, ids = ended(cut.encode(text))
     assert ids == backend.encode(text).ids
     steps, some = ended(cut.encode(text, most=300))

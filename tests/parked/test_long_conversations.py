@@ -64,24 +64,27 @@ def test_sixteen_turns(directory, tmp_path):
 
 
 def _replayed(model, said, before):
-    """Checks every turn but the killed process's against a sequence of its own; returns that process's tokens."""
+    """Checks the turns against two sequences, of prompts cut otherwise, and all but the killed process's by their
+    probabilities; returns that process's tokens."""
     lengths = [*accumulate((len(message(turn)) + 3 + turn % 6 for turn in range(KILLED)), initial=0)]
     answers = {turn: before[first + len(message(turn)) : end] for turn, (first, end) in enumerate(pairwise(lengths))}
     answers |= {turn: ids for turn, (ids, _) in said.items()}
-    for last in said:
+    for shift in (0, 5):
         with model.new_sequence() as sequence:
             pending = []
-            for turn in range(last + 1):
+            for turn in range(TURNS):
                 pending += message(turn)  # behind the last token of the answer before, which is computed with it
-                dense, size = model.is_prompt(len(pending)), 1 if not model.is_prompt(len(pending)) else 7 + last
-                pieces = [pending[at : at + size] for at in range(0, len(pending), size)]
-                for ids in pieces:
-                    logits = model.step([(sequence, ids)], as_prompt=dense)[0]
+                dense = model.is_prompt(len(pending))
+                size = 7 + (turn + shift) % TURNS if dense else 1
+                for at in range(0, len(pending), size):
+                    logits = model.step([(sequence, pending[at : at + size])], as_prompt=dense)[0]
                 rows = [logits]
                 rows += [model.step([(sequence, [token])])[0] for token in answers[turn][:-1]]
                 assert [int(row.argmax()) for row in rows] == answers[turn]
+                if turn in said:
+                    found = [logprobs_of(*each, VOCAB) for each in zip(rows, answers[turn], strict=True)]
+                    assert found == said[turn][1]
                 pending = answers[turn][-1:]
-        assert [logprobs_of(row, token, VOCAB) for row, token in zip(rows, answers[last], strict=True)] == said[last][1]
     return [token for turn in range(KILLED) for token in (*message(turn), *answers[turn])]
 
 

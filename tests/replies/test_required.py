@@ -69,10 +69,13 @@ def answer(tokenizer, grammar, mark, rng):
     return text
 
 
-@pytest.mark.parametrize("form", HELD, ids=lambda form: form.name)
-@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize(
+    ("form", "special"),
+    [(form, special) for form in HELD for special in (False, True) if special or form.name != "harmony"],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_calls_are_valid(form, special):
-    special = special or form.name == "harmony"
+    """`special`: the form's marks are special tokens, and the answer has one call."""
     rng = np.random.default_rng(5)
     needs = {mark for held in form.held for mark in held.needs}
     marks = {"<|channel|>", "<|message|>", "<|constrain|>"} | marks_of(form)
