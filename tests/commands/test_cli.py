@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import io
 import json
 import os
 import signal
@@ -11,11 +10,12 @@ import sys
 
 import pytest
 from damage import flip
+from tiny_models import make_tiny_opt
 
 import flashllm.cli
 from flashllm import _core
 from flashllm.base.text import inert
-from flashllm.cli import COMPLETION, VERBS, main, make_parser
+from flashllm.cli import COMPLETION, VERBS, make_parser
 from flashllm.commands import options
 from flashllm.commands.chat import sampling_defaults
 from flashllm.config import CACHE_POLICIES
@@ -25,22 +25,6 @@ from flashllm.profile.costs import ReaderChoice
 PIECE = ["--threads", "1"]
 
 
-@pytest.fixture
-def run(capsys):
-    def call(*argv, stdin=None):
-        before = sys.stdin
-        if stdin is not None:
-            sys.stdin = io.TextIOWrapper(io.BytesIO(stdin))
-        try:
-            status = main([str(argument) for argument in argv])
-        finally:
-            sys.stdin = before
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return call
-
-
 def is_one_error_line(err):
     return err.startswith("flashllm: error: ") and err.count("\n") == 1 and err.endswith("\n")
 
@@ -48,32 +32,21 @@ def is_one_error_line(err):
 # Parsing.
 
 
-def test_help_imports_nothing_heavy():
+def test_help_imports_nothing_heavy_and_the_chosen_verbs_module_alone():
     code = (
-        "import sys; from flashllm.cli import VERBS, main;"
+        "import sys; from flashllm.cli import VERBS, main; main(['verify', '--help']);"
+        "print(sorted(name for name in sys.modules if name.startswith('flashllm.commands.')), file=sys.stderr);"
         "heavy = {'torch', 'transformers', 'datasets', 'scipy', 'huggingface_hub', 'rich', 'prompt_toolkit'};"
         "asked = [['--version'], [], ['--help'], *([verb, '--help'] for verb in VERBS)];"
         "bad = [argv for argv in asked if main(argv) or heavy & set(sys.modules)]; sys.exit(repr(bad) if bad else 0)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.startswith("flashllm 0")
-    assert result.stdout.count("usage: flashllm") == 2 + len(VERBS)
-
-
-def test_only_the_chosen_verbs_module_is_imported():
-    code = (
-        "import sys; from flashllm.cli import main; main(['verify', '--help']);"
-        "print(sorted(name for name in sys.modules if name.startswith('flashllm.commands.')), file=sys.stderr)"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.returncode == 0, result.stderr
     assert eval(result.stderr) == [f"flashllm.commands.{name}" for name in ("asked", "options", "verify")]
-
-
-def test_every_verb_is_in_the_help(run):
-    _, out, _ = run("--help")
+    assert "\nflashllm 0" in result.stdout
+    assert result.stdout.count("usage: flashllm") == 3 + len(VERBS)
     for verb in VERBS:
-        assert f"    {verb} " in out
+        assert f"    {verb} " in result.stdout
 
 
 def test_options_are_few():
@@ -245,58 +218,60 @@ def test_chat_samples_as_the_model_says(tmp_path, config, expected):
 # The verbs, on a tiny model.
 
 
-def test_convert_verify_and_inspect(run, tiny, tmp_path):
-    source = tiny("float32").source
-    status, out, err = run("convert", source, tmp_path / "model", "--dtype", "float16")
-    assert (status, out) == (0, f"{tmp_path / 'model'}\n")
+def test_convert_verify_and_inspect(run, document, tiny, tmp_path):
+    source, model = tiny("float32").source, tmp_path / "model"
+    status, out, err = run("convert", source, model, "--dtype", "float16")
+    assert (status, out) == (0, f"{model}\n")
     assert err.startswith("convert: ")
-    status, out, err = run("convert", source, tmp_path / "model")
+    status, _, err = run("convert", source, model)
     assert status == 2
     assert "exists" in err
-    status, out, _ = run("verify", tmp_path / "model", "--json")
-    assert status == 0
-    assert json.loads(out)["ok"] is True
-    status, out, _ = run("inspect", tmp_path / "model", "--json")
-    assert (status, json.loads(out)["path"]) == (0, str(tmp_path / "model"))
-    status, out, _ = run("inspect", tmp_path / "model")
+    assert document("verify", model)["ok"] is True
+    assert document("inspect", model)["path"] == str(model)
+    status, out, _ = run("inspect", model)
     assert status == 0
     assert "float16" in out
 
-    flip(tmp_path / "model" / "ffn.safetensors", 5000)
-    status, out, err = run("verify", tmp_path / "model")
+    flip(model / "ffn.safetensors", 5000)
+    status, out, err = run("verify", model)
     assert (status, out) == (1, "")
     assert "flashllm: error: " in err
     assert "layer 0, neuron" in err
-    status, out, _ = run("verify", tmp_path / "model", "--json")
+    status, out, _ = run("verify", model, "--json")
     assert status == 1
     assert json.loads(out)["problems"][0]["layer"] == 0
 
 
-def test_convert_to_fewer_bits(run, tiny, tmp_path):
-    source = tiny("float32").source
-    options = {
-        "a": (["--bits", "8"], ("int8_32", "float32")),
-        "b": (["--bits", "4", "--resident-bits", "8"], ("int4_32", "int8_32")),
-        "c": (["--resident-bits", "4"], ("float32", "int4_32")),
-    }
-    for name, (arguments, expected) in options.items():
-        status, _, err = run("convert", source, tmp_path / name, *arguments)
-        assert status == 0, err
-        facts = json.loads(run("inspect", tmp_path / name, "--json")[1])
-        assert (facts["rows"]["encoding"], facts["resident_encoding"]) == expected
-        assert facts["quality"]["text"] == "text_sample.txt"
-        assert "against its source's" in err
-        assert "quality" in run("inspect", tmp_path / name)[1]
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A checkpoint that is soon compared with its source."""
+    return make_tiny_opt(tmp_path_factory.mktemp("small"), num_layers=1, d_ff=128)
 
 
-def test_convert_with_calibration(run, tiny, tmp_path):
-    source, text = tiny("float32").source, tmp_path / "sample.txt"
-    text.write_text("The little dog ran to the big tree and looked up. " * 20)
-    status, _, err = run("convert", source, tmp_path / "model", "--bits", "4", "--calibrate", text)
+@pytest.mark.parametrize(
+    ("arguments", "encodings"),
+    [(["--bits", "8"], ("int8_32", "float32")), (["--resident-bits", "4"], ("float32", "int4_32"))],
+)
+def test_convert_to_fewer_bits(run, document, small, arguments, encodings, *, tmp_path):
+    status, _, err = run("convert", small, tmp_path / "model", *arguments)
     assert status == 0, err
-    facts = json.loads(run("inspect", tmp_path / "model", "--json")[1])
+    assert "against its source's" in err
+    facts = document("inspect", tmp_path / "model")
+    assert (facts["rows"]["encoding"], facts["resident_encoding"]) == encodings
+    assert facts["quality"]["text"] == "text_sample.txt"
+    assert "quality" in run("inspect", tmp_path / "model")[1]
+
+
+def test_convert_with_calibration(run, document, small, tmp_path):
+    text = tmp_path / "sample.txt"
+    text.write_text("The little dog ran to the big tree and looked up. " * 20)
+    bits = ["--bits", "4", "--resident-bits", "8"]
+    status, _, err = run("convert", small, tmp_path / "model", *bits, "--calibrate", text)
+    assert status == 0, err
+    facts = document("inspect", tmp_path / "model")
+    assert (facts["rows"]["encoding"], facts["resident_encoding"]) == ("int4_32", "int8_32")
     assert (facts["activations"], facts["quality"]["text"]) == ("int16", "text_sample.txt")
-    status, _, err = run("convert", source, tmp_path / "other", "--calibrate", text)
+    status, _, err = run("convert", small, tmp_path / "other", "--calibrate", text)
     assert status == 2
     assert "codes of 8 or 4 bits" in err
 
@@ -308,72 +283,49 @@ def test_a_hugging_face_folder_is_not_converted_to_look_at_it(run, tiny):
         assert "flashllm convert" in err
 
 
-def test_plan_is_a_table_or_a_document_or_a_refusal_with_numbers(run, tiny):
-    status, out, err = run("plan", tiny().path(), "--memory", "6GB", "--context", "32")
-    assert (status, err) == (0, "")
-    assert out.splitlines()[1].split() == ["32", "tokens", "32", "tokens"]
-    assert any(line.split()[:3] == ["limit", "6", "GB"] for line in out.splitlines())
-    _, out, _ = run("plan", tiny().path(), "--memory", "6GB")
-    assert out.splitlines()[1].split() == ["64", "tokens", "96", "tokens"]
-    assert any(line.startswith("  KV cache ") for line in out.splitlines())
-    status, out, _ = run("plan", tiny().path(), "--memory", "6GB", "--json")
-    document = json.loads(out)
-    assert document["limit_bytes"] == 6_000_000_000
-    assert document["path"] == str(tiny().path())
-    minimum = next(line.split()[-1] for line in run("plan", tiny().path())[1].splitlines() if "minimum" in line)
-    status, out, err = run("plan", tiny().path(), "--memory", "50MB", "--json")
-    assert (status, out) == (1, "")
-    assert is_one_error_line(err)
-    assert "50 MB cannot hold this model" in err
-    assert minimum.endswith("MB")
-
-
-def test_generate_prints_one_document(run, tiny):
+def test_generate_prints_one_document(run, document, tiny):
     argv = ("generate", tiny().path(), "--prompt", "The little", "--max-new-tokens", "5", *PIECE)
-    status, out, err = run(*argv, "--json")
-    assert status == 0, err
-    document = json.loads(out)
-    assert len(document["token_ids"]) == len(document["tokens"]) == 5
-    assert document["text"] == "".join(token["text"] for token in document["tokens"])
-    for token in document["tokens"]:
+    facts = document(*argv)
+    assert len(facts["token_ids"]) == len(facts["tokens"]) == 5
+    assert facts["text"] == "".join(token["text"] for token in facts["tokens"])
+    for token in facts["tokens"]:
         parts = [token[f"{kind}_ms"] for kind in ("io", "memory", "compute", "other")]
         assert sum(parts) == pytest.approx(token["total_ms"])
         assert token["active"] == token["hits"] + token["misses"]
         assert token["bytes_read"] >= 0
         assert "times" not in token
-    assert document["prefill"]["tokens"] > 0
-    assert document["plan"]["cache_policy"] == CACHE_POLICIES[0]
-    assert document["plan"]["window"] == 5
-    assert document["model"]["path"] == str(tiny().path())
-    assert isinstance(document["direct_io"], bool)
-    assert document["peak_rss_bytes"] > 10**7
+    assert facts["prefill"]["tokens"] > 0
+    assert facts["plan"]["cache_policy"] == CACHE_POLICIES[0]
+    assert facts["plan"]["window"] == 5
+    assert facts["model"]["path"] == str(tiny().path())
+    assert isinstance(facts["direct_io"], bool)
+    assert facts["peak_rss_bytes"] > 10**7
 
     status, text, err = run(*argv)
     assert status == 0
-    assert text == inert(document["text"]) + "\n"
+    assert text == inert(facts["text"]) + "\n"
     assert "5 tokens, first after" in err
 
-    packed = run(*argv, "--json", "--seed", "1", "--cache-bits", "8")  # of a page's tokens none sees it packed
-    assert json.loads(packed[1])["token_ids"] == document["token_ids"]
+    packed = document(*argv, "--seed", "1", "--cache-bits", "8")  # of a page's tokens none sees it packed
+    assert packed["token_ids"] == facts["token_ids"]
     piped = run(*argv[:3], "-", *argv[4:], "--json", stdin=b"The little\n")
-    assert json.loads(piped[1])["token_ids"] == document["token_ids"]
+    assert json.loads(piped[1])["token_ids"] == facts["token_ids"]
 
 
-def test_sampling_is_repeatable_with_a_seed(run, tiny):
-    argv = ("generate", tiny().path(), "--prompt", "A", "--max-new-tokens", "6", *PIECE, "--json", "--temperature", "2")
-    first, again, other = (json.loads(run(*argv, "--seed", seed)[1])["token_ids"] for seed in (3, 3, 4))
+def test_sampling_is_repeatable_with_a_seed(document, tiny):
+    argv = ("generate", tiny().path(), "--prompt", "A", "--max-new-tokens", "6", *PIECE, "--temperature", "2")
+    first, again, other = (document(*argv, "--seed", seed)["token_ids"] for seed in (3, 3, 4))
     assert first == again
     assert first != other
 
 
-def test_generate_tells_the_backend_in_use_not_the_one_planned(run, tiny, monkeypatch):
+def test_generate_tells_the_backend_in_use_not_the_one_planned(document, tiny, monkeypatch):
     """A kernel without io_uring reads with threads where a calibration chose io_uring."""
     choice = ReaderChoice(backend="io_uring", depth=4, max_gap=0, source="calibration")
     monkeypatch.setattr("flashllm.plan.resolve.choose_reader", lambda *_, **__: choice)
     monkeypatch.setattr("flashllm.engine.build.open_reader", lambda *_, **__: _core.Reader(4))
-    status, out, err = run("generate", tiny().path(), "--prompt", "x", "--max-new-tokens", "1", "--json", *PIECE)
-    assert status == 0, err
-    assert json.loads(out)["reader"]["backend"] == "threads"
+    facts = document("generate", tiny().path(), "--prompt", "x", "--max-new-tokens", "1", *PIECE)
+    assert facts["reader"]["backend"] == "threads"
 
 
 def test_generate_announces_the_context_limit(run, tiny):
@@ -465,11 +417,23 @@ def test_an_interrupt_is_one_line_and_status_130(run, tiny, monkeypatch):
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize(("redirect", "status"), [(">&-", 0), ("2>&-", 0), ("<&-", 0), (">/dev/full", 1)])
-def test_streams_that_are_closed_or_full(tiny, redirect, status):
-    command = f"{sys.executable} -m flashllm verify {tiny().path()} {redirect}"
+@pytest.mark.parametrize(
+    ("verb", "redirect", "status"),
+    [
+        ("chat", ">&-", 0),
+        ("verify", "2>&-", 0),
+        ("chat", "<&-", 0),
+        ("chat", ">/dev/full", 1),
+        ("verify", ">/dev/full", 1),
+    ],
+)
+def test_streams_that_are_closed_or_full(tiny, verb, redirect, status):
+    more = "--max-new-tokens 2" if verb == "chat" else ""
+    command = f"{sys.executable} -m flashllm {verb} {tiny().path()} {more} {redirect}"
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    result = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False, env=buffered)
+    result = subprocess.run(
+        ["sh", "-c", command], input="hello\n", capture_output=True, text=True, check=False, env=buffered
+    )
     assert result.returncode == status
     assert "Traceback" not in result.stderr
     assert "Exception ignored" not in result.stderr

@@ -5,8 +5,6 @@ import shutil
 import subprocess
 import sys
 
-import pytest
-
 from flashllm.format.install import install_files
 
 ALONE = {"flashllm", "numpy", "psutil", "tokenizers"}
@@ -19,35 +17,27 @@ OPTIONS = ["--threads", "1", "--max-new-tokens", "3"]
 CODE = """
 import json, sys
 from flashllm.cli import main
-status = main(sys.argv[1:])
-found = [name for name, module in sys.modules.items() if getattr(module, "__spec__", None)]  # no made-up ones
-names = {name.split(".")[0] for name in found} - set(sys.stdlib_module_names)
+found = []
+for argv in json.loads(sys.argv[1]):
+    status = main(argv)
+    names = [name for name, module in sys.modules.items() if getattr(module, "__spec__", None)]  # no made-up ones
+    found.append([status, names])
 print()
-inside = [name for name in found if name.startswith("flashllm.")]
-print(json.dumps([status, sorted(name for name in names if not name.startswith("_")), inside]))
+print(json.dumps([found, sorted(sys.stdlib_module_names)]))
 """
 
 
-def loaded(*argv):
-    """(status, packages that are not Python's own) of a command that runs a converted model."""
-    command = [sys.executable, "-c", CODE, *map(str, argv)]
+def test_a_run_loads_numpy_and_the_tokenizer(tiny, tmp_path):
+    """Also a chat through a pipe, which needs no terminal and no template engine. One after another in a process."""
+    with_template = shutil.copytree(tiny().path(), tmp_path / "model")
+    install_files(with_template, {"chat_template.jinja": [b"{% for m in messages %}{{ m.content }}{% endfor %}"]})
+    generate = ["generate", str(tiny().path()), "--prompt", "The cat", *OPTIONS]
+    runs = [generate, [*generate, "--json", "--temperature=1", "--top-p=0.9"], ["chat", str(with_template), *OPTIONS]]
+    command = [sys.executable, "-c", CODE, json.dumps(runs)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, input="The little\n")
-    status, names, inside = json.loads(done.stdout.splitlines()[-1])
-    assert not NOT_NEEDED & set(inside)
-    return status, set(names)
-
-
-@pytest.mark.parametrize("more", ["", "--json --temperature=1 --top-p=0.9"])
-def test_generate_loads_numpy_and_the_tokenizer(tiny, more):
-    status, names = loaded("generate", tiny().path(), "--prompt", "The cat", *OPTIONS, *more.split())
-    assert status == 0
-    assert names == ALONE
-
-
-def test_a_chat_through_a_pipe_needs_no_terminal_and_no_template_engine(tiny, tmp_path):
-    path = tmp_path / "model"
-    shutil.copytree(tiny().path(), path)
-    install_files(path, {"chat_template.jinja": [b"{% for m in messages %}{{ m.content }}{% endfor %}"]})
-    status, names = loaded("chat", path, *OPTIONS)
-    assert status == 0
-    assert names == ALONE
+    found, of_python = json.loads(done.stdout.splitlines()[-1])
+    for argv, (status, names) in zip(runs, found, strict=True):
+        assert status == 0, argv
+        packages = {name.split(".")[0] for name in names} - set(of_python)
+        assert {name for name in packages if not name.startswith("_")} == ALONE, argv
+        assert not NOT_NEEDED & set(names), argv

@@ -1,5 +1,6 @@
 """`flashllm plan`: both ends of a conversation, and a process as small as the run it plans."""
 
+import functools
 import json
 import shutil
 import subprocess
@@ -11,7 +12,6 @@ import pytest
 from profiles import profile_of, reader
 
 from flashllm._core import KV_BLOCK
-from flashllm.cli import main
 from flashllm.format.install import install_files
 from flashllm.format.model_files import POPULARITY
 from flashllm.format.popularity import encode_popularity
@@ -20,23 +20,23 @@ from flashllm.profile.store import device_of, save_profile
 
 
 @pytest.fixture
-def plan_json(capsys):
-    """Runs the verb with --json; its document."""
-
-    def run(*arguments):
-        assert main(["plan", *map(str, arguments), "--json"]) == 0
-        return json.loads(capsys.readouterr().out)
-
-    return run
+def plan_json(document):
+    return functools.partial(document, "plan")
 
 
-def table_of(capsys, *arguments):
-    assert main(["plan", *map(str, arguments)]) == 0
-    lines = capsys.readouterr().out.splitlines()[1:]
-    return {line[2:30].strip(): line[30:].split() for line in lines}
+@pytest.fixture
+def table_of(run):
+    """The columns of the plan's table, by what they are of."""
+
+    def call(*arguments):
+        status, out, err = run("plan", *arguments)
+        assert (status, err) == (0, "")
+        return {line[2:30].strip(): line[30:].split() for line in out.splitlines()[1:]}
+
+    return call
 
 
-def test_the_table_shows_both_ends(tiny, capsys, plan_json):
+def test_the_table_shows_both_ends(tiny, plan_json, table_of):
     path = tiny().path("random")
     document = plan_json(path)
     limit = (document["minimum_bytes"] + 3_000_000) // 10**6
@@ -44,53 +44,62 @@ def test_the_table_shows_both_ends(tiny, capsys, plan_json):
     assert document["kv_cache_bytes_full"] == 2 * document["kv_cache_bytes"] == 2 * document["kv_block_bytes"]
     assert document["max_kv_blocks"] >= 96 / KV_BLOCK
     assert all(a >= b for a, b in zip(document["cache_rows"], document["cache_rows_full"], strict=True))
-    table = table_of(capsys, path, "--memory", f"{limit}MB")
+    table = table_of(path, "--memory", f"{limit}MB")
     assert table[""] == ["64", "tokens", "96", "tokens"]
+    assert table["limit"][:2] == [str(limit), "MB"]
+    assert table_of(path, "--context", "32")[""] == ["32", "tokens", "32", "tokens"]
     assert {"interpreter and libraries", "KV cache", "neuron cache", "total", "limit", "minimum"} <= set(table)
 
 
-def test_of_a_name_that_is_unknown_it_says_where_names_are(capsys):
-    assert main(["plan", "nosuchmodel"]) == 2
-    assert "there is no such directory" in (said := capsys.readouterr().err)
-    assert said.endswith("`flashllm models` lists more\n")
+def test_a_limit_that_is_too_small_is_an_error(tiny, run):
+    status, out, err = run("plan", tiny().path(), "--memory", "50MB", "--json")
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith("flashllm: error: ")
+    assert "50 MB cannot hold this model" in err
 
 
-def test_the_plan_says_by_what_rows_are_shared_out(tiny, tmp_path, capsys, plan_json):
+def test_of_a_name_that_is_unknown_it_says_where_names_are(run):
+    status, _, err = run("plan", "nosuchmodel")
+    assert status == 2
+    assert "there is no such directory" in err
+    assert err.endswith("`flashllm models` lists more\n")
+
+
+def test_the_plan_says_by_what_rows_are_shared_out(tiny, tmp_path, plan_json, table_of):
     model = Path(shutil.copytree(tiny().path("random"), tmp_path / "model"))
     assert plan_json(model)["popularity"] is None
-    assert "popularity" not in " ".join(table_of(capsys, model)["neuron cache"])
+    assert "popularity" not in " ".join(table_of(model)["neuron cache"])
     shares = encode_popularity([np.linspace(0, 1, 512, dtype=np.float32)] * 3, tokens=70, measured_on="stories")
     install_files(model, {POPULARITY: shares})
     assert plan_json(model)["popularity"] == {"tokens": "70", "measured_on": "stories"}
-    assert " ".join(table_of(capsys, model)["neuron cache"]).endswith("neurons, shared out by popularity")
-    assert "popularity" not in " ".join(table_of(capsys, model, "--mode", "dense")["neuron cache"])
+    assert " ".join(table_of(model)["neuron cache"]).endswith("neurons, shared out by popularity")
+    assert "popularity" not in " ".join(table_of(model, "--mode", "dense")["neuron cache"])
 
 
-def test_a_model_that_runs_densely_alone_is_planned_so(variant_of, plan_json, capsys):
+def test_a_model_that_runs_densely_alone_is_planned_so(variant_of, plan_json, table_of, run):
     _, directory = variant_of("llama")
     assert plan_json(directory, "--mode", "dense")["mode"] == "dense"
-    table_of(capsys, directory, "--mode", "dense")
+    table_of(directory, "--mode", "dense")
     assert plan_json(directory)["mode"] == "dense"
-    assert main(["plan", str(directory), "--mode", "sparse"]) == 2
-    assert "use --mode dense" in capsys.readouterr().err
+    status, _, err = run("plan", directory, "--mode", "sparse")
+    assert status == 2
+    assert "use --mode dense" in err
 
 
-def test_a_dense_token_has_an_estimate(variant_of, tmp_path, plan_json, capsys):
+def test_a_dense_token_has_an_estimate(variant_of, tmp_path, plan_json, run):
     _, directory = variant_of("llama")
     store = tmp_path / "profiles.json"
     assert plan_json(directory, "--store", store)["token"] is None
-    assert main(["plan", str(directory), "--store", str(store)]) == 0
-    assert "has no profile" in capsys.readouterr().out
+    assert "has no profile" in run("plan", directory, "--store", store)[1]
     rates = {"gemv_bps": {"float32": 20e9}, "sparse_bps": {"float32": 16e9}}
     save_profile(store, device_of(directory), profile_of(**rates))
     token = plan_json(directory, "--store", store)["token"]
     assert token["total_s"] == max(token["read_s"], token["products_s"]) > 0
-    assert main(["plan", str(directory), "--store", str(store)]) == 0
-    assert "a token (every neuron)" in capsys.readouterr().out
+    assert "a token (every neuron)" in run("plan", directory, "--store", store)[1]
 
 
 def test_a_drive_that_is_slow_at_scattered_reads_is_better_read_in_sequence(
-    tiny, tmp_path, plan_json, capsys, monkeypatch
+    tiny, tmp_path, plan_json, run, monkeypatch
 ):
     monkeypatch.setattr("flashllm.base.machine.process_nbytes", lambda: 100_000_000)  # it would grow between the calls
     path, store = tiny("float16").path("random"), tmp_path / "profiles.json"
@@ -101,8 +110,7 @@ def test_a_drive_that_is_slow_at_scattered_reads_is_better_read_in_sequence(
         limit = f"{plan_json(path, '--store', store)['minimum_bytes'] // 1000 + 100}kB"
         common = (path, "--store", store, "--memory", limit)
         times[name] = plan_json(*common)["token"]
-        assert main(["plan", *map(str, common)]) == 0
-        assert ("--mode dense" in capsys.readouterr().out) == (name == "slow")
+        assert ("--mode dense" in run("plan", *common)[1]) == (name == "slow")
     assert times["slow"]["dense_total_s"] < 0.85 * times["slow"]["total_s"]
     assert times["fast"]["dense_total_s"] > times["fast"]["total_s"]
 

@@ -9,22 +9,12 @@ import pytest
 from tiny_models import SENTENCES, make_tiny_opt
 
 import flashllm
-from flashllm.cli import VERBS, main
+from flashllm.cli import VERBS
 from flashllm.commands.machine.doctor import examine
 from flashllm.commands.predictors import scripts
 from flashllm.errors import FlashError
 
 PIECE = ["--threads", "1"]
-
-
-@pytest.fixture
-def run(capsys):
-    def call(*argv):
-        status = main([str(argument) for argument in argv])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return call
 
 
 @pytest.fixture
