@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 
 import httpx
-import numpy as np
 import openai
 import pytest
 import torch
@@ -16,14 +15,6 @@ from flashllm.generate.session import Session, TokenRecord
 from flashllm.generate.tokenizer import Tokenizer
 
 SAY = [{"role": "user", "content": "The little dog ran to the big tree"}]
-
-
-def generated(tiny, model, ids, count):
-    """(text, ids) of a greedy answer, by the session that the command line uses."""
-    tokenizer = Tokenizer.load(tiny().path())
-    with Session(model, tokenizer, SamplingOptions(max_new_tokens=count)) as session:
-        records = [record for record in session.stream_ids(ids) if isinstance(record, TokenRecord)]
-    return "".join(record.text for record in records), [record.token_id for record in records]
 
 
 def test_models(client, http):
@@ -43,29 +34,32 @@ def test_models(client, http):
 
 
 def test_a_completion_is_what_generate_says(tiny, model, client):
-    text = "One day a girl found"
-    expected, ids = generated(tiny, model, Tokenizer.load(tiny().path()).encode(text), 8)
+    text, tokenizer = "One day a girl found", Tokenizer.load(tiny().path())
+    with Session(model, tokenizer, SamplingOptions(max_new_tokens=8)) as session:  # as the command line's
+        records = [each for each in session.stream_ids(tokenizer.encode(text)) if isinstance(each, TokenRecord)]
     done = client.completions.create(model="tiny", prompt=text, max_tokens=8, temperature=0)
-    (choice,) = done.choices
-    assert (choice.text, choice.finish_reason) == (expected, "length" if len(ids) == 8 else "stop")
-    assert (done.usage.completion_tokens, done.usage.total_tokens) == (len(ids), done.usage.prompt_tokens + len(ids))
+    (choice,), count = done.choices, len(records)
+    assert choice.text == "".join(each.text for each in records)
+    assert choice.finish_reason == ("length" if count == 8 else "stop")
+    assert (done.usage.completion_tokens, done.usage.total_tokens) == (count, done.usage.prompt_tokens + count)
 
 
 def test_a_chat_streamed_is_the_chat_whole(client):
-    whole = client.chat.completions.create(model="tiny", messages=SAY, max_tokens=9, temperature=0)
-    chunks = list(
-        client.chat.completions.create(
-            model="tiny", messages=SAY, max_tokens=9, temperature=0, stream=True, stream_options={"include_usage": True}
-        )
-    )
+    asked = {"model": "tiny", "messages": SAY, "max_tokens": 9, "temperature": 0}
+    whole = client.chat.completions.create(**asked)
+    chunks = list(client.chat.completions.create(**asked, **_streamed(include_usage=True)))
     *others, last = chunks
     assert others[0].choices[0].delta.role == "assistant"
     assert "".join(each.choices[0].delta.content or "" for each in others) == whole.choices[0].message.content
     assert [each.choices[0].finish_reason for each in others] == [None] * (len(others) - 1) + ["length"]
-    assert all(each.usage is None for each in others)
+    assert all(each.usage is None for each in others)  # several editors drop a chunk with usage, text and all
     assert last.choices == []
     assert last.usage.completion_tokens == whole.usage.completion_tokens == 9
     assert {each.id for each in chunks} == {last.id}
+
+
+def _streamed(**options):
+    return {"stream": True, "stream_options": options}
 
 
 def test_a_stream_without_usage_has_none_and_ends_with_done(http):
@@ -75,29 +69,6 @@ def test_a_stream_without_usage_has_none_and_ends_with_done(http):
         lines = [line for line in response.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"
     assert all("usage" not in json.loads(line.removeprefix("data: ")) for line in lines[:-1])
-
-
-def test_a_client_that_skips_chunks_with_usage_sees_the_answer(http):
-    """Several editors drop every chunk whose `usage` is truthy, text and all."""
-    body = {"model": "tiny", "messages": SAY, "max_tokens": 6, "temperature": 0}
-    whole = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
-    seen, usage = "", None
-    with http.stream("POST", "/v1/chat/completions", json=body | _streamed(include_usage=True)) as response:
-        for line in response.iter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            chunk = json.loads(line.removeprefix("data: "))
-            if chunk.get("usage"):
-                usage = chunk["usage"]
-                continue
-            for choice in chunk["choices"]:
-                seen += choice["delta"].get("content") or ""
-    assert seen == whole
-    assert usage["completion_tokens"] == 6
-
-
-def _streamed(**options):
-    return {"stream": True, "stream_options": options}
 
 
 def test_stop_seed_and_sampling(client):
@@ -116,11 +87,12 @@ def test_stop_seed_and_sampling(client):
 def test_several_prompts_and_token_ids(client, tiny):
     tokenizer = Tokenizer.load(tiny().path())
     texts = ["The little dog", "She was happy"]
-    many = client.completions.create(model="tiny", prompt=texts, max_tokens=5, temperature=0)
-    ids = client.completions.create(
-        model="tiny", prompt=[tokenizer.encode(text) for text in texts], max_tokens=5, temperature=0
-    )
-    alone = [client.completions.create(model="tiny", prompt=text, max_tokens=5, temperature=0) for text in texts]
+
+    def asked(prompt):
+        return client.completions.create(model="tiny", prompt=prompt, max_tokens=5, temperature=0)
+
+    many, ids = asked(texts), asked([tokenizer.encode(text) for text in texts])
+    alone = [asked(text) for text in texts]
     assert [each.text for each in many.choices] == [each.choices[0].text for each in alone]
     assert [each.text for each in many.choices] == [each.text for each in ids.choices]
     assert [each.index for each in many.choices] == [0, 1]
@@ -128,17 +100,13 @@ def test_several_prompts_and_token_ids(client, tiny):
 
 
 def test_chat_log_probabilities(client):
-    one = client.chat.completions.create(
-        model="tiny", messages=SAY, max_tokens=4, temperature=0, logprobs=True, top_logprobs=3
-    )
-    content = one.choices[0].logprobs.content
+    asked = {"model": "tiny", "messages": SAY, "max_tokens": 4, "temperature": 0, "logprobs": True, "top_logprobs": 3}
+    content = client.chat.completions.create(**asked).choices[0].logprobs.content
     assert len(content) == 4
     for token in content:
         assert len(token.top_logprobs) == 3
         assert token.logprob == token.top_logprobs[0].logprob <= 0
-    chunks = client.chat.completions.create(
-        model="tiny", messages=SAY, max_tokens=4, temperature=0, logprobs=True, top_logprobs=3, stream=True
-    )
+    chunks = client.chat.completions.create(**asked, stream=True)
     streamed = [token for chunk in chunks if chunk.choices[0].logprobs for token in chunk.choices[0].logprobs.content]
     assert streamed == content
 
@@ -160,16 +128,8 @@ def test_lm_eval_gets_the_models_log_likelihoods(http, tiny, load, mode):
     flash = load(tiny().path())
     torch.manual_seed(1)
     prompts = torch.randint(5, 290, (3, length))
-    body = {
-        "model": "tiny",
-        "prompt": prompts.tolist(),
-        "temperature": 0,
-        "max_tokens": 1,
-        "logprobs": 1,
-        "seed": 1234,
-        "echo": True,
-    }
-    response = http.post("/v1/completions", json=body)
+    body = {"model": "tiny", "prompt": prompts.tolist(), "temperature": 0, "max_tokens": 1, "seed": 1234}
+    response = http.post("/v1/completions", json={**body, "logprobs": 1, "echo": True})
     assert response.status_code == 200, response.text
     found = log_likelihood(response.json(), [4] * 3)
     for ids, (likelihood, greedy) in zip(prompts, found, strict=True):
@@ -179,16 +139,12 @@ def test_lm_eval_gets_the_models_log_likelihoods(http, tiny, load, mode):
         assert greedy == bool((scores[3:-1].argmax(-1) == ids[4:]).all())
 
 
-def test_echo_begins_with_the_prompt(client):
-    again = client.completions.create(model="tiny", prompt="She was", max_tokens=3, echo=True, temperature=0)
-    plain = client.completions.create(model="tiny", prompt="She was", max_tokens=3, temperature=0)
-    assert again.choices[0].text == "She was" + plain.choices[0].text
-
-
-def test_streamed_completion_with_echo_and_log_probabilities(client):
-    asked = {"model": "tiny", "prompt": "She was", "max_tokens": 4, "echo": True, "logprobs": 1, "temperature": 0}
-    whole = client.completions.create(**asked).choices[0]
-    chunks = [chunk.choices[0] for chunk in client.completions.create(**asked, stream=True)]
+def test_echo_begins_with_the_prompt_also_streamed(client):
+    asked = {"model": "tiny", "prompt": "She was", "max_tokens": 4, "logprobs": 1, "temperature": 0}
+    plain = client.completions.create(**asked).choices[0]
+    whole = client.completions.create(**asked, echo=True).choices[0]
+    assert whole.text == "She was" + plain.text
+    chunks = [chunk.choices[0] for chunk in client.completions.create(**asked, echo=True, stream=True)]
     assert "".join(chunk.text for chunk in chunks) == whole.text
     values = [value for chunk in chunks if chunk.logprobs for value in chunk.logprobs.token_logprobs]
     assert values == whole.logprobs.token_logprobs
@@ -238,10 +194,12 @@ def held(slow, client):
     return stream
 
 
-def test_cancelled_while_it_waits(served, slow, client, held):
-    with pytest.raises(openai.APITimeoutError):
-        client.with_options(timeout=0.2).completions.create(model="tiny", prompt="It was", max_tokens=60)
+def test_requests_given_up_while_they_wait_leave_the_queue(served, slow, client, held):
+    for _ in range(12):  # more than may wait at once
+        with pytest.raises(openai.APITimeoutError):
+            client.with_options(timeout=0.05).completions.create(model="tiny", prompt="It was", max_tokens=60)
     _wait_until(lambda: not served[1].waiting)
+    assert served[1].busy
     slow.passes.clear()
     held.close()
     slow.runs.set()
@@ -311,20 +269,9 @@ def _wait_until(met, timeout_s=20):
 
 
 def test_metrics(http):
-    text = http.get("/metrics").text
-    assert 'flashllm_requests_total{path="/v1/completions",status="200"}' in text
-    assert "flashllm_memory_limit_bytes 1e+09" in text
-    count = float(
-        next(line for line in text.splitlines() if line.startswith("flashllm_generated_tokens_total")).split()[1]
-    )
-    assert np.isfinite(count)
-
-
-def test_a_request_given_up_while_it_waits_leaves_the_queue(served, slow, client, held):
-    for _ in range(12):  # more than may wait at once
-        with pytest.raises(openai.APITimeoutError):
-            client.with_options(timeout=0.05).completions.create(model="tiny", prompt="It was", max_tokens=1)
-    _wait_until(lambda: not served[1].waiting)
-    assert served[1].busy
-    held.close()
-    slow.runs.set()
+    http.post("/v1/completions", json={"prompt": "She", "max_tokens": 1})
+    lines = [line.rsplit(" ", 1) for line in http.get("/metrics").text.splitlines() if not line.startswith("#")]
+    values = {name: float(value) for name, value in lines}
+    assert values['flashllm_requests_total{path="/v1/completions",status="200"}'] > 0
+    assert values["flashllm_generated_tokens_total"] > 0
+    assert values["flashllm_memory_limit_bytes"] == 10**9

@@ -191,14 +191,16 @@ def test_a_bomb_stops_nothing_a_signal_ends_all_and_requests_are_not_logged(tiny
 
 
 def test_either_signal_stops_the_server_and_is_handed_back():
-    before = signal.getsignal(signal.SIGTERM)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    numbers = signal.SIGINT, signal.SIGTERM
+    before = [signal.getsignal(number) for number in numbers]
+    for number in numbers:
         stopped = []
         server = Server(None, stopping=lambda stopped=stopped: stopped.append(True))
         with server.capture_signals():
+            assert signal.getsignal(number) not in before
             signal.raise_signal(number)
         assert (stopped, server.should_exit, server.force_exit) == ([True], True, False)
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert [signal.getsignal(number) for number in numbers] == before
 
 
 def test_an_unforeseen_error_is_an_answer_and_says_no_text(capsys):
