@@ -214,25 +214,20 @@ def test_export_writes_once_and_never_over(tmp_path):
 # Plain lines.
 
 
-def test_each_line_is_a_turn_and_answers_alone_are_on_stdout():
-    status, out, err = plain(make_chat(), "one\n\n  \ntwo\r\nlast")
-    assert (status, out) == (0, "ONE\nTWO\nLAST\n")
+@pytest.mark.parametrize(
+    ("lines", "answers"),
+    [
+        ("one\n\n  \ntwo\r\nlast", "ONE\nTWO\nLAST\n"),
+        ("", ""),
+        ("\n   \n", ""),
+        ("silent\ntwo\n", "\nTWO\n"),
+        (b"a\xff\xfe\n\xc3\n\x00\x1b[2J\n", "A\ufffd\ufffd\n\ufffd\n[2J\n"),  # invalid UTF-8, and controls
+    ],
+)
+def test_each_line_is_a_turn_and_answers_alone_are_on_stdout(lines, answers):
+    status, out, err = plain(make_chat(answers={"silent": ""}), lines)
+    assert (status, out) == (0, answers)
     assert "continues your text" in err
-
-
-def test_no_lines_no_answers():
-    for text in ("", "\n\n", "   \n"):
-        assert plain(make_chat(), text)[:2] == (0, "")
-
-
-def test_invalid_utf8_and_controls_are_replaced():
-    chat = make_chat()
-    assert plain(chat, b"a\xff\xfe\n\xc3\n\x00\x1b[2J\n")[:2] == (0, "A\ufffd\ufffd\n\ufffd\n[2J\n")
-    assert chat.session.turns[0] == "a\ufffd\ufffd"
-
-
-def test_an_answer_without_text_is_an_empty_line_in_a_pipe():
-    assert plain(make_chat(answers={"one": ""}), "one\ntwo\n")[:2] == (0, "\nTWO\n")
 
 
 def test_commands_in_a_pipe_answer_on_stderr():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from serving import Whole, answered, running
 
 from flashllm.api.prompts import PromptEncoder
-from flashllm.api.requests import Request
+from flashllm.api.requests import parse_body
 from flashllm.config import RunConfig
 from flashllm.engine.meter import Meter
 from flashllm.engine.model import Model
@@ -411,15 +411,8 @@ def test_where_others_may_go_on(tiny):
         encoder = PromptEncoder(tokenizer=tokenizer, template=template, context=2000, vocab=300)
         roles = ("system", "user", "assistant", "user")
         for texts in (("Be kind. " * 30, "Hello", "Hi", "and now"), ("x", "a" * 90, "b", "a"), ("", "b", "", "b")):
-            messages = tuple({"role": role, "content": text} for role, text in zip(roles, texts, strict=True))
-            request = Request(
-                custom_id="",
-                kind="chat",
-                prompt=messages,
-                options=SamplingOptions(max_new_tokens=4),
-                max_new_given=True,
-                logprobs=None,
-            )
+            messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+            request = parse_body({"messages": messages}, "chat", custom_id="", defaults=SamplingOptions())
             ids, marks = encoder.encode(request), []
             steps = encoder.marks(request, ids)
             try:
