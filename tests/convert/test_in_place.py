@@ -9,10 +9,23 @@ import numpy as np
 import pytest
 import torch
 from arch_models import Variant, make_checkpoint
+from damage import flip
 from gguf_files import HALVES, put_halves
+from quantised_files import (
+    MIXTURES,
+    SHARING,
+    WIDE,
+    experts_alone,
+    make,
+    mixed,
+    name_of,
+    of_codebooks,
+    of_layers,
+    of_wide_shared,
+)
 from safetensors.torch import load_file, save_file
 from test_gpt_oss import EXPERTS, mxfp4
-from test_kept import MIXTURES, SHARING, WIDE, experts_alone, make, mixed, of_codebooks, of_layers, of_wide_shared
+from weights_of_folders import tensors_of
 
 from flashllm import _core
 from flashllm.base.codes.carried import PACKED_AS, PLANE_CODES, pack_codes
@@ -39,12 +52,29 @@ def logits_of(directory, **config):
         return np.concatenate([prompt, *(model.step([(sequence, ids[:count])]) for count in (1, 3, 8))])
 
 
-def both(root, kind, model_type):
-    """(GGUF file, converted directory, directory of the same with its experts in the file)"""
-    path, _ = make(root, kind, model_type)
-    convert(path, root / "copied", keep=True, dtype="float32")
-    convert(path, root / "lying", keep=True, in_place=True, dtype="float32")
-    return path, root / "copied", root / "lying"
+CONFIGS = ({}, {"cache_policy": "window"}, {"io_backend": "io_uring"}, {"direct": False})  # each reads otherwise
+
+
+def assert_same_logits(copied, lying, configs=CONFIGS):
+    expected = logits_of(copied)
+    for config in configs:
+        np.testing.assert_array_equal(logits_of(lying, **config), expected, err_msg=str(config))
+
+
+def assert_damage_is_named(directory, path, offset, message, layer):
+    """Of one byte of the file at `path` that is wrong, with and without another time; then the byte is right again."""
+    status = path.stat()
+    flip(path, offset)
+    with pytest.raises(FormatError, match=rf"{path.name}: holds the experts of .*{directory.name}, but was written to"):
+        Manifest.load(directory)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    (problem,) = verify(directory).problems
+    assert problem.file == str(path)
+    assert message in problem.message
+    with pytest.raises(ChecksumError, match=layer):
+        logits_of(directory)
+    flip(path, offset)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def stored_rows(kind, rows, length):
@@ -94,64 +124,50 @@ def test_stored_rows_become_the_rows_that_conversion_writes(kind):
         np.testing.assert_array_equal(found, expected, err_msg=plane.name)
 
 
-@pytest.mark.parametrize("model_type", SHARING)
-def test_experts_lie_in_the_file_where_shared_ones_are_of_other_kinds(tmp_path, model_type):
-    _, copied, lying = both(tmp_path, of_wide_shared, model_type)
-    assert Manifest.load(lying).in_place is not None
-    np.testing.assert_array_equal(logits_of(copied), logits_of(lying))
-    assert verify(lying).ok
-
-
-@pytest.mark.parametrize(
-    "kind", ["Q8_0", "Q5_1", mixed, of_layers, of_codebooks], ids=["Q8_0", "Q5_1", "mixed", "layers", "codebooks"]
-)
-def test_bits_are_those_of_the_converted_directory(tmp_path, kind):
-    path, copied, lying = both(tmp_path, kind, "olmoe")
-    assert Manifest.load(lying).in_place.files[0].path == str(path)
-    expected = logits_of(copied)
-    for config in ({}, {"cache_policy": "window"}, {"io_backend": "io_uring"}, {"direct": False}):
-        np.testing.assert_array_equal(logits_of(lying, **config), expected, err_msg=str(config))
+@pytest.mark.parametrize("kind", ["Q8_0", "Q5_1", mixed, of_layers, of_codebooks], ids=name_of)
+def test_bits_are_those_of_the_converted_directory(quantised, kind):
+    made = quantised(kind, "olmoe")
+    (copied, _), (lying, manifest) = made.kept(), made.kept(in_place=True)
+    assert manifest.in_place.files[0].path == str(made.path)
+    assert_same_logits(copied, lying)
     assert (lying / FFN).stat().st_size < 0.1 * (copied / FFN).stat().st_size
 
 
-@pytest.mark.parametrize("model_type", [*MIXTURES])
-def test_every_mixture(tmp_path, model_type):
-    _, copied, lying = both(tmp_path, experts_alone if model_type == "gpt_oss" else "Q4_K", model_type)
-    np.testing.assert_array_equal(logits_of(copied), logits_of(lying))
+@pytest.mark.parametrize(
+    ("kind", "model_type"),
+    [
+        *((experts_alone if name == "gpt_oss" else "Q4_K", name) for name in MIXTURES),
+        *((of_wide_shared, name) for name in SHARING),  # of other kinds than the others, in memory
+    ],
+    ids=name_of,
+)
+def test_every_mixture(quantised, kind, model_type):
+    made = quantised(kind, model_type)
+    lying, manifest = made.kept(in_place=True)
+    assert manifest.in_place is not None
+    assert_same_logits(made.kept()[0], lying, [{}])
     assert verify(lying).ok
 
 
 def test_a_file_that_changed_or_is_gone_is_named(tmp_path):
-    path, _, lying = both(tmp_path, "Q4_K", "qwen2_moe")
-    status = path.stat()
-    slices = Manifest.load(lying).in_place.layers[1][2]
-    with open(path, "r+b") as file:
-        file.seek(slices.places[1][1] + 5)
-        wrong = bytes([file.read(1)[0] ^ 1])
-        file.seek(-1, 1)
-        file.write(wrong)
-    with pytest.raises(FormatError, match=r"model.gguf: holds the experts of .*lying, but was written to"):
-        Manifest.load(lying)
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    (problem,) = verify(lying).problems
-    assert "layer 1, expert 1: wrong checksum; get the file again" in problem.message
-    with pytest.raises(ChecksumError, match=r"layer 1, neuron 256: wrong checksum"):
-        logits_of(lying)
+    path, _ = make(tmp_path, "Q4_K", "qwen2_moe")
+    slices = convert(path, tmp_path / "lying", keep=True, in_place=True).in_place.layers[1][2]
+    wrong = "layer 1, expert 1: wrong checksum; get the file again"
+    offset = slices.places[1][1] + 5
+    assert_damage_is_named(tmp_path / "lying", path, offset, wrong, "layer 1, neuron 256: wrong checksum")
     path.rename(tmp_path / "elsewhere.gguf")
     with pytest.raises(FormatError, match=r"No such file or directory; put it back, or remove"):
-        Manifest.load(lying)
+        Manifest.load(tmp_path / "lying")
 
 
-def test_what_does_not_lie_so_is_copied_and_said(tmp_path, capsys):
-    path, _ = make(tmp_path, "Q4_K", "llama")
-    assert main(["convert", str(path), str(tmp_path / "dense"), "--in-place"]) == 0
+def test_what_does_not_lie_so_is_copied_and_said(quantised, tmp_path, capsys):
+    assert main(["convert", str(quantised("Q4_K").path), str(tmp_path / "dense"), "--in-place"]) == 0
     assert "experts are copied, as its neurons are read one by one" in capsys.readouterr().err
     assert Manifest.load(tmp_path / "dense").in_place is None
 
 
-def test_experts_stay_where_they_lie_on_first_use(tmp_path):
-    path, _ = make(tmp_path, "Q4_K", "olmoe")
-    said = []
+def test_experts_stay_where_they_lie_on_first_use(quantised, tmp_path):
+    path, said = quantised("Q4_K", "olmoe").path, []
 
     def found(source=path, **options):
         return resolve_model(str(source), cache=tmp_path / "cache", say=said.append, explain=said.append, **options)
@@ -164,15 +180,15 @@ def test_experts_stay_where_they_lie_on_first_use(tmp_path):
     assert Manifest.load(copied).in_place is None
     assert found() == copied
     said.clear()
-    dense, _ = make(tmp_path / "dense", "Q4_K", "llama")
-    assert Manifest.load(found(dense)).in_place is None
+    assert Manifest.load(found(quantised("Q4_K").path)).in_place is None
     assert said
     assert not any("read there" in line or "experts are" in line for line in said)
 
 
-def test_the_throughput_engine_names_the_file(tmp_path):
-    path, _, lying = both(tmp_path, "Q4_K", "olmoe")
-    with pytest.raises(UnsupportedModelError, match=f"its experts lie in {path}"), open_weights(lying):
+def test_the_throughput_engine_names_the_file(quantised):
+    lying, manifest = quantised("Q4_K", "olmoe").kept(in_place=True)
+    message = f"its experts lie in {manifest.in_place.files[0].path}"
+    with pytest.raises(UnsupportedModelError, match=message), open_weights(lying):
         pass
     assert main(["plan", str(lying)]) == 0
     assert main(["inspect", str(lying)]) == 0
@@ -209,9 +225,7 @@ def test_safetensors_of_numbers_are_read_where_they_lie(tmp_path, model_type, dt
     found = Manifest.load(tmp_path / "lying").in_place
     assert [Path(file.path) for file in found.files] == sorted(source.glob("*.safetensors"))
     assert any("of experts stay in it and are read there" in line for line in lines)
-    expected = logits_of(tmp_path / "copied")
-    for config in ({}, {"cache_policy": "window"}, {"io_backend": "io_uring"}):
-        np.testing.assert_array_equal(logits_of(tmp_path / "lying", **config), expected, err_msg=str(config))
+    assert_same_logits(tmp_path / "copied", tmp_path / "lying")
     assert verify(tmp_path / "lying").ok
 
 
@@ -221,20 +235,8 @@ def test_a_shard_that_changed_or_is_gone_is_named(tmp_path):
     found = Manifest.load(tmp_path / "lying").in_place
     file, offset = found.layers[0][2].places[3]
     path = Path(found.files[file].path)
-    status = path.stat()
-    with open(path, "r+b") as opened:
-        opened.seek(offset + 5)
-        wrong = bytes([opened.read(1)[0] ^ 1])
-        opened.seek(-1, 1)
-        opened.write(wrong)
-    with pytest.raises(FormatError, match=rf"{path.name}: holds the experts of .*lying, but was written to"):
-        Manifest.load(tmp_path / "lying")
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    (problem,) = verify(tmp_path / "lying").problems
-    assert problem.file == str(path)
-    assert "layer 0, expert 3: wrong checksum" in problem.message
-    with pytest.raises(ChecksumError, match=f"layer 0.*wrong checksum of the row at offset .* of {path}"):
-        logits_of(tmp_path / "lying")
+    wrong = f"layer 0.*wrong checksum of the row at offset .* of {path}"
+    assert_damage_is_named(tmp_path / "lying", path, offset + 5, "layer 0, expert 3: wrong checksum", wrong)
     path.rename(tmp_path / "elsewhere")
     with pytest.raises(FormatError, match=rf"{path.name}: holds the experts of .*put it back, or remove"):
         Manifest.load(tmp_path / "lying")
@@ -274,45 +276,33 @@ def test_gpt_oss_is_read_where_it_lies(tmp_path, shards):
     manifest = Manifest.load(tmp_path / "lying")
     assert [each.kind for each in manifest.in_place.layers[0]] == ["E2M1", "E8M0", "E2M1"]
     assert "of experts stay in it and are read there" in lines[0]
-    expected = logits_of(tmp_path / "copied")
-    for config in ({}, {"cache_policy": "window"}, {"io_backend": "io_uring"}, {"direct": False}, {"mode": "dense"}):
-        np.testing.assert_array_equal(logits_of(tmp_path / "lying", **config), expected, err_msg=str(config))
+    assert_same_logits(tmp_path / "copied", tmp_path / "lying", [*CONFIGS, {"mode": "dense"}])
     assert (tmp_path / "lying" / FFN).stat().st_size < 0.1 * (tmp_path / "copied" / FFN).stat().st_size
     assert verify(tmp_path / "lying").ok
     for verb in ("plan", "inspect", "verify"):
         assert main([verb, str(tmp_path / "lying")]) == 0
-    for matrix, (file, offset) in enumerate(each.places[3] for each in manifest.in_place.layers[0]):
-        path = Path(manifest.in_place.files[file].path)
-        status, whole = path.stat(), path.read_bytes()
-        path.write_bytes(whole[: offset + 700] + bytes([whole[offset + 700] ^ 1]) + whole[offset + 701 :])
-        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-        (problem,) = verify(tmp_path / "lying").problems
-        assert "layer 0, expert 3: wrong checksum" in problem.message, matrix
-        with pytest.raises(ChecksumError, match=r"layer 0.*wrong checksum"):
-            logits_of(tmp_path / "lying")
-        path.write_bytes(whole)
-        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    for file, offset in (each.places[3] for each in manifest.in_place.layers[0]):
+        path, wrong = Path(manifest.in_place.files[file].path), "layer 0, expert 3: wrong checksum"
+        assert_damage_is_named(tmp_path / "lying", path, offset + 700, wrong, r"layer 0.*wrong checksum")
 
 
 def test_scales_of_gpt_oss_at_the_ends_of_their_range(tmp_path):
     """As where experts are copied: any of groups of zeros, of others those that fp32 can hold."""
     source = folder_of(tmp_path, "gpt_oss")
     mxfp4(source)
-    state = load_file(source / "model.safetensors")
-    for part in ("gate_up", "down"):
-        state[f"{EXPERTS}{part}_proj_blocks"][1:, 1::3, 0] = 0x80  # 0 and -0
-        state[f"{EXPERTS}{part}_proj_scales"][1, 1::3, 0] = 0
-        state[f"{EXPERTS}{part}_proj_scales"][2, 1::3, 0] = 254
-    save_file(state, source / "model.safetensors", {"format": "pt"})
+    with tensors_of(source) as state:
+        for part in ("gate_up", "down"):
+            state[f"{EXPERTS}{part}_proj_blocks"][1:, 1::3, 0] = 0x80  # 0 and -0
+            state[f"{EXPERTS}{part}_proj_scales"][1, 1::3, 0] = 0
+            state[f"{EXPERTS}{part}_proj_scales"][2, 1::3, 0] = 254
     for name, in_place in (("copied", False), ("lying", True)):
         convert(source, tmp_path / name, keep=True, in_place=in_place)
     np.testing.assert_array_equal(logits_of(tmp_path / "lying"), logits_of(tmp_path / "copied"))
     for row, matrix in ((6, "gate"), (9, "up")):
-        scales = state[f"{EXPERTS}gate_up_proj_scales"]
-        state[f"{EXPERTS}gate_up_proj_scales"] = scales.clone()
-        state[f"{EXPERTS}gate_up_proj_scales"][2, row, 1] = 253
-        save_file(state, source / "model.safetensors", {"format": "pt"})
-        state[f"{EXPERTS}gate_up_proj_scales"] = scales
+        scales = state[f"{EXPERTS}gate_up_proj_scales"].clone()
+        scales[2, row, 1] = 253
+        changed = state | {f"{EXPERTS}gate_up_proj_scales": scales}
+        save_file(changed, source / "model.safetensors", {"format": "pt"})
         with pytest.raises(FormatError, match=rf"experts.2.{matrix}.*a scale is no number, or as small or large"):
             convert(source, tmp_path / matrix, keep=True, in_place=True)
 

@@ -13,8 +13,28 @@ from arch_models import Variant, make_checkpoint
 from arch_reference import ReferenceDecoder
 from gguf_files import write_gguf
 from offload_runs import DEVICE, DISK, MIXED, answers, policy
-from safetensors.torch import load_file, save_file
-from tiny_models import change_config, config_of
+from quantised_files import (
+    ENCODED_AS,
+    MIXTURES,
+    NOT_KEPT,
+    SHARING,
+    WIDE,
+    but_one_layer,
+    experts_alone,
+    make,
+    mixed,
+    name_of,
+    of_codebooks,
+    of_layers,
+    of_matrices,
+    of_plain_shared,
+    of_tables,
+    of_wide_shared,
+    without_downs,
+)
+from safetensors.torch import load_file
+from tiny_models import config_of
+from weights_of_folders import try_to_open
 
 from flashllm import _core
 from flashllm.arch.registry import resident_shapes
@@ -28,7 +48,6 @@ from flashllm.convert.run import convert
 from flashllm.engine.model import Model
 from flashllm.errors import FormatError, UsageError
 from flashllm.format import rows
-from flashllm.format.install import change_manifest
 from flashllm.format.manifest import MANIFEST, Manifest
 from flashllm.format.model_files import FFN, RESIDENT
 from flashllm.format.report.inspect import format_inspection, inspect
@@ -41,169 +60,9 @@ from flashllm.offload.runtime.tiers.weights import WeightStore
 from flashllm.offload.shape import load_shape
 from flashllm.offload.stages import Stage
 
-ENCODED_AS = {
-    "Q8_0": "int8_32",
-    "Q4_0": "int4_32",
-    "Q4_1": "int4_32_min",
-    "Q5_0": "int5_32",
-    "Q5_1": "int5_32_min",
-    "Q4_K": "q4_k",
-    "Q5_K": "q5_k",
-    "Q6_K": "q6_k",
-    "MXFP4": "mxfp4",
-    "NVFP4": "nvfp4",
-    "Q2_K": "q2_k",
-    "Q3_K": "q3_k",
-    "IQ4_NL": "iq4_nl",
-    "IQ4_XS": "iq4_xs",
-    "IQ3_S": "iq3_s",
-    "IQ3_XXS": "iq3_xxs",
-    "IQ2_XXS": "iq2_xxs",
-    "IQ2_XS": "iq2_s",
-    "IQ2_S": "iq2_s",
-    "IQ1_S": "iq1_s",
-    "IQ1_M": "iq1_m",
-    "TQ1_0": "ternary",
-    "TQ2_0": "ternary",
-}
-WIDE = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-}
-MIXTURES = {
-    "olmoe": ("intermediate_size",),
-    "mixtral": ("intermediate_size",),
-    "qwen2_moe": ("moe_intermediate_size", "shared_expert_intermediate_size"),
-    "qwen3_moe": ("moe_intermediate_size",),
-    "gpt_oss": ("intermediate_size",),
-    "qwen3_5_moe_text": ("moe_intermediate_size", "shared_expert_intermediate_size"),
-    "minimax_m2": ("intermediate_size",),
-    "nemotron_h": ("moe_intermediate_size", "moe_shared_expert_intermediate_size"),
-    "deepseek_v3": ("moe_intermediate_size", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"),
-}
-PROMPT_DOWNS = {
-    "Q6_K": "codes6",
-    "NVFP4": "codes_fp4",
-    "IQ3_XXS": "codes_iq3_xxs",
-    "IQ2_S": "codes_iq2",
-    "IQ1_M": "codes_iq1",
-}
-SHARING = ("qwen2_moe", "qwen3_5_moe_text", "nemotron_h", "deepseek_v3")  # of them, those with shared experts
-_NEMOTRON = {"hybrid_override_pattern": "ME*E", "mamba_num_heads": 8, "mamba_head_dim": 32}  # whole blocks
-OF_FILES = ("kv_b_apart", "linear_value_heads_tiled")  # what a config says of tensors that lie otherwise
-
-
-def mixed(name):
-    """As llama.cpp's Q4_K_M: layers whose down projections differ, an embedding of its own kind."""
-    if "token_embd" in name:
-        return "Q8_0"
-    return "Q6_K" if "ffn_down" in name and "blk.0" in name else "Q4_K"
-
-
-def of_tables(name):
-    """As llama.cpp's IQ4_XS: some layers' down projections are in codes of a table, others not."""
-    return "IQ4_XS" if "ffn_down" in name and "blk.0" not in name else "Q5_K"
-
-
-def of_layers(name):
-    """As Unsloth's: layers differ in every matrix."""
-    if "ffn_up" in name or "ffn_gate" in name:
-        return {"blk.0": "Q5_K", "blk.1": "Q4_K"}.get(name[:5], "Q6_K")
-    return "Q6_K" if "ffn_down" in name and "blk.0" in name else "Q4_K"
-
-
-def of_matrices(name):
-    """Ups in more bits than gates, but of one form."""
-    if "ffn_up" in name:
-        return "Q5_K" if "blk.0" in name else "Q4_K"
-    return "IQ4_XS" if "ffn_down" in name else "Q4_K"
-
-
-def but_one_down(name):
-    """A layer's down projection is in no codes."""
-    return "F16" if "blk.1.ffn_down" in name else "Q4_K"
-
-
-def but_one_layer(name):
-    return "F16" if "blk.1.ffn" in name else mixed(name)
-
-
-def without_downs(name):
-    return "F16" if "ffn_down" in name else of_layers(name)
-
-
-NOT_KEPT = {  # ups, downs with float32 for what is not kept
-    of_matrices: (("q5_k", "q4_k", "q4_k"), ()),
-    but_one_down: ((), ("codes4", "float32", "codes4")),
-    but_one_layer: (("q4_k", "float32", "q4_k"), ("codes6", "float32", "codes4")),
-    without_downs: (("q5_k", "q4_k", "q6_k"), ()),
-}
-
-
-def of_codebooks(name):
-    """As Unsloth's of two bits: most in codebooks, each layer in another."""
-    layer = name[:5]
-    if "ffn_down" in name:
-        return {"blk.0": "Q3_K", "blk.1": "IQ3_XXS"}.get(layer, "IQ2_S")
-    if "ffn_up" in name or "ffn_gate" in name:
-        return {"blk.0": "IQ2_XS", "blk.1": "IQ1_M"}.get(layer, "IQ3_S")
-    return "Q5_K"
-
-
-def of_wide_shared(name):
-    """As Unsloth's, and as Q4_K_M of DeepSeek-V2-Lite, whose experts' width is no multiple of 256."""
-    if "shexp" in name:
-        return {"up": "Q5_K", "gate": "Q8_0", "down": "Q6_K"}[name.split("ffn_")[1].split("_")[0]]
-    if "ffn_down" in name:
-        return "Q8_0" if "blk.0" in name or "blk.1" in name else "Q5_0"
-    return "Q4_K"
-
-
-def of_plain_shared(name):
-    """Shared experts are not in codes."""
-    return "F16" if "shexp" in name else "Q4_K"
-
-
-def experts_alone(name):
-    """As gpt-oss's files."""
-    return "MXFP4" if "ffn_" in name else "Q8_0"
-
-
-def make(root, kind, model_type="llama", **sizes):
-    """(GGUF file, Hugging Face folder of its dequantised weights)"""
-    config = WIDE | sizes | ({"hidden_act": "silu"} if model_type == "llama" else {})
-    if model_type in MIXTURES:
-        config |= dict.fromkeys(MIXTURES[model_type], 256)
-        config |= {"linear_value_head_dim": 128} if "qwen3_5" in model_type else {}
-        config |= _NEMOTRON if model_type == "nemotron_h" else {}
-        config["norm_topk_prob"] = model_type == "qwen3_moe"  # llama.cpp's rule
-    source = make_checkpoint(root / "hf", Variant(model_type, config))
-
-    def of_tensor(name):  # llama.cpp leaves routers and convolutions in fp32
-        return "F32" if "ffn_gate_inp" in name or "conv1d" in name else kind if isinstance(kind, str) else kind(name)
-
-    path = write_gguf(source, root / "model.gguf", of_tensor)
-    state = {}
-    with open_checkpoint(path) as checkpoint:
-        for name, info in checkpoint.tensors.items():
-            state[name] = torch.from_numpy(checkpoint.floats(name, 0, info.shape[0]))
-        own = {key: value for key, value in checkpoint.config.items() if key in OF_FILES}
-    save_file(state, source / "model.safetensors", {"format": "pt"})
-    change_config(source, **own)
-    return path, source
-
-
-def fresh(folder):
-    folder.mkdir()
-    return folder
-
 
 def logits_of(directory, mode, process=None, **config):
-    """With activations in fp32: 8 bits would hide what the weights are."""
-    change_manifest(directory, activations=None)
+    """Of a prompt, of few and of single tokens."""
     with Model.open(directory, RunConfig(mode=mode, threads=2, io_threads=4, **config), process=process) as model:
         sequence = model.new_sequence()
         ids = torch.randint(4, 300, (40,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -211,15 +70,9 @@ def logits_of(directory, mode, process=None, **config):
         return np.concatenate([prompt, *(model.step([(sequence, ids[:count])]) for count in (1, 3, 8))])
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [*ENCODED_AS, mixed, of_tables, of_layers, of_codebooks, *NOT_KEPT],
-    ids=lambda kind: kind if isinstance(kind, str) else kind.__name__,
-)
-def test_every_weight_and_every_logit_is_the_files(tmp_path, kind):
-    path, folder = make(tmp_path, kind)
-    kept = convert(path, tmp_path / "kept", dtype="float32", keep=True)
-    convert(folder, tmp_path / "wide")
+@pytest.mark.parametrize("kind", [*ENCODED_AS, mixed, of_tables, of_layers, of_codebooks, *NOT_KEPT], ids=name_of)
+def test_every_weight_and_every_logit_is_the_files(quantised, kind):
+    (directory, kept), wide = quantised(kind).exact(), quantised(kind).wide()
     others = {mixed: "q4_k", of_tables: "q5_k", of_layers: "q6_k", of_codebooks: "iq3_s"}
     if kind in NOT_KEPT:
         assert (kept.rows.ups, kept.rows.downs) == NOT_KEPT[kind]
@@ -228,14 +81,14 @@ def test_every_weight_and_every_logit_is_the_files(tmp_path, kind):
         ups = {of_layers: ("q5_k", "q4_k", "q6_k"), of_codebooks: ("iq2_s", "iq1_m", "iq3_s")}
         assert kept.rows.ups == ups.get(kind, ())
     assert kept.rows.has_plane == (kind is not without_downs)
-    assert Manifest.load(tmp_path / "kept") == kept
-    with open_weights(tmp_path / "kept") as found, open_weights(tmp_path / "wide") as expected:
+    assert Manifest.load(directory) == kept
+    with open_weights(directory) as found, open_weights(wide) as expected:
         for tensor, shape in expected.shapes.items():
             one, two = np.full(shape, np.nan, np.float32), np.empty(shape, np.float32)
             found.read({tensor: one})
             expected.read({tensor: two})
             np.testing.assert_array_equal(one, two, err_msg=tensor)
-    np.testing.assert_array_equal(logits_of(tmp_path / "kept", "dense"), logits_of(tmp_path / "wide", "dense"))
+    np.testing.assert_array_equal(logits_of(directory, "dense"), logits_of(wide, "dense"))
 
 
 def attend_queries(first, projected, out):
@@ -251,16 +104,8 @@ def layers_of(directory, x, first=0):
         ops = HostOps(source.block, source.dtype.name, pool)
         with WeightStore(source, plan, pool=pool) as store:
             for layer, decoding in itertools.product(range(source.num_layers), (False, True)):
-                states = x.copy()
-
-                ops.layer(
-                    layer,
-                    store.layer(layer, 0),
-                    states,
-                    np.arange(first, first + len(x)),
-                    attend_queries,
-                    decoding=decoding,
-                )
+                states, positions = x.copy(), np.arange(first, first + len(x))
+                ops.layer(layer, store.layer(layer, 0), states, positions, attend_queries, decoding=decoding)
                 found.append(states)
     matrices = [one for bundle in plan.bundles[: source.num_layers] for one in bundle.tensors.values()]
     return np.array(found), sum(one.nbytes for one in matrices)
@@ -269,124 +114,117 @@ def layers_of(directory, x, first=0):
 @pytest.mark.parametrize(
     ("kind", "model_type"),
     [*((kind, "llama") for kind in ("Q8_0", "Q4_0", "Q5_1", "Q2_K", "Q3_K", "IQ4_XS", "TQ2_0", "NVFP4", mixed)),
-     *((kind, "llama") for kind in ("IQ3_S", "IQ2_S", of_layers, of_matrices)), ("Q4_K", "olmoe"), (mixed, "qwen2_moe"),
-     (of_wide_shared, "qwen2_moe"), (experts_alone, "gpt_oss")],
+     *((kind, "llama") for kind in ("IQ3_S", "IQ2_S", of_layers, of_matrices, but_one_layer)), ("Q4_K", "olmoe"),
+     (mixed, "qwen2_moe"), (of_wide_shared, "qwen2_moe"), (experts_alone, "gpt_oss")],
 )  # fmt: skip
-def test_the_throughput_engine_multiplies_them_as_they_are(tmp_path, kind, model_type):
-    path, folder = make(tmp_path, kind, model_type)
-    convert(path, tmp_path / "kept", dtype="float32", keep=True)
-    convert(folder, tmp_path / "wide")
+def test_the_throughput_engine_multiplies_them_as_they_are(quantised, tmp_path, kind, model_type):
+    made = quantised(kind, model_type)
+    directory, _ = made.kept()
     x = np.random.default_rng(0).standard_normal((40, WIDE["hidden_size"]), np.float32)
-    (kept, small), (wide, large) = (layers_of(tmp_path / each, x) for each in ("kept", "wide"))
-    assert small < 0.3 * large
-    planned = load_shape(str(tmp_path / "kept"))
-    assert planned.layers * planned.layer_bytes == pytest.approx(small, rel=0.15)  # where layers' codes differ
-    assert dataclasses.replace(load_shape(str(path)), name="kept", dtype_bytes=planned.dtype_bytes) == planned
+    (kept, small), (wide, large) = (layers_of(each, x) for each in (directory, made.wide()))
+    assert small < (0.5 if kind is but_one_layer else 0.3) * large
+    planned = load_shape(str(directory))
+    if kind is not but_one_layer:
+        assert planned.layers * planned.layer_bytes == pytest.approx(small, rel=0.15)  # where layers' codes differ
+        of_file = load_shape(str(made.path))
+        assert dataclasses.replace(of_file, name=planned.name, dtype_bytes=planned.dtype_bytes) == planned
     changed = wide - x
     error = np.linalg.norm(kept - wide, axis=(1, 2)) / np.linalg.norm(changed, axis=(1, 2))
     assert error.max() < 0.02, error  # inputs in codes of 8 bits
     for first, count in ((0, 1), (7, 2)):  # whatever is computed beside them
         rows = slice(first, first + count)
-        alone, _ = layers_of(tmp_path / "kept", x[rows], first)
+        alone, _ = layers_of(directory, x[rows], first)
         np.testing.assert_array_equal(alone[1::2], kept[1::2, rows])
     ids = [list(range(4, 4 + count)) for count in (1, 7, 65)]
-    told = [
-        answers(tmp_path / "kept", ids, fresh(tmp_path / str(place)), policy(weights=place), new=5)
-        for place in (DEVICE, DISK, MIXED)
-    ]
+    told = [answers(directory, ids, tmp_path, policy(weights=place), new=5) for place in (DEVICE, DISK, MIXED)]
     assert told[0] == told[1] == told[2]
-    with open_weights(tmp_path / "kept") as all_of_it:
+    with open_weights(directory) as all_of_it:
         last = all_of_it.num_layers - 1
-        with open_weights(tmp_path / "kept", Stage(first=last, end=last + 1, layers=last + 1)) as stage:
+        with open_weights(directory, Stage(first=last, end=last + 1, layers=last + 1)) as stage:
             assert stage.plane_nbytes(last) == sum(each.nbytes for each in stage.plane(last).values()) > 0
             for name, values in all_of_it.plane(last).items():
                 np.testing.assert_array_equal(stage.plane(last)[name], values)
 
 
-@pytest.mark.parametrize("kind", ["Q2_K", "Q6_K", "TQ2_0", "NVFP4", "IQ3_XXS", "IQ2_S", "IQ1_M"])
-def test_a_prompt_in_codes_is_near_to_one_in_fp32(tmp_path, kind):
+@pytest.mark.parametrize(
+    ("kind", "down"),
+    [
+        *(("Q2_K", "codes2"), ("Q6_K", "codes6"), ("TQ2_0", "codes2"), ("NVFP4", "codes_fp4")),
+        *(("IQ3_XXS", "codes_iq3_xxs"), ("IQ2_S", "codes_iq2"), ("IQ1_M", "codes_iq1")),
+    ],
+)
+def test_a_prompt_in_codes_is_near_to_one_in_fp32(quantised, kind, down):
     """Of 2 bits the down columns keep 2; those with a minimum for 16 neurons are not multiplied as codes. Inputs of
     ternary weights have 8 bits, with one scale a token."""
-    path, _ = make(tmp_path, kind)
-    kept = convert(path, tmp_path / "kept", dtype="float32", keep=True)
-    assert kept.rows.down == PROMPT_DOWNS.get(kind, "codes2")
     found = []
-    for activations in (kept.activations, None):
-        change_manifest(tmp_path / "kept", activations=activations)
-        with Model.open(tmp_path / "kept", RunConfig(mode="dense", threads=2, io_threads=4)) as model:
+    for directory, manifest in (quantised(kind).kept(), quantised(kind).exact()):
+        assert manifest.rows.down == down
+        with Model.open(directory, RunConfig(mode="dense", threads=2, io_threads=4)) as model:
             found.append(model.step([(model.new_sequence(), list(range(10, 60)))], all_logits=True))
     assert np.abs(found[0] - found[1]).max() < (2e-2 if kind == "TQ2_0" else 2e-3) * found[1].std()
 
 
-@pytest.mark.parametrize(
-    "kind", ["Q5_0", "Q6_K", "TQ2_0", "NVFP4", "IQ3_XXS", "IQ1_M", mixed], ids=lambda kind: str(kind)[:5]
-)
-def test_single_tokens_are_multiplied_in_8_bits_unless_asked_otherwise(tmp_path, kind):
-    path, folder = make(tmp_path, kind)
-    kept = convert(path, tmp_path / "kept", dtype="float32", keep=True)
-    assert kept.activations == "int16"
+@pytest.mark.parametrize("kind", ["Q5_0", "Q6_K", "TQ2_0", "NVFP4", "IQ3_XXS", "IQ1_M", mixed], ids=name_of)
+def test_single_tokens_are_multiplied_in_8_bits_unless_asked_otherwise(quantised, kind):
+    directory, manifest = quantised(kind).kept()
+    assert manifest.activations == "int16"
     ids = torch.randint(4, 300, (12,), generator=torch.Generator().manual_seed(2)).tolist()
     found = []
     for together in (1, 2, 3, 4, 6):
-        with Model.open(tmp_path / "kept", RunConfig(mode="dense", threads=together, io_threads=4)) as model:
+        with Model.open(directory, RunConfig(mode="dense", threads=together, io_threads=4)) as model:
             sequence = model.new_sequence()
             parts = [model.step([(sequence, ids[i : i + together])], all_logits=True) for i in range(0, 12, together)]
             found.append(np.concatenate(parts))
     for others in found[1:]:
         np.testing.assert_array_equal(found[0], others)
-    convert(folder, tmp_path / "wide")
-    expected = ReferenceDecoder(tmp_path / "wide").logits(ids).numpy()
+    expected = ReferenceDecoder(quantised(kind).wide()).logits(ids).numpy()
     assert 1e-4 * expected.std() < np.abs(found[0] - expected).max() < 0.2 * expected.std()
 
 
-def test_activations_are_a_choice_for_codes_alone(tmp_path):
-    path, folder = make(tmp_path, "Q5_K")
+def test_activations_are_a_choice_for_codes_alone(quantised, tmp_path):
+    made = quantised("Q5_K")
     for activations, recorded in (("float32", None), ("int8", "int8")):
-        target = tmp_path / activations
-        assert convert(path, target, activations=activations, keep=True).activations == recorded
+        assert made.kept(activations=activations)[1].activations == recorded
     with pytest.raises(UsageError, match="activations are for weights in codes, which it has none of; give --bits"):
-        convert(folder, tmp_path / "wide", activations="int8")
+        convert(made.folder, tmp_path / "wide", activations="int8")
     assert not (tmp_path / "wide").exists()
 
 
 @pytest.mark.parametrize("kind", ["Q5_0", mixed], ids=["Q5_0", "mixed"])
-def test_sparse_passes_compute_the_same(tmp_path, kind):
-    path, folder = make(tmp_path, kind, "arcee")
-    convert(path, tmp_path / "kept", dtype="float32", keep=True, predictors=True)
-    convert(folder, tmp_path / "wide", predictors=True)
-    for mode in ("oracle", "sparse", "dense"):
-        expected = logits_of(tmp_path / "wide", mode)
-        np.testing.assert_array_equal(logits_of(tmp_path / "kept", mode), expected, err_msg=mode)
-    scalar = logits_of(tmp_path / "kept", "sparse", simd="scalar")
-    np.testing.assert_allclose(scalar, logits_of(tmp_path / "wide", "sparse"), atol=3e-4, rtol=0)
+def test_sparse_passes_compute_the_same(quantised, kind):
+    made = quantised(kind, "arcee")
+    (kept, _), wide = made.exact(predictors=True), made.wide(predictors=True)
+    for mode in ("oracle", "dense", "sparse"):
+        expected = logits_of(wide, mode)
+        np.testing.assert_array_equal(logits_of(kept, mode), expected, err_msg=mode)
+    np.testing.assert_allclose(logits_of(kept, "sparse", simd="scalar"), expected, atol=3e-4, rtol=0)
 
 
-@pytest.mark.parametrize("model_type", MIXTURES)
 @pytest.mark.parametrize(
-    "kind",
-    ["Q4_0", experts_alone, mixed, of_layers, of_codebooks, "NVFP4"],
-    ids=["Q4_0", "MXFP4", "mixed", "layers", "codebooks", "NVFP4"],
+    ("kind", "model_type"),
+    [  # every kind where experts are shared and where gates and ups alternate; every mixture with two kinds
+        *itertools.product(("Q4_0", experts_alone, mixed, of_codebooks), ("qwen2_moe", "gpt_oss")),
+        *itertools.product((of_layers, "NVFP4"), MIXTURES),
+    ],
+    ids=name_of,
 )
-def test_experts_keep_their_bits(tmp_path, kind, model_type):
-    path, folder = make(tmp_path, kind, model_type)
-    kept = convert(path, tmp_path / "kept", dtype="float32", keep=True)
-    convert(folder, tmp_path / "wide", dtype="float32")
+def test_experts_keep_their_bits(quantised, kind, model_type):
+    (directory, kept), wide = quantised(kind, model_type).exact(), quantised(kind, model_type).wide()
     others = {experts_alone: "mxfp4", mixed: "q4_k", of_layers: "q6_k", of_codebooks: "iq3_s"}
     assert kept.rows.encoding == (others[kind] if kind in others else ENCODED_AS[kind])
     assert bool(kept.rows.ups) == (kind in (of_layers, of_codebooks))
     assert kept.rows.has_plane
-    assert verify(tmp_path / "kept").ok
+    assert verify(directory).ok
     for mode in ("dense", "sparse"):
-        expected = logits_of(tmp_path / "wide", mode)
-        np.testing.assert_array_equal(logits_of(tmp_path / "kept", mode), expected, err_msg=mode)
-    small = logits_of(tmp_path / "kept", "sparse", cache_policy="window", window=1)
+        expected = logits_of(wide, mode)
+        np.testing.assert_array_equal(logits_of(directory, mode), expected, err_msg=mode)
+    small = logits_of(directory, "sparse", cache_policy="window", window=1)
     np.testing.assert_array_equal(small, expected)
 
 
-@pytest.mark.parametrize("kind", [mixed, but_one_layer], ids=lambda kind: kind.__name__)
-def test_neurons_keep_their_bits_where_the_rest_is_encoded_anew(tmp_path, kind):
-    path, folder = make(tmp_path, kind)
-    told = []
+@pytest.mark.parametrize("kind", [mixed, but_one_layer], ids=name_of)
+def test_neurons_keep_their_bits_where_the_rest_is_encoded_anew(quantised, tmp_path, kind):
+    path, folder, told = quantised(kind).path, quantised(kind).folder, []
     found = convert(path, tmp_path / "found", keep=True, resident_encoding="int8_32", say=told.append)
     kept = convert(path, tmp_path / "kept", keep=True)
     wide = convert(folder, tmp_path / "wide", dtype="float16", resident_encoding="int8_32")
@@ -401,44 +239,22 @@ def test_neurons_keep_their_bits_where_the_rest_is_encoded_anew(tmp_path, kind):
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("kind", NOT_KEPT, ids=lambda kind: kind.__name__)
-def test_what_is_not_kept_of_experts_is_their_layers_alone(tmp_path, kind, in_place):
-    path, folder = make(tmp_path, kind, "olmoe")
-    kept = convert(path, tmp_path / "kept", dtype="float32", keep=True, in_place=in_place)
-    convert(folder, tmp_path / "wide", dtype="float32")
+@pytest.mark.parametrize("kind", NOT_KEPT, ids=name_of)
+def test_what_is_not_kept_of_experts_is_their_layers_alone(quantised, kind, in_place):
+    directory, kept = quantised(kind, "olmoe").exact(in_place=in_place)
     assert (kept.rows.ups, kept.rows.downs) == NOT_KEPT[kind]
     lying = {of_matrices: [1, 2], without_downs: []}.get(kind, [0, 2])  # of as many bits, of kinds that are kept
     assert [layer for layer in range(3) if kept.lying_experts(layer)] == (lying if in_place else [])
-    assert verify(tmp_path / "kept").ok
-    expected = logits_of(tmp_path / "wide", "sparse")
-    np.testing.assert_array_equal(logits_of(tmp_path / "kept", "sparse"), expected)
-    small = logits_of(tmp_path / "kept", "sparse", cache_policy="window", window=1)
-    np.testing.assert_array_equal(small, expected)
+    assert verify(directory).ok
+    expected = logits_of(quantised(kind, "olmoe").wide(), "sparse")
+    for cache in ({}, {"cache_policy": "window", "window": 1}):
+        np.testing.assert_array_equal(logits_of(directory, "sparse", **cache), expected)
 
 
-def test_the_throughput_engine_multiplies_layers_that_are_not_kept(tmp_path):
-    path, folder = make(tmp_path, but_one_layer)
-    convert(path, tmp_path / "kept", dtype="float32", keep=True)
-    convert(folder, tmp_path / "wide")
-    x = np.random.default_rng(0).standard_normal((40, WIDE["hidden_size"]), np.float32)
-    (kept, small), (wide, large) = (layers_of(tmp_path / each, x) for each in ("kept", "wide"))
-    assert small < 0.5 * large
-    error = np.linalg.norm(kept - wide, axis=(1, 2)) / np.linalg.norm(wide - x, axis=(1, 2))
-    assert error.max() < 0.02, error  # inputs in codes of 8 bits
-    load_shape(str(tmp_path / "kept"))
-    ids = [list(range(4, 4 + count)) for count in (1, 7, 65)]
-    told = [
-        answers(tmp_path / "kept", ids, fresh(tmp_path / str(place)), policy(weights=place), new=5)
-        for place in (DEVICE, DISK, MIXED)
-    ]
-    assert told[0] == told[1] == told[2]
-
-
-def test_weights_in_nvfp4_are_what_its_numbers_mean(tmp_path):
+def test_weights_in_nvfp4_are_what_its_numbers_mean(quantised):
     """Codes in E2M1, a number in E4M3 for sixteen, and one for a tensor or an expert; not what is for inputs."""
-    path, _ = make(tmp_path, "NVFP4", "qwen2_moe")
-    file = gguf.GGUFReader(path)
-    stored = {tensor.name: tensor for tensor in file.tensors}
+    path = quantised("NVFP4", "qwen2_moe").path
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     with open_checkpoint(path) as checkpoint:
         for ours, theirs, expert in (
             ("model.layers.1.self_attn.o_proj.weight", "blk.1.attn_output", None),
@@ -459,46 +275,46 @@ def test_scales_of_tensors_in_nvfp4_that_make_no_sense_are_named(tmp_path, monke
     monkeypatch.setattr(gguf_files, "whole_scales", lambda weights: (np.array(values, np.float32), weights))
     source = make_checkpoint(tmp_path / "hf", Variant("llama", {**WIDE, "hidden_act": "silu"}))
     path = write_gguf(source, tmp_path / "model.gguf", lambda name: "NVFP4" if "attn_q" in name else "F32")
-    with pytest.raises(FormatError, match=message), open_checkpoint(path):
-        pass
+    with pytest.raises(FormatError, match=message):
+        try_to_open(path)
 
 
-def test_experts_in_nvfp4_are_not_read_where_they_lie(tmp_path):
+def test_experts_in_nvfp4_are_not_read_where_they_lie(quantised, tmp_path):
     """Their scales are not in the blocks."""
-    path, _ = make(tmp_path, "NVFP4", "qwen3_moe")
     lines = []
-    convert(path, tmp_path / "model", keep=True, in_place=True, say=lines.append)
+    convert(quantised("NVFP4", "qwen3_moe").path, tmp_path / "model", keep=True, in_place=True, say=lines.append)
     assert any("scales that lie apart" in line for line in lines)
 
 
-@pytest.mark.parametrize("model_type", SHARING)
-@pytest.mark.parametrize("kind", [of_wide_shared, of_plain_shared], ids=lambda kind: kind.__name__)
-def test_shared_experts_of_other_kinds_are_beside(tmp_path, kind, model_type):
-    path, folder = make(tmp_path, kind, model_type)
-    lines = []
-    manifest = convert(path, tmp_path / "kept", keep=True, dtype="float32", say=lines.append)
-    convert(folder, tmp_path / "wide", dtype="float32")
+@pytest.mark.parametrize(
+    ("kind", "model_type"),
+    [*((of_wide_shared, name) for name in SHARING), (of_plain_shared, "qwen2_moe"), (of_plain_shared, "nemotron_h")],
+    ids=name_of,
+)
+def test_shared_experts_of_other_kinds_are_beside(quantised, kind, model_type):
+    directory, manifest = quantised(kind, model_type).exact()
     architecture = manifest.architecture
     assert (manifest.rows.encoding, architecture.shared_neurons) == ("q4_k", 0)
     assert manifest.rows.has_plane
-    assert "; shared experts, of other kinds, in memory, " in lines[0]
     names = {"up": "q5_k", "gate": "int8_32", "down": "q6_k"} if kind is of_wide_shared else {}
-    shapes = resident_shapes(json.loads((tmp_path / "kept" / "config.json").read_text()))
+    shapes = resident_shapes(config_of(directory))
     for layer, matrix in itertools.product(architecture.mixtures, architecture.matrices):
         name = f"layers.{layer}.beside_{matrix}.weight"
         assert name in shapes
         assert manifest.encoding_of(name).name == names.get(matrix, "float32")
-    assert verify(tmp_path / "kept").ok
+    assert verify(directory).ok
     for mode in ("dense", "sparse"):
-        expected, found = (logits_of(tmp_path / each, mode) for each in ("wide", "kept"))
+        expected, found = (logits_of(each, mode) for each in (quantised(kind, model_type).wide(), directory))
         np.testing.assert_allclose(found, expected, atol=2e-5 * expected.std(), rtol=0, err_msg=mode)
-    small = logits_of(tmp_path / "kept", "sparse", cache_policy="window", window=1)
+    small = logits_of(directory, "sparse", cache_policy="window", window=1)
     np.testing.assert_array_equal(small, found)
 
 
-def test_shared_experts_in_memory_are_in_the_plan(tmp_path):
-    path, _ = make(tmp_path, of_wide_shared, "qwen2_moe")
-    manifest = convert(path, tmp_path / "model", keep=True)
+def test_shared_experts_in_memory_are_said_and_in_the_plan(quantised, tmp_path):
+    lines = []
+    path = quantised(of_wide_shared, "qwen2_moe").path
+    manifest = convert(path, tmp_path / "model", keep=True, say=lines.append)
+    assert "; shared experts, of other kinds, in memory, " in lines[0]
     tensors = read_header(tmp_path / "model" / RESIDENT).tensors
     with Model.open(tmp_path / "model", RunConfig(threads=1, io_threads=1)) as model:
         memory = model.plan.memory
@@ -509,19 +325,15 @@ def test_shared_experts_in_memory_are_in_the_plan(tmp_path):
     assert beside < sum(others) <= memory.resident < sum(others) + beside
 
 
-def test_shared_experts_that_are_as_the_others_stay_in_rows(tmp_path):
-    path, _ = make(tmp_path, mixed, "qwen2_moe")
-    assert convert(path, tmp_path / "model", keep=True).architecture.shared_neurons == 256
+def test_shared_experts_that_are_as_the_others_stay_in_rows(quantised):
+    assert quantised(mixed, "qwen2_moe").exact()[1].architecture.shared_neurons == 256
 
 
-def test_what_is_kept_is_told_and_counted(tmp_path, capsys):
-    path, _ = make(tmp_path, mixed)
+def test_what_is_kept_is_told_and_counted(quantised, tmp_path, capsys):
+    path = quantised(mixed).path
     assert main(["convert", str(path), str(tmp_path / "model")]) == 0
-    told = capsys.readouterr().err
-    assert (
-        "the bits of model.gguf are kept: neurons q4_k, down codes4 or codes6; scales of the down columns in memory"
-        in told
-    )
+    kept = "the bits of model.gguf are kept: neurons q4_k, down codes4 or codes6; scales of the down columns in memory"
+    assert kept in capsys.readouterr().err
     manifest = Manifest.load(tmp_path / "model")
     assert manifest.down_scales == ("shared_16", *["shared_32_min"] * (manifest.architecture.num_layers - 1))
     assert manifest.resident_encoding == "q4_k"
@@ -543,9 +355,10 @@ def test_each_layer_has_down_columns_of_its_own_width(tmp_path, monkeypatch, mod
     """The bits of earlier versions, which had all layers' in the widest, in fewer bytes."""
     path, _ = make(tmp_path, mixed, model_type, hidden_size=hidden, head_dim=hidden // 4)
     monkeypatch.setattr(rows, "STREAM_BLOCK_NBYTES", 1 << 18)  # a layer is several blocks
-    own = convert(path, tmp_path / "own", dtype="float32", keep=True, in_place=in_place)
+    options = {"dtype": "float32", "activations": "float32", "keep": True, "in_place": in_place}
+    own = convert(path, tmp_path / "own", **options)
     monkeypatch.setattr(weights, "plane_code_of", lambda codes: PLANE_CODES["codes6"])
-    wide = convert(path, tmp_path / "wide", dtype="float32", keep=True, in_place=in_place)
+    wide = convert(path, tmp_path / "wide", **options)
     assert own.rows.downs == ("codes6", *["codes4"] * (own.architecture.num_layers - 1))
     assert (wide.rows.down, wide.rows.downs) == ("codes6", ())
     assert own.layout(0) == wide.layout(0)
@@ -565,7 +378,8 @@ def test_each_layer_has_down_columns_of_its_own_width(tmp_path, monkeypatch, mod
 @pytest.mark.parametrize(("model_type", "in_place"), [("llama", False), ("olmoe", False), ("olmoe", True)])
 def test_each_layer_has_a_row_of_its_own(tmp_path, model_type, in_place):
     path, _ = make(tmp_path, of_layers, model_type, hidden_size=768, head_dim=192)
-    manifest = convert(path, tmp_path / "model", dtype="float32", keep=True, in_place=in_place)
+    exact = {"dtype": "float32", "activations": "float32"}
+    manifest = convert(path, tmp_path / "model", **exact, keep=True, in_place=in_place)
     layouts = manifest.layouts
     assert [each.described for each in layouts] == ["q5_k, down codes6", "q4_k, down codes4", "q6_k, down codes4"]
     assert {each.ups + each.downs for each in layouts} == {()}
@@ -597,32 +411,36 @@ def test_a_layer_whose_gates_and_ups_have_other_forms_is_dequantised_alone_and_s
     assert np.abs(logits - expected).max() < 0.1 * expected.std()
 
 
-def test_what_a_manifest_says_of_scales_is_checked(tmp_path):
-    path, _ = make(tmp_path, "Q4_0")
-    convert(path, tmp_path / "model", keep=True)
+def test_what_a_manifest_says_of_scales_is_checked(quantised, tmp_path):
+    convert(quantised("Q4_0").path, tmp_path / "model", keep=True)
     file = tmp_path / "model" / MANIFEST
     written = json.loads(file.read_text())
     del written["sha256"]
-    for change, message in (
-        ({"down_scales": []}, "down_scales must name"),
-        ({"down_scales": ["half_64"] * len(written["down_scales"])}, "not one of half_32"),
-        ({"down_scales": [{}] * len(written["down_scales"])}, "not one of half_32"),
-        ({"down_scales": ["half_32_min"] * len(written["down_scales"])}, "minimums is missing"),
-        ({"rows": {**written["rows"], "down_encoding": "codes3"}}, "codes3"),
-        ({"rows": {**written["rows"], "encoding": "codes4"}}, "codes4"),
-        ({"rows": {**written["rows"], "downs": ["codes4"] * 3}}, "written only where they differ"),
-        ({"rows": {**written["rows"], "downs": ["codes4", "codes6"]}}, "down_encoding must be codes6, the widest"),
-        ({"rows": {**written["rows"], "downs": ["codes2", "codes4"]}}, "downs must name 3 encodings, not 2"),
-        ({"rows": {**written["rows"], "downs": ["codes4", "codes_fp4", "codes4"]}}, "codes_fp4"),
-        ({"rows": {**written["rows"], "ups": ["int4_32"] * 3}}, "ups are written only where they differ"),
-        ({"rows": {**written["rows"], "ups": ["int4_32", "q6_k", "q3"]}}, "ups are written only where they differ"),
-        ({"rows": {**written["rows"], "ups": ["int4_32", "q6_k", "q4_k"]}}, "encoding must be q6_k, the longest"),
-        ({"rows": {**written["rows"], "ups": ["int4_32", "q2_k"]}}, "ups must name 3 encodings, not 2"),
-        ({"rows": {**written["rows"], "ups": ["int4_32", "bfloat16", "q2_k"]}}, "the longest of ups"),
-        ({"rows": {**written["rows"], "downs": ["codes4", "int8_32", "codes4"]}}, "written only where they differ"),
-        ({"rows": {**written["rows"], "downs": ["codes4", "float16", "codes4"]}}, "down_encoding must be float16"),
-        ({"down_scales": ["half_32", "", "half_32"]}, "'' is not one of half_32"),
-    ):
+    of_scales = [
+        ([], "down_scales must name"),
+        (["half_64"] * len(written["down_scales"]), "not one of half_32"),
+        ([{}] * len(written["down_scales"]), "not one of half_32"),
+        (["half_32", "", "half_32"], "'' is not one of half_32"),
+        (["half_32_min"] * len(written["down_scales"]), "minimums is missing"),
+    ]
+    of_rows = [
+        ({"down_encoding": "codes3"}, "codes3"),
+        ({"encoding": "codes4"}, "codes4"),
+        ({"downs": ["codes4"] * 3}, "written only where they differ"),
+        ({"downs": ["codes4", "codes6"]}, "down_encoding must be codes6, the widest"),
+        ({"downs": ["codes2", "codes4"]}, "downs must name 3 encodings, not 2"),
+        ({"downs": ["codes4", "codes_fp4", "codes4"]}, "codes_fp4"),
+        ({"downs": ["codes4", "int8_32", "codes4"]}, "written only where they differ"),
+        ({"downs": ["codes4", "float16", "codes4"]}, "down_encoding must be float16"),
+        ({"ups": ["int4_32"] * 3}, "ups are written only where they differ"),
+        ({"ups": ["int4_32", "q6_k", "q3"]}, "ups are written only where they differ"),
+        ({"ups": ["int4_32", "q6_k", "q4_k"]}, "encoding must be q6_k, the longest"),
+        ({"ups": ["int4_32", "q2_k"]}, "ups must name 3 encodings, not 2"),
+        ({"ups": ["int4_32", "bfloat16", "q2_k"]}, "the longest of ups"),
+    ]
+    changes = [({"down_scales": scales}, message) for scales, message in of_scales]
+    changes += [({"rows": {**written["rows"], **change}}, message) for change, message in of_rows]
+    for change, message in changes:
         file.write_text(json.dumps({**written, **change}))
         with pytest.raises(FormatError, match=message):
             Manifest.load(tmp_path / "model")
@@ -639,10 +457,9 @@ def test_a_scale_that_is_no_number_is_named(tmp_path):
         convert(path, tmp_path / "model", keep=True)
 
 
-def test_what_codebooks_become_is_said_with_its_bytes(tmp_path):
-    path, _ = make(tmp_path, of_codebooks, "qwen3_moe")
+def test_what_codebooks_become_is_said_with_its_bytes(quantised, tmp_path):
     lines = []
-    convert(path, tmp_path / "model", keep=True, say=lines.append)
+    convert(quantised(of_codebooks, "qwen3_moe").path, tmp_path / "model", keep=True, say=lines.append)
     one = dict.fromkeys(("IQ3_S", "IQ2_XS", "IQ1_M"), 2) | dict.fromkeys(("IQ3_XXS", "IQ2_S"), 1)  # matrices a layer
     stored = sum(gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1] * each for kind, each in one.items())
     coded = sum(PACKED_AS[ENCODED_AS[kind]].vector_nbytes(256) * each for kind, each in one.items())
@@ -651,8 +468,7 @@ def test_what_codebooks_become_is_said_with_its_bytes(tmp_path):
         in (lines[0])
     )
     assert 1.2 < PACKED_AS["iq3_s"].vector_nbytes(2048) / (8 * 110) < 1.3
-    path, _ = make(tmp_path / "other", "Q3_K")
-    convert(path, tmp_path / "same", keep=True, say=lines.append)
+    convert(quantised("Q3_K").path, tmp_path / "same", keep=True, say=lines.append)
     assert "coded anew" not in lines[-1]
 
 
