@@ -2,12 +2,14 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import change_config, make_tiny_opt
+from weights_of_folders import tensors_of, try_to_open
 
 from flashllm.convert.checkpoint.folder import INDEX, SINGLE
 from flashllm.convert.checkpoint.opened import open_checkpoint
@@ -34,11 +36,6 @@ def _shards(path):
     return sorted(path.glob("model-*.safetensors"))
 
 
-def _open(path):
-    with open_checkpoint(path):
-        pass
-
-
 def test_single_and_sharded_give_the_same_tensors(single, sharded):
     assert len(_shards(sharded)) > 2
     expected = load_file(single / SINGLE)
@@ -63,25 +60,22 @@ def test_ranges_are_read_at_byte_offsets(single):
             checkpoint.read(name, 254 * 64 * 4, out)
 
 
-def test_a_missing_shard_is_named(copy):
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (Path.unlink, "this shard is missing"),
+        (lambda shard: shard.write_bytes(shard.read_bytes()[:-1]), ".*truncated"),
+        (lambda shard: shard.write_bytes(LFS_POINTER), "is a git-LFS pointer"),
+    ],
+)
+def test_a_shard_that_cannot_be_read_is_named(copy, damage, message):
     shard = _shards(copy)[1]
-    shard.unlink()
-    with pytest.raises(FormatError, match=f"{shard.name}: this shard is missing"):
-        _open(copy)
-
-
-def test_a_truncated_shard_is_named(copy):
-    shard = _shards(copy)[-1]
-    shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(FormatError, match=f"{shard.name}: .*truncated"):
-        _open(copy)
-
-
-def test_a_git_lfs_pointer_is_named(copy):
-    shard = _shards(copy)[0]
-    shard.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
-    with pytest.raises(FormatError, match=f"{shard.name}: is a git-LFS pointer"):
-        _open(copy)
+    damage(shard)
+    with pytest.raises(FormatError, match=f"{shard.name}: {message}"):
+        try_to_open(copy)
 
 
 def test_a_tensor_the_index_promises_but_the_shard_lacks(copy):
@@ -91,21 +85,21 @@ def test_a_tensor_the_index_promises_but_the_shard_lacks(copy):
     index["weight_map"][name] = other
     (copy / INDEX).write_text(json.dumps(index))
     with pytest.raises(FormatError, match=f"{other}: tensor {name} is missing"):
-        _open(copy)
+        try_to_open(copy)
 
 
 @pytest.mark.parametrize("shard", ["../x.safetensors", "/etc/passwd", "", "..", "a\0b", "\ud800", 3, None])
 def test_shards_outside_the_folder_are_refused(copy, shard):
     (copy / INDEX).write_text(json.dumps({"weight_map": {"a": shard}}))
     with pytest.raises(FormatError, match=r"weight_map: .* is not the name of a file"):
-        _open(copy)
+        try_to_open(copy)
 
 
 @pytest.mark.parametrize("index", ["{}", '{"weight_map": []}', '{"weight_map": {}}'])
 def test_an_index_without_a_map(copy, index):
     (copy / INDEX).write_text(index)
     with pytest.raises(FormatError, match="has no weight_map"):
-        _open(copy)
+        try_to_open(copy)
 
 
 def test_the_index_decides_between_two_copies_and_their_absence_from_it_is_an_error(copy):
@@ -122,19 +116,19 @@ def test_the_index_decides_between_two_copies_and_their_absence_from_it_is_an_er
     del index["weight_map"][twice[1]]
     (copy / INDEX).write_text(json.dumps(index))
     with pytest.raises(FormatError, match=f"tensor {twice[1]} is also in"):
-        _open(copy)
+        try_to_open(copy)
 
 
 def test_other_weights_are_named_with_a_way_out(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UsageError, match="holds no weights"):
-        _open(tmp_path)
+        try_to_open(tmp_path)
     (tmp_path / "consolidated.00.pth").write_bytes(b"PK")
     with pytest.raises(UsageError, match=r"consolidated\.00\.pth has another name or kind.*save_pretrained"):
-        _open(tmp_path)
+        try_to_open(tmp_path)
     (tmp_path / "a.gguf").write_bytes(b"GGUF")
     with pytest.raises(UsageError, match=r"name the file: .*a\.gguf"):
-        _open(tmp_path)
+        try_to_open(tmp_path)
 
 
 def test_an_adapter_is_merged_first(tmp_path):
@@ -142,28 +136,28 @@ def test_an_adapter_is_merged_first(tmp_path):
     save_file({"base_model.model.lora_A.weight": torch.zeros(2, 2)}, tmp_path / "adapter_model.safetensors")
     message = r"; it holds an adapter .*: merge it into its base model \(peft's merge_and_unload\), save that with"
     with pytest.raises(UsageError, match=r"has no config\.json.*" + message):
-        _open(tmp_path)
+        try_to_open(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UsageError, match="holds no weights.*" + message):
-        _open(tmp_path)
+        try_to_open(tmp_path)
 
 
 def test_a_whole_model_beside_an_adapter_is_read(copy):
     (copy / "adapter_config.json").write_text("{}")
-    _open(copy)
+    try_to_open(copy)
 
 
 def test_what_is_no_checkpoint(tmp_path):
     with pytest.raises(UsageError, match="no such directory"):
-        _open(tmp_path / "absent")
+        try_to_open(tmp_path / "absent")
     with pytest.raises(UsageError, match=r"has no config\.json"):
-        _open(tmp_path)
+        try_to_open(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(FormatError, match="must hold a JSON object"):
-        _open(tmp_path)
+        try_to_open(tmp_path)
     (tmp_path / "flashllm.json").write_text("{}")
     with pytest.raises(UsageError, match="is a flashllm directory already"):
-        _open(tmp_path)
+        try_to_open(tmp_path)
 
 
 def test_companions_are_plain_files_and_never_weights(copy):
@@ -195,17 +189,16 @@ def test_a_fingerprint_changes_with_any_weight_file(copy):
         assert len(before) == len(_shards(copy)) + 1
 
 
+_IN_4_BITS = {"quantization_config": {"load_in_4bit": True}}
+
+
 @pytest.mark.parametrize(
     ("said", "tensor", "what"),
     [
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, None, "awq"),
         ({"compression_config": {"quant_method": "compressed-tensors"}}, None, "compressed-tensors"),
         ({}, ("layers.0.fc1.qweight", torch.int32), "layers.0.fc1.qweight"),
-        (
-            {"quantization_config": {"load_in_4bit": True}},
-            ("layers.0.fc1.weight.quant_map", torch.float32),
-            "quant_map",
-        ),
+        (_IN_4_BITS, ("layers.0.fc1.weight.quant_map", torch.float32), "quant_map"),
         ({"quantization_config": {}}, ("layers.0.fc1.extra", torch.float8_e4m3fn), "F8_E4M3"),
     ],
 )
@@ -213,16 +206,11 @@ def test_codes_that_are_not_read_are_named_with_a_way_out(tmp_path, said, tensor
     source = make_tiny_opt(tmp_path / "hf")
     change_config(source, **said)
     if tensor is not None:
-        state = load_file(source / SINGLE)
-        state[tensor[0]] = torch.zeros(4).to(tensor[1])
-        save_file(state, source / SINGLE, {"format": "pt"})
-    with (
-        pytest.raises(
-            UnsupportedModelError, match=rf"in codes \(.*{what}\), which are not read; give the model that it"
-        ),
-        open_checkpoint(source),
-    ):
-        pass
+        with tensors_of(source) as state:
+            state[tensor[0]] = torch.zeros(4).to(tensor[1])
+    message = rf"in codes \(.*{what}\), which are not read; give the model that it"
+    with pytest.raises(UnsupportedModelError, match=message):
+        try_to_open(source)
 
 
 def test_an_empty_word_about_codes_is_no_word(tmp_path):

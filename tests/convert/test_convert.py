@@ -14,9 +14,10 @@ import pytest
 import torch
 from arch_models import VARIANTS, make_checkpoint
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from scripts import run_python
-from tiny_models import make_tiny_opt
+from tiny_models import config_of, make_tiny_opt
+from weights_of_folders import tensors_of
 
 import flashllm.convert.run
 import flashllm.format.partial
@@ -39,7 +40,7 @@ def _digests(path):
 
 def _sources(folder):
     """Canonical name -> state_dict name of a Hugging Face folder's resident tensors."""
-    return resident_sources(json.loads((folder / "config.json").read_text()))
+    return resident_sources(config_of(folder))
 
 
 def _bits(tensor):
@@ -59,8 +60,9 @@ def converted(source, tmp_path_factory):
     return target
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("max_shard_size", [None, "60KB"])
+@pytest.mark.parametrize(
+    ("dtype", "max_shard_size"), [("float32", None), ("float16", None), ("bfloat16", None), ("float32", "60KB")]
+)
 def test_round_trip_is_bit_exact(tmp_path, dtype, max_shard_size):
     source = make_tiny_opt(tmp_path / "hf", d_ff=203, dtype=dtype, max_shard_size=max_shard_size)
     assert (max_shard_size is None) == (source / "model.safetensors").exists()
@@ -97,10 +99,10 @@ def test_sharded_single_and_unprefixed_sources_give_the_same_bytes(tmp_path, con
     convert(sharded, tmp_path / "a")
     assert _digests(tmp_path / "a") == _digests(converted)
     bare = make_tiny_opt(tmp_path / "bare" / "hf", num_layers=3, d_ff=203)
-    tensors = load_file(bare / "model.safetensors")
-    tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-    tensors["lm_head.weight"] = tensors["decoder.embed_tokens.weight"].clone()  # as some hub checkpoints have it
-    save_file(tensors, bare / "model.safetensors")
+    with tensors_of(bare) as tensors:
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+        tensors["lm_head.weight"] = tensors["decoder.embed_tokens.weight"].clone()  # as some hub checkpoints have it
     convert(bare, tmp_path / "b")
     assert _digests(tmp_path / "b") == _digests(converted)
 
@@ -146,9 +148,8 @@ def test_dtype_conversion_equals_torch(tmp_path, source, dtype):
 
 def test_a_value_outside_the_dtype_names_the_tensor(tmp_path):
     source = make_tiny_opt(tmp_path / "hf")
-    tensors = load_file(source / "model.safetensors")
-    tensors["model.decoder.layers.1.fc2.weight"][3, 5] = 1e6
-    save_file(tensors, source / "model.safetensors")
+    with tensors_of(source) as tensors:
+        tensors["model.decoder.layers.1.fc2.weight"][3, 5] = 1e6
     with pytest.raises(UnsupportedModelError, match=r"layers\.1\.fc2\.weight: the value 1e\+06 is outside .* float16"):
         convert(source, tmp_path / "model", dtype="float16")
     assert not (tmp_path / "model").exists()
@@ -156,66 +157,41 @@ def test_a_value_outside_the_dtype_names_the_tensor(tmp_path):
 
 def test_mixed_dtypes_need_a_decision(tmp_path):
     source = make_tiny_opt(tmp_path / "hf")
-    tensors = load_file(source / "model.safetensors")
     name = "model.decoder.final_layer_norm.weight"
-    tensors[name] = tensors[name].half()
-    save_file(tensors, source / "model.safetensors")
+    with tensors_of(source) as tensors:
+        tensors[name] = tensors[name].half()
     with pytest.raises(UnsupportedModelError, match=f"{name}: has dtype F16, .* has F32; say which one"):
         convert(source, tmp_path / "model")
     convert(source, tmp_path / "model", dtype="float32")
     resident = load_file(tmp_path / "model" / "resident.safetensors")
     assert torch.equal(resident["final_norm.weight"], tensors[name].float())
-    tensors[name] = tensors[name].double()
-    save_file(tensors, source / "model.safetensors")
+    with tensors_of(source) as tensors:
+        tensors[name] = tensors[name].double()
     with pytest.raises(UnsupportedModelError, match=f"{name}: has dtype F64; supported"):
         convert(source, tmp_path / "model64", dtype="float32")
 
 
-def _drop(tensors):
-    del tensors["model.decoder.layers.1.self_attn.k_proj.bias"]
-
-
-def _drop_ffn(tensors):
-    del tensors["model.decoder.layers.0.fc2.weight"]
-
-
-def _add(tensors):
-    tensors["model.decoder.layers.0.extra.weight"] = torch.zeros(1)
-
-
-def _reshape(tensors):
-    tensors["model.decoder.layers.1.fc1.weight"] = torch.zeros(128, 64)
-
-
-def _reshape_bias(tensors):
-    tensors["model.decoder.layers.0.fc2.bias"] = torch.zeros(256)
-
-
-def _reshape_resident(tensors):
-    tensors["model.decoder.layers.1.self_attn.q_proj.weight"] = torch.zeros(32, 64)
-
-
-def _untie(tensors):
-    tensors["lm_head.weight"] = tensors["model.decoder.embed_tokens.weight"] + 1
+LAYER = "model.decoder.layers."
 
 
 @pytest.mark.parametrize(
-    ("change", "kind", "message"),
+    ("name", "value", "kind", "message"),
     [
-        (_drop, FormatError, r"layers\.1\.self_attn\.k_proj\.bias is missing"),
-        (_drop_ffn, FormatError, r"layers\.0\.fc2\.weight is missing"),
-        (_add, UnsupportedModelError, r"layers\.0\.extra\.weight: is no part of the opt model"),
-        (_reshape, FormatError, r"fc1\.weight: has shape \[128, 64\], the config says \[256, 64\]"),
-        (_reshape_bias, FormatError, r"fc2\.bias: has shape \[256\], the config says \[64\]"),
-        (_reshape_resident, FormatError, r"q_proj\.weight: has shape \[32, 64\], the config says \[64, 64\]"),
-        (_untie, UnsupportedModelError, "lm_head.weight: differs from the embedding"),
+        (LAYER + "1.self_attn.k_proj.bias", None, FormatError, r"layers\.1\.self_attn\.k_proj\.bias is missing"),
+        (LAYER + "0.fc2.weight", None, FormatError, r"layers\.0\.fc2\.weight is missing"),
+        (LAYER + "0.extra.weight", torch.zeros(1), UnsupportedModelError, "extra.weight: is no part of the opt model"),
+        (LAYER + "1.fc1.weight", torch.zeros(128, 64), FormatError, r"fc1.*\[128, 64\], the config says \[256, 64\]"),
+        (LAYER + "0.fc2.bias", torch.zeros(256), FormatError, r"fc2\.bias: has shape \[256\], the config says \[64\]"),
+        (LAYER + "1.self_attn.q_proj.weight", torch.zeros(32, 64), FormatError, r"q_proj.*says \[64, 64\]"),
+        ("lm_head.weight", torch.ones(300, 64), UnsupportedModelError, "lm_head.weight: differs from the embedding"),
     ],
 )
-def test_wrong_checkpoints_are_refused_before_anything_is_written(tmp_path, change, kind, message):
+def test_wrong_checkpoints_are_refused_before_anything_is_written(tmp_path, name, value, kind, message):
     source = make_tiny_opt(tmp_path / "hf")
-    tensors = load_file(source / "model.safetensors")
-    change(tensors)
-    save_file(tensors, source / "model.safetensors")
+    with tensors_of(source) as tensors:
+        tensors[name] = value
+        if value is None:
+            del tensors[name]
     with pytest.raises(kind, match=message):
         convert(source, tmp_path / "model")
     assert os.listdir(tmp_path) == ["hf"]
@@ -241,7 +217,7 @@ def test_wrong_use(tmp_path, source, converted):
 
 def test_progress_ends_at_the_total(tmp_path, source):
     seen = []
-    convert(source, tmp_path / "model", progress=lambda what, done, total: seen.append((what, done, total)))
+    convert(source, tmp_path / "model", predictors=True, progress=lambda *step: seen.append(step))
     dones = [done for _, done, _ in seen]
     assert dones == sorted(dones)
     assert {total for *_, total in seen} == {dones[-1]}
@@ -545,12 +521,8 @@ def test_peak_memory_does_not_grow_with_the_model(tmp_path, dtype):
     """A model of 24 layers of 8.4 MB and an embedding of 84 MB passes through one layer and a few reads of 8 MiB."""
     d_model, d_ff, num_layers, vocab = 512, 2048, 24, 41_000
     config = {"model_type": "opt", "hidden_size": d_model, "ffn_dim": d_ff, "num_hidden_layers": num_layers}
-    config |= {
-        "vocab_size": vocab,
-        "num_attention_heads": 8,
-        "enable_bias": False,
-        "layer_norm_elementwise_affine": False,
-    }
+    config |= {"vocab_size": vocab, "num_attention_heads": 8}
+    config |= {"enable_bias": False, "layer_norm_elementwise_affine": False}
     shapes = {"embed_tokens.weight": (vocab, d_model), "embed_positions.weight": (2050, d_model)}
     for i in range(num_layers):
         shapes |= {f"layers.{i}.self_attn.{p}_proj.weight": (d_model, d_model) for p in "qkv"}

@@ -1,4 +1,4 @@
-"""Model lookup, offline: the hub is a fake here, or the real client against a server in this process."""
+"""What a model's name means, offline: the hub is a fake here, or the real client against a server in this process."""
 
 import http.server
 import json
@@ -11,11 +11,13 @@ import pytest
 from tiny_models import make_tiny_opt
 
 from flashllm.base.user_dirs import user_cache_dir
+from flashllm.cli import main
 from flashllm.convert.hub import Hub, HubModel, needed_files
 from flashllm.convert.locate import find_checkpoint, resolve_model
 from flashllm.convert.named import is_demo, source_key
 from flashllm.errors import FlashError, FlashIOError, FormatError, UnsupportedModelError, UsageError
-from flashllm.format.manifest import Manifest
+from flashllm.format.manifest import MANIFEST, PARTIAL_SUFFIX, Manifest
+from flashllm.format.model_files import FFN
 
 
 @pytest.fixture(scope="module")
@@ -101,19 +103,6 @@ def test_what_is_no_model_is_wrong_use(model, tmp_path):
         resolve_model(model, cache=tmp_path, hub=FakeHub(tmp_path))
 
 
-def test_a_file_is_no_model(tmp_path):
-    (tmp_path / "weights.bin").write_text("x")
-    with pytest.raises(UsageError, match="is a file"):
-        resolve_model(str(tmp_path / "weights.bin"), cache=tmp_path)
-
-
-def test_an_unfinished_conversion_is_said_to_be(tmp_path):
-    (tmp_path / "m.partial").mkdir()
-    (tmp_path / "m.partial" / "config.json").write_text("{}")
-    with pytest.raises(UsageError, match="an unfinished conversion"):
-        resolve_model(str(tmp_path / "m.partial"), cache=tmp_path)
-
-
 def test_a_hub_model_is_downloaded_and_converted_once(checkpoint, tmp_path):
     hub = FakeHub(checkpoint)
     path = resolve_model("someone/model", cache=tmp_path, hub=hub)
@@ -188,9 +177,11 @@ def test_what_looks_like_a_path_is_never_the_hubs(tmp_path, monkeypatch, checkpo
 
 def test_a_file_of_weights_stands_for_its_folder(checkpoint, tmp_path):
     assert find_checkpoint(str(checkpoint / "model.safetensors")) == (checkpoint, None)
-    (tmp_path / "model.safetensors").write_bytes(b"x")
-    with pytest.raises(UsageError, match="is a file"):
-        find_checkpoint(str(tmp_path / "model.safetensors"))
+    for name in ("model.safetensors", "weights.bin"):
+        (tmp_path / name).write_bytes(b"x")
+        for find in (find_checkpoint, resolve_model):
+            with pytest.raises(UsageError, match="is a file"):
+                find(str(tmp_path / name))
     for name in ("model.gguf", "OTHER.GGUF"):
         (tmp_path / name).write_bytes(b"x")
         assert find_checkpoint(str(tmp_path / name)) == (tmp_path / name, None)
@@ -214,6 +205,44 @@ def test_only_needed_files_are_downloaded():
         needed_files(names)
     with pytest.raises(UnsupportedModelError, match=r"it holds an adapter .*merge_and_unload"):
         needed_files(["adapter_config.json", "adapter_model.safetensors", "config.json"])
+
+
+@pytest.mark.parametrize(
+    ("file", "hint"),
+    [
+        ("notes.txt", r"no Hugging Face folder \(no config.json\)$"),
+        ("m.gguf", r"; for the GGUF file in it, name the file: .*folder/m.gguf$"),
+        ("adapter_config.json", r"; it holds an adapter .*: merge it into its base model \(peft's merge_and_unload\)"),
+    ],
+)
+def test_a_folder_that_holds_no_model(tmp_path, capsys, file, hint):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / file).touch()
+    with pytest.raises(UsageError, match=r"is no model directory \(no flashllm.json\) and .*" + hint):
+        resolve_model(str(folder))
+    for verb in (["chat"], ["generate", "--prompt", "x"]):
+        assert main([verb[0], str(folder), *verb[1:]]) == 2
+        assert "is no model directory" in capsys.readouterr().err
+
+
+def test_a_damaged_model_directory_is_opened_to_say_what_is_wrong(tmp_path):
+    for name, file, says in (
+        ("model", FFN, f"it has no {MANIFEST}"),
+        (f"a{PARTIAL_SUFFIX}", "anything", "an unfinished conversion"),
+        (f"b{PARTIAL_SUFFIX}", "config.json", "an unfinished conversion"),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / file).touch()
+        with pytest.raises(UsageError, match=says):
+            resolve_model(str(folder))
+
+
+@pytest.mark.parametrize("address", ["hf.co/foo/bar:Q4_K_M", "hf.co/foo", "https://huggingface.co/datasets/foo/bar"])
+def test_an_address_that_names_no_model(address):
+    with pytest.raises(UsageError, match=r"names no model of the hub's; write hf\.co/owner/name"):
+        find_checkpoint(address)
 
 
 # The real client, against a hub of our own.
@@ -288,35 +317,24 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(checkpoint, tmp_path):
-    other = tmp_path / "gpt"
-    other.mkdir()
-    (other / "config.json").write_text('{"model_type": "xlnet"}')
-    (other / "model.safetensors").write_bytes(b"x" * 1000)
-    tensorflow = tmp_path / "tensorflow"
-    tensorflow.mkdir()
-    (tensorflow / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
-    (tensorflow / "tf_model.h5").write_bytes(b"x")
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        (adapter / name).write_bytes(b"{}")
-    quantised = tmp_path / "gguf"
-    quantised.mkdir()
-    for name in ("x-00001-of-00002.gguf", "x-00002-of-00002.gguf", "y.gguf", "Z.GGUF"):
-        (quantised / name).write_bytes(name.encode())
     (checkpoint / "README.md").write_text("not needed")
+    config = (checkpoint / "config.json").read_bytes()
+    repos = {
+        "gpt": {"config.json": b'{"model_type": "xlnet"}', "model.safetensors": b"x" * 1000},
+        "tensorflow": {"config.json": config, "tf_model.h5": b"x"},
+        "empty": {},
+        "adapter": dict.fromkeys(("adapter_config.json", "adapter_model.safetensors"), b"{}"),
+        "gguf": {
+            name: name.encode() for name in ("x-00001-of-00002.gguf", "x-00002-of-00002.gguf", "y.gguf", "Z.GGUF")
+        },
+    }
+    for repo, files in repos.items():
+        (tmp_path / repo).mkdir()
+        for name, content in files.items():
+            (tmp_path / repo / name).write_bytes(content)
     server = HubServer(("127.0.0.1", 0), HubHandler)
     server.requests = []
-    server.repos = {
-        "some/opt": checkpoint,
-        "some/gpt": other,
-        "some/tensorflow": tensorflow,
-        "some/empty": empty,
-        "some/adapter": adapter,
-        "some/gguf": quantised,
-    }
+    server.repos = {"some/opt": checkpoint, **{f"some/{repo}": tmp_path / repo for repo in repos}}
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield server
@@ -337,16 +355,14 @@ def test_the_real_client_fetches_a_model_and_only_its_needed_files(server, check
 
 def test_an_unsupported_model_costs_no_download(server, tmp_path):
     hub = Hub(server.endpoint, tmp_path / "hub")
-    with pytest.raises(UnsupportedModelError, match=r"some/gpt: .*xlnet"):
-        hub.download(HubModel(repo="some/gpt"), lambda line: None)
-    with pytest.raises(UnsupportedModelError, match=r"some/tensorflow: .*refs/pr"):
-        hub.download(HubModel(repo="some/tensorflow"), lambda line: None)
-    with pytest.raises(FormatError, match="config"):
-        hub.download(HubModel(repo="some/empty"), lambda line: None)
-    with pytest.raises(
-        FormatError, match=r"some/adapter: has no config\.json, .*; it holds an adapter .*merge_and_unl"
+    for repo, error, message in (
+        ("some/gpt", UnsupportedModelError, r"some/gpt: .*xlnet"),
+        ("some/tensorflow", UnsupportedModelError, r"some/tensorflow: .*refs/pr"),
+        ("some/empty", FormatError, "config"),
+        ("some/adapter", FormatError, r"adapter: has no config\.json, .*; it holds an adapter .*merge_and_unl"),
     ):
-        hub.download(HubModel(repo="some/adapter"), lambda line: None)
+        with pytest.raises(error, match=message):
+            hub.download(HubModel(repo=repo), lambda line: None)
     assert not any("safetensors" in request or ".h5" in request for request in server.requests)
 
 

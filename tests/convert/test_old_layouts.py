@@ -11,12 +11,12 @@ import pytest
 import torch
 from arch_models import VARIANTS, Variant, make_checkpoint
 from safetensors.torch import load_file
-from tiny_models import make_tiny_opt
+from tiny_models import config_of, make_tiny_opt
+from weights_of_folders import digests
 
 from flashllm.arch.registry import block_spec
 from flashllm.convert.checkpoint import pickled
 from flashllm.convert.run import convert
-from flashllm.format.model_files import FFN, RESIDENT
 
 # The first Llamas (March 2023), with a tiny model's sizes: no key-value heads, no rope, a key nobody knows any more.
 LLAMA_CONFIG = """{
@@ -60,11 +60,11 @@ def _old_folder(path, config, state):
     return path
 
 
-def _converted(tmp_path, old, new):
-    """(weights of the old folder, weights of the new)"""
+def _assert_same(tmp_path, old, new):
+    """Of weights and sizes."""
     manifests = [convert(folder, tmp_path / f"out-{number}") for number, folder in enumerate((old, new))]
     assert manifests[0].architecture == manifests[1].architecture
-    return [{name: manifest.files[name] for name in (FFN, RESIDENT)} for manifest in manifests]
+    assert digests(manifests[0]) == digests(manifests[1])
 
 
 @pytest.mark.parametrize("config", [LLAMA_CONFIG, LONG_LLAMA_CONFIG], ids=["first", "long"])
@@ -77,9 +77,8 @@ def test_llamas_of_2023(tmp_path, config):
     state = load_file(new / "model.safetensors")
     for layer in range(3):
         state[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = torch.rand(8)
-    first, second = _converted(tmp_path, _old_folder(tmp_path / "old", config, state), new)
-    assert first == second
-    blocks = [block_spec(json.loads((tmp_path / name / "config.json").read_text())) for name in ("old", "new")]
+    _assert_same(tmp_path, _old_folder(tmp_path / "old", config, state), new)
+    blocks = [block_spec(config_of(tmp_path / name)) for name in ("old", "new")]
     assert blocks[0].norm_epsilon == blocks[1].norm_epsilon
     assert all(layer.mixer.kv_heads == 4 for block in blocks for layer in block.layers)
 
@@ -88,8 +87,7 @@ def test_opts_of_2022(tmp_path):
     new = make_tiny_opt(tmp_path / "new", dtype="float16")
     state = {name.removeprefix("model."): tensor for name, tensor in load_file(new / "model.safetensors").items()}
     state["decoder.version"] = torch.tensor([1.0])
-    first, second = _converted(tmp_path, _old_folder(tmp_path / "old", OPT_CONFIG, state), new)
-    assert first == second
+    _assert_same(tmp_path, _old_folder(tmp_path / "old", OPT_CONFIG, state), new)
 
 
 # Configs as transformers 5.9.0 wrote them, the lowest version allowed, where 5.23 writes other ones. Tensors have the
@@ -101,8 +99,7 @@ LOWEST = json.loads(Path(__file__).with_name("configs_of_transformers_5_9.json")
 def test_configs_of_the_lowest_transformers(tmp_path, name):
     new = make_checkpoint(tmp_path / "new", VARIANTS[name])
     old = shutil.copytree(new, tmp_path / "old")
-    written = json.loads((new / "config.json").read_text())
+    written = config_of(new)
     (old / "config.json").write_text(json.dumps(LOWEST[name]))
-    first, second = _converted(tmp_path, old, new)
-    assert first == second
+    _assert_same(tmp_path, old, new)
     assert block_spec(LOWEST[name]) == block_spec(written)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from arch_models import VARIANTS, Variant, make_checkpoint
 from profiles import BATCHES, profile_of
-from safetensors.torch import load_file, save_file
 from test_fp8 import coded, in_bfloat16
 from test_gpt_oss import mxfp4
 from tiny_models import change_config, config_of, make_tiny_opt
+from weights_of_folders import tensors_of
 
 from flashllm.arch.registry import source_shapes
 from flashllm.base.user_dirs import user_cache_dir
@@ -146,10 +146,9 @@ def test_what_it_says_to_type_makes_what_it_planned(tmp_path, capsys, kind):
         source = make_checkpoint(tmp_path / "source", VARIANTS["bitnet"], dtype="bfloat16")
         said = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"}
         change_config(source, quantization_config=said)
-        state = load_file(source / "model.safetensors")
-        names = [name for name in state if name.endswith("_proj.weight")]
-        state |= {name: state[name].sign() for name in names} | {f"{name}_scale": torch.ones(1) for name in names}
-        save_file(state, source / "model.safetensors", {"format": "pt"})
+        with tensors_of(source) as state:
+            for name in [name for name in state if name.endswith("_proj.weight")]:
+                state[name], state[f"{name}_scale"] = state[name].sign(), torch.ones(1)
     else:
         source, _ = coded(tmp_path, (16, 16))
         in_bfloat16(source)

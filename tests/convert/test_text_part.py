@@ -7,17 +7,16 @@ import numpy as np
 import pytest
 import torch
 from arch_models import VARIANTS, make_checkpoint
-from safetensors.numpy import load_file, save_file
-from safetensors.torch import load_file as torch_load
-from safetensors.torch import save_file as torch_save
+from safetensors.torch import load_file, save_file
 from tiny_models import change_config, config_of
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+from weights_of_folders import digests, tensors_of
 
 from flashllm.config import RunConfig
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
 from flashllm.errors import FormatError, UnsupportedModelError
-from flashllm.format.manifest import MANIFEST
+from flashllm.format.manifest import Manifest
 
 _QWEN = ("model.visual.blocks.0.attn.qkv.weight", "model.visual.merger.norm.bias", "mtp.fc.weight")
 _GEMMA = ("model.vision_tower.a.weight", "model.embed_vision.b.weight", "model.audio_tower.c.weight")
@@ -73,7 +72,7 @@ def wrapped(source, path, model_type, others=_QWEN):
     }
     if model_type == "qwen3_vl_moe":
         tensors = inputs_first(tensors)
-    save_file({**tensors, **{name: np.ones((2, 3), np.float32) for name in others}}, path / "model.safetensors")
+    save_file(tensors | {name: torch.ones(2, 3) for name in others}, path / "model.safetensors", {"format": "pt"})
     return path
 
 
@@ -83,11 +82,11 @@ def inputs_first(tensors):
     for owner in {name.partition(".experts.")[0] for name in tensors.keys() - found.keys()}:
         count = sum(name.startswith(f"{owner}.experts.") for name in tensors) // 3
         gates, ups, downs = (
-            np.stack([tensors[f"{owner}.experts.{expert}.{part}_proj.weight"].T for expert in range(count)])
+            torch.stack([tensors[f"{owner}.experts.{expert}.{part}_proj.weight"].T for expert in range(count)])
             for part in ("gate", "up", "down")
         )
-        found[f"{owner}.experts.gate_up_proj"] = np.ascontiguousarray(np.concatenate([gates, ups], axis=2))
-        found[f"{owner}.experts.down_proj"] = np.ascontiguousarray(downs)
+        found[f"{owner}.experts.gate_up_proj"] = torch.cat([gates, ups], dim=2).contiguous()
+        found[f"{owner}.experts.down_proj"] = downs.contiguous()
     return found
 
 
@@ -97,11 +96,10 @@ def test_the_text_model_is_that_of_its_own_checkpoint(variant, variant_of, tmp_p
     lines = []
     convert(wrapped(source, tmp_path / "hf", model_type, others), tmp_path / "model", say=lines.append)
     assert lines == ([] if said is None else [said])
-    theirs, mine = (json.loads((path / MANIFEST).read_text())["files"] for path in (alone, tmp_path / "model"))
+    theirs, mine = (dict(Manifest.load(path).files) for path in (alone, tmp_path / "model"))
     for name in {*theirs, *mine} - {"config.json"}:
         assert mine[name] == theirs[name]
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert config["model_type"] == config_of(source)["model_type"]
+    assert config_of(tmp_path / "model")["model_type"] == config_of(source)["model_type"]
 
 
 _ENCODER = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
@@ -112,11 +110,7 @@ WHOLE = {  # what the picture encoder's config says
     "lfm2_vl": _ENCODER | {"num_patches": 4},
     "kimi_k25": _ENCODER,
 }
-
-
 WHOLE["qwen3_vl_moe"] = WHOLE["qwen3_vl"]
-
-
 _OLD_ROPE = {  # and how, as published configs have it
     "gemma3": {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 500.0},
     "qwen3_vl": {
@@ -153,24 +147,29 @@ def test_text_alone_is_computed_as_by_the_whole(variant, variant_of, tmp_path):
     np.testing.assert_allclose(found, expected, atol=2e-4, rtol=0)  # test_contract.py's
 
 
-@pytest.mark.parametrize("variant", ["glm4_moe", "glm4_moe_lite", "deepseek_v3", "hy_v3"])
-@pytest.mark.parametrize("said", [None, 1, 2])
+def with_tensors(source, path, names, **config):
+    """A copy of the checkpoint that has such tensors too, and whose config says so."""
+    shutil.copytree(source, path)
+    if config:
+        change_config(path, **config)
+    with tensors_of(path) as tensors:
+        tensors |= {name: torch.ones(2, 3) for name in names}
+    return path
+
+
+@pytest.mark.parametrize(
+    ("variant", "said"),
+    [*((name, None) for name in ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "hy_v3")), ("hy_v3", 1), ("glm4_moe", 2)],
+)
 def test_layers_that_draft_behind_the_models_own(variant, said, variant_of, tmp_path):
     source, alone = variant_of(variant)
-    path = tmp_path / "hf"
-    shutil.copytree(source, path)
-    count = config_of(path)["num_hidden_layers"]
-    change_config(path, **({} if said is None else {"num_nextn_predict_layers": said}))
-    tensors = load_file(path / "model.safetensors")
-    tensors[f"model.layers.{count}.eh_proj.weight"] = np.ones((2, 3), np.float32)
-    tensors[f"model.layers.{count}.self_attn.o_proj.weight"] = np.ones((2, 3), np.float32)
-    save_file(tensors, path / "model.safetensors")
+    layer = f"model.layers.{config_of(source)['num_hidden_layers']}."
+    config = {} if said is None else {"num_nextn_predict_layers": said}
+    names = [layer + "eh_proj.weight", layer + "self_attn.o_proj.weight"]
     lines = []
-    convert(path, tmp_path / "model", say=lines.append)
-    assert f"left out: a layer that drafts tokens (model.layers.{count}.\u2026, 2 tensors)" in lines
-    theirs, mine = (json.loads((each / MANIFEST).read_text())["files"] for each in (alone, tmp_path / "model"))
-    assert mine["ffn.safetensors"] == theirs["ffn.safetensors"]
-    assert mine["resident.safetensors"] == theirs["resident.safetensors"]
+    found = convert(with_tensors(source, tmp_path / "hf", names, **config), tmp_path / "model", say=lines.append)
+    assert f"left out: a layer that drafts tokens ({layer}\u2026, 2 tensors)" in lines
+    assert digests(found) == digests(Manifest.load(alone))
 
 
 @pytest.mark.parametrize(
@@ -184,48 +183,33 @@ def test_layers_that_draft_behind_the_models_own(variant, said, variant_of, tmp_
 )
 def test_layers_that_draft_under_names_of_their_own(variant, names, variant_of, tmp_path):
     source, alone = variant_of(variant)
-    shutil.copytree(source, tmp_path / "hf")
-    others = {name: np.ones((2, 3), np.float32) for name in names}
-    save_file({**load_file(source / "model.safetensors"), **others}, tmp_path / "hf" / "model.safetensors")
     lines = []
-    convert(tmp_path / "hf", tmp_path / "model", say=lines.append)
+    found = convert(with_tensors(source, tmp_path / "hf", names), tmp_path / "model", say=lines.append)
     prefix = f"{names[0].partition('mtp')[0]}mtp"
     assert f"left out: layers that draft tokens ({prefix}\u2026, {len(names)} tensors)" in lines
-    theirs, mine = (json.loads((each / MANIFEST).read_text())["files"] for each in (alone, tmp_path / "model"))
-    assert mine == theirs
+    assert found.files == Manifest.load(alone).files
 
 
 @pytest.mark.parametrize(("variant", "name"), [("deepseek_v3", "kimi_k2"), ("bailing_moe", "bailing_moe_v2")])
 def test_a_vendors_name_of_the_same(variant, name, variant_of, tmp_path):
     """Kimi K2 and Ling 2.0 open by themselves."""
     source, alone = variant_of(variant)
-    shutil.copytree(source, tmp_path / "hf")
-    change_config(tmp_path / "hf", model_type=name)
-    convert(tmp_path / "hf", tmp_path / "model")
+    found = convert(with_tensors(source, tmp_path / "hf", (), model_type=name), tmp_path / "model")
     assert config_of(tmp_path / "model") == config_of(source)
-    theirs, mine = (json.loads((each / MANIFEST).read_text())["files"] for each in (alone, tmp_path / "model"))
-    for file in ("ffn.safetensors", "resident.safetensors"):
-        assert mine[file] == theirs[file]
+    assert digests(found) == digests(Manifest.load(alone))
 
 
 def test_a_layer_beyond_those_that_draft_is_refused(variant_of, tmp_path):
-    path = tmp_path / "hf"
-    shutil.copytree(variant_of("glm4_moe")[0], path)
-    count = json.loads((path / "config.json").read_text())["num_hidden_layers"]
-    tensors = load_file(path / "model.safetensors")
-    save_file({**tensors, f"model.layers.{count + 1}.x.weight": np.ones(3, np.float32)}, path / "model.safetensors")
-    with pytest.raises(
-        UnsupportedModelError, match=f"model.layers.{count + 1}.x.weight: is no part of the glm4_moe model"
-    ):
-        convert(path, tmp_path / "model")
+    source, _ = variant_of("glm4_moe")
+    name = f"model.layers.{config_of(source)['num_hidden_layers'] + 1}.x.weight"
+    with pytest.raises(UnsupportedModelError, match=f"{name}: is no part of the glm4_moe model"):
+        convert(with_tensors(source, tmp_path / "hf", [name]), tmp_path / "model")
 
 
 def test_a_tensor_that_is_there_twice_is_refused(variant_of, tmp_path):
-    source, _ = variant_of("qwen3_5")
-    path = wrapped(source, tmp_path / "hf", "qwen3_5")
-    tensors = load_file(path / "model.safetensors")
-    tensors["model.norm.weight"] = tensors["model.language_model.norm.weight"]
-    save_file(tensors, path / "model.safetensors")
+    path = wrapped(variant_of("qwen3_5")[0], tmp_path / "hf", "qwen3_5")
+    with tensors_of(path) as tensors:
+        tensors["model.norm.weight"] = tensors["model.language_model.norm.weight"].clone()
     with pytest.raises(FormatError, match="the checkpoint has both"):
         convert(path, tmp_path / "model")
 
@@ -240,12 +224,11 @@ def test_a_config_without_the_texts_is_refused(variant_of, tmp_path):
 
 def test_decays_in_fp32_stay_so_in_a_model_of_16_bits(tmp_path):
     path = make_checkpoint(tmp_path / "hf", VARIANTS["qwen3_next"], dtype="bfloat16")
-    tensors = torch_load(path / "model.safetensors")
     name = "model.layers.0.linear_attn.A_log"
-    tensors[name] = torch.full_like(tensors[name], 0.1, dtype=torch.float32)  # which bfloat16 would round
-    torch_save(tensors, path / "model.safetensors")
+    with tensors_of(path) as tensors:
+        tensors[name] = torch.full_like(tensors[name], 0.1, dtype=torch.float32)  # which bfloat16 would round
     convert(path, tmp_path / "model")
-    stored = torch_load(tmp_path / "model" / "resident.safetensors")
+    stored = load_file(tmp_path / "model" / "resident.safetensors")
     assert torch.equal(stored["layers.0.decay_log"], tensors[name])
     assert stored["layers.0.query.weight"].dtype == torch.bfloat16
     with Model.open(tmp_path / "model", RunConfig()) as model, model.new_sequence() as sequence:
@@ -256,8 +239,7 @@ def test_decays_in_fp32_stay_so_in_a_model_of_16_bits(tmp_path):
 def test_norms_that_have_1_added_are_refused(variant, variant_of, tmp_path):
     """As MLX writes them."""
     shutil.copytree(variant_of(variant)[0], tmp_path / "hf")
-    tensors = load_file(tmp_path / "hf" / "model.safetensors")
-    added = {name: tensor + 1 for name, tensor in tensors.items() if name.endswith("layernorm.weight")}
-    save_file({**tensors, **added}, tmp_path / "hf" / "model.safetensors")
+    with tensors_of(tmp_path / "hf") as tensors:
+        tensors |= {name: tensor + 1 for name, tensor in tensors.items() if name.endswith("layernorm.weight")}
     with pytest.raises(UnsupportedModelError, match=r"weights are around 1, where qwen3_.*: 1 was added"):
         convert(tmp_path / "hf", tmp_path / "model")

@@ -5,15 +5,13 @@ import torch
 from arch_models import VARIANTS, make_checkpoint
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+from weights_of_folders import WEIGHTS, tensors_of
 
 from flashllm.convert.run import convert
 from flashllm.errors import FormatError
 
-WEIGHTS = "model.safetensors"
-
-
-def _save(model, folder):
-    save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, folder / WEIGHTS)
+COMPILED = r"begin with '_orig_mod\.', as torch\.compile names them; save .*model\._orig_mod, with save_p"
+PARALLEL = r"begin with 'module\.', as DataParallel names them; save .*model\.module, with save_p"
 
 
 def _compiled(model):
@@ -21,19 +19,13 @@ def _compiled(model):
 
 
 @pytest.mark.parametrize(
-    ("wrap", "message"),
-    [
-        (_compiled, r"begin with '_orig_mod\.', as torch\.compile names them; save .*model\._orig_mod, with save_p"),
-        (
-            torch.nn.DataParallel,
-            r"begin with 'module\.', as DataParallel names them; save .*model\.module, with save_p",
-        ),
-    ],
+    ("variant", "wrap", "message"),
+    [*((name, _compiled, COMPILED) for name in ("llama", "opt", "gpt2")), ("llama", torch.nn.DataParallel, PARALLEL)],
 )
-@pytest.mark.parametrize("variant", ["llama", "opt", "gpt2"])
 def test_what_torch_wraps(tmp_path, variant, wrap, message):
     folder = make_checkpoint(tmp_path / "hf", VARIANTS[variant])
-    _save(wrap(AutoModelForCausalLM.from_pretrained(folder)), folder)
+    state = wrap(AutoModelForCausalLM.from_pretrained(folder)).state_dict()
+    save_file({name: tensor.clone() for name, tensor in state.items()}, folder / WEIGHTS)
     with pytest.raises(FormatError, match="weight is missing from the checkpoint: the names " + message):
         convert(folder, tmp_path / "model")
 
@@ -72,12 +64,11 @@ def test_the_text_part_of_a_model_for_pictures(tmp_path):
 
 def test_a_tensor_that_is_only_missing(tmp_path):
     folder = make_checkpoint(tmp_path / "hf", VARIANTS["llama"])
-    tensors = load_file(folder / WEIGHTS)
-    del tensors["model.layers.0.mlp.up_proj.weight"]
-    save_file(tensors, folder / WEIGHTS)
-    with pytest.raises(FormatError, match=r"up_proj\.weight is missing from the checkpoint$"):
-        convert(folder, tmp_path / "model")
-    del tensors["model.embed_tokens.weight"]
-    save_file(tensors, folder / WEIGHTS)
-    with pytest.raises(FormatError, match=r"embed_tokens\.weight is missing from the checkpoint$"):
-        convert(folder, tmp_path / "model")
+    for name in (
+        "model.layers.0.mlp.up_proj.weight",
+        "model.embed_tokens.weight",
+    ):  # the first that is missing is named
+        with tensors_of(folder) as tensors:
+            del tensors[name]
+        with pytest.raises(FormatError, match=rf"{name} is missing from the checkpoint$"):
+            convert(folder, tmp_path / "model")
