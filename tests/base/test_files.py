@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 
 import pytest
 
@@ -26,29 +27,33 @@ from flashllm.base.files import (
 from flashllm.errors import FlashIOError, FormatError
 
 
-def test_pread_names_the_byte_where_the_file_ends(tmp_path):
-    path = tmp_path / "f"
-    path.write_bytes(b"0123456789")
-    fd = open_for_reading(path)
-    try:
-        assert pread_bytes(fd, 4, 3, path) == b"3456"
-        assert pread_bytes(fd, 0, 10, path) == b""
-        with pytest.raises(FormatError, match="ends at byte 10, 2 bytes too early"):
-            pread_bytes(fd, 6, 6, path)
-    finally:
-        os.close(fd)
+@pytest.fixture
+def reading(tmp_path):
+    """`pread_bytes` (nbytes, offset) of the file f with this content."""
+    with ExitStack() as stack:
+
+        def open_file(content):
+            path = tmp_path / "f"
+            path.write_bytes(content)
+            fd = open_for_reading(path)
+            stack.callback(os.close, fd)
+            return lambda nbytes, offset: pread_bytes(fd, nbytes, offset, path)
+
+        yield open_file
 
 
-def test_short_reads_are_continued(tmp_path, monkeypatch):
-    path = tmp_path / "f"
-    path.write_bytes(bytes(range(200)))
+def test_pread_names_the_byte_where_the_file_ends(reading):
+    read = reading(b"0123456789")
+    assert read(4, 3) == b"3456"
+    assert read(0, 10) == b""
+    with pytest.raises(FormatError, match="ends at byte 10, 2 bytes too early"):
+        read(6, 6)
+
+
+def test_short_reads_are_continued(reading, monkeypatch):
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:7]], offset))
-    fd = open_for_reading(path)
-    try:
-        assert pread_bytes(fd, 150, 11, path) == bytes(range(11, 161))
-    finally:
-        os.close(fd)
+    assert reading(bytes(range(200)))(150, 11) == bytes(range(11, 161))
 
 
 def test_a_failing_read_names_file_and_offset(tmp_path, monkeypatch):
@@ -66,29 +71,24 @@ def test_a_failing_read_names_file_and_offset(tmp_path, monkeypatch):
 @pytest.fixture
 def hanging(monkeypatch):
     """From now on reads at offset 4096 wait for a pipe into which nobody writes."""
-    reading, writing = os.pipe()
+    waiting, writing = os.pipe()
     preadv = os.preadv
 
     def hang(fd, buffers, offset):
-        return os.readv(reading, buffers) if offset == 4096 else preadv(fd, buffers, offset)
+        return os.readv(waiting, buffers) if offset == 4096 else preadv(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", hang)
     yield
     os.close(writing)  # the thread that was left behind ends
-    os.close(reading)
+    os.close(waiting)
 
 
-def test_a_read_that_never_ends_is_an_error_and_the_next_one_works(tmp_path, monkeypatch, hanging):
-    path = tmp_path / "f"
-    path.write_bytes(bytes(8192))
+def test_a_read_that_never_ends_is_an_error_and_the_next_one_works(reading, monkeypatch, hanging):
+    read = reading(bytes(8192))
     monkeypatch.setattr(files, "PATIENCE_S", 0.2)
-    fd = open_for_reading(path)
-    try:
-        with pytest.raises(FlashIOError, match=r"f: a read of 100 bytes at 4096 did not end within 0.2 s; check"):
-            pread_bytes(fd, 100, 4096, path)
-        assert pread_bytes(fd, 100, 0, path) == bytes(100)
-    finally:
-        os.close(fd)
+    with pytest.raises(FlashIOError, match=r"f: a read of 100 bytes at 4096 did not end within 0.2 s; check"):
+        read(100, 4096)
+    assert read(100, 0) == bytes(100)
 
 
 STOPPED = """
@@ -114,20 +114,17 @@ def test_the_time_in_which_the_process_was_stopped_does_not_count():
         assert process.communicate("bytes", timeout=60)[0] == "bytes\n"
 
 
-def test_ctrl_c_ends_a_read_that_never_ends(tmp_path, hanging):
-    path = tmp_path / "f"
-    path.write_bytes(bytes(8192))
-    fd = open_for_reading(path)
+def test_ctrl_c_ends_a_read_that_never_ends(reading, hanging):
+    read = reading(bytes(8192))
     timer = threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT])
     began = time.monotonic()
     try:
         timer.start()
         with pytest.raises(KeyboardInterrupt):
-            pread_bytes(fd, 100, 4096, path)
+            read(100, 4096)
         assert time.monotonic() - began < 10
-        assert pread_bytes(fd, 100, 0, path) == bytes(100)
+        assert read(100, 0) == bytes(100)
     finally:
-        os.close(fd)
         timer.join()
 
 

@@ -575,44 +575,54 @@ def test_quantised_weights_are_the_dequantised_ones(source, tmp_path):
         assert digests(found) == digests(convert(folder, tmp_path / f"expected-{dtype}", dtype=dtype))
 
 
+@pytest.fixture
+def stored(tmp_path):
+    """A tensor [rows, length] of a kind, whose bytes are these."""
+    with ExitStack() as stack:
+
+        def store(kind, shape, values):
+            path = tmp_path / "tensor"
+            values.tofile(path)
+            fd = stack.enter_context(open(path, "rb")).fileno()
+            return StoredTensor(path=path, fd=fd, kind=kind, shape=shape, offset=0, nbytes=values.nbytes)
+
+        yield store
+
+
 @pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
-def test_every_kind_is_read_in_any_range(tmp_path, kind, monkeypatch):
+def test_every_kind_is_read_in_any_range(stored, kind, monkeypatch):
     """Random blocks, so that every bit pattern of the kind occurs; in steps of a few rows; in another order."""
     monkeypatch.setattr(gguf_file, "CHUNK_NBYTES", 5 * 512 * 4)
     block, nbytes = gguf.GGML_QUANT_SIZES[kind]
     rows, length = 24, 512
     raw = np.random.default_rng(kind.value).integers(0, 256, (rows, length // block * nbytes), np.uint8)
-    raw.tofile(tmp_path / "tensor")
+    tensor, order = stored(kind.name, (rows, length), raw), paired_rows(rows, {"head_dim": 8})
     with np.errstate(all="ignore"):
         expected = gguf.dequantize(raw, kind)
-    with open(tmp_path / "tensor", "rb") as file:
-        stored = StoredTensor(
-            path=tmp_path / "tensor", fd=file.fileno(), kind=kind.name, shape=(rows, length), offset=0, nbytes=raw.size
-        )
-        order = paired_rows(rows, {"head_dim": 8})
-        with np.errstate(all="ignore"):
-            for tensor, values in ((GgufTensor(stored), expected), (GgufTensor(stored, order), expected[order])):
-                for first, last in ((0, rows * length), (1, 3), (511, 513), (3 * length + 7, 19 * length + 100)):
-                    out = np.empty(last - first, np.float32)
-                    tensor.read_into(tensor.info("x"), first * 4, memoryview(out).cast("B"))
-                    assert np.array_equal(out, values.reshape(-1)[first:last], equal_nan=True)
+        for read, values in ((GgufTensor(tensor), expected), (GgufTensor(tensor, order), expected[order])):
+            for first, last in ((0, rows * length), (1, 3), (511, 513), (3 * length + 7, 19 * length + 100)):
+                out = np.empty(last - first, np.float32)
+                read.read_into(read.info("x"), first * 4, memoryview(out).cast("B"))
+                assert np.array_equal(out, values.reshape(-1)[first:last], equal_nan=True)
 
 
-def test_far_rows_are_read_apart(tmp_path):
+def test_far_rows_are_read_apart(stored):
     values = np.arange(1000 * 4, dtype=np.float32).reshape(1000, 4)
-    values.tofile(tmp_path / "tensor")
-    with open(tmp_path / "tensor", "rb") as file:
-        stored = StoredTensor(
-            path=tmp_path / "tensor", fd=file.fileno(), kind="F32", shape=(1000, 4), offset=0, nbytes=values.nbytes
-        )
-        order = np.random.default_rng(0).permutation(1000)
-        tensor, out = GgufTensor(stored, order, lambda values: values - 1), np.empty((10, 4), np.float32)
-        tensor.read_into(tensor.info("x"), 16 * 100, memoryview(out).cast("B"))
-        assert np.array_equal(out, values[order[100:110]] - 1)
-        assert tensor.extent(tensor.info("x")) is None
-        assert GgufTensor(stored).extent(tensor.info("x")) == 0
-        with pytest.raises(ValueError, match="outside"):
-            tensor.read_into(tensor.info("x"), values.nbytes, memoryview(out).cast("B"))
+    whole, order = stored("F32", (1000, 4), values), np.random.default_rng(0).permutation(1000)
+    tensor, out = GgufTensor(whole, order, lambda values: values - 1), np.empty((10, 4), np.float32)
+    tensor.read_into(tensor.info("x"), 16 * 100, memoryview(out).cast("B"))
+    assert np.array_equal(out, values[order[100:110]] - 1)
+    assert tensor.extent(tensor.info("x")) is None
+    assert GgufTensor(whole).extent(tensor.info("x")) == 0
+    with pytest.raises(ValueError, match="outside"):
+        tensor.read_into(tensor.info("x"), values.nbytes, memoryview(out).cast("B"))
+
+
+def test_bfloat16_is_read_as_its_bits(stored):
+    bits = np.arange(64, dtype=np.uint16)
+    tensor = stored("BF16", (8, 8), bits)
+    assert tensor.code == WEIGHT_DTYPES["bfloat16"].code
+    assert np.array_equal(tensor.rows(2, 3), bits.reshape(8, 8)[2:5])
 
 
 def test_a_model_split_over_files(source, tmp_path):
@@ -841,14 +851,3 @@ def test_a_file_of_another_kind(tmp_path):
     (tmp_path / "model.onnx").write_bytes(b"x")
     with pytest.raises(UsageError, match="neither a Hugging Face folder nor a GGUF file"):
         try_to_open(tmp_path / "model.onnx")
-
-
-def test_bfloat16_is_read_as_its_bits(tmp_path):
-    bits = np.arange(64, dtype=np.uint16)
-    bits.tofile(tmp_path / "tensor")
-    with open(tmp_path / "tensor", "rb") as file:
-        stored = StoredTensor(
-            path=tmp_path / "tensor", fd=file.fileno(), kind="BF16", shape=(8, 8), offset=0, nbytes=bits.nbytes
-        )
-        assert stored.code == WEIGHT_DTYPES["bfloat16"].code
-        assert np.array_equal(stored.rows(2, 3), bits.reshape(8, 8)[2:5])
