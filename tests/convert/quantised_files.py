@@ -13,37 +13,14 @@ from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.run import convert
 
 ENCODED_AS = {
-    "Q8_0": "int8_32",
-    "Q4_0": "int4_32",
-    "Q4_1": "int4_32_min",
-    "Q5_0": "int5_32",
-    "Q5_1": "int5_32_min",
-    "Q4_K": "q4_k",
-    "Q5_K": "q5_k",
-    "Q6_K": "q6_k",
-    "MXFP4": "mxfp4",
-    "NVFP4": "nvfp4",
-    "Q2_K": "q2_k",
-    "Q3_K": "q3_k",
-    "IQ4_NL": "iq4_nl",
-    "IQ4_XS": "iq4_xs",
-    "IQ3_S": "iq3_s",
-    "IQ3_XXS": "iq3_xxs",
-    "IQ2_XXS": "iq2_xxs",
-    "IQ2_XS": "iq2_s",
-    "IQ2_S": "iq2_s",
-    "IQ1_S": "iq1_s",
-    "IQ1_M": "iq1_m",
-    "TQ1_0": "ternary",
-    "TQ2_0": "ternary",
-}
-WIDE = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-}
+    "Q8_0": "int8_32", "Q4_0": "int4_32", "Q4_1": "int4_32_min", "Q5_0": "int5_32", "Q5_1": "int5_32_min",
+    "Q2_K": "q2_k", "Q3_K": "q3_k", "Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k", "MXFP4": "mxfp4", "NVFP4": "nvfp4",
+    "IQ1_S": "iq1_s", "IQ1_M": "iq1_m", "IQ2_XXS": "iq2_xxs", "IQ2_XS": "iq2_s", "IQ2_S": "iq2_s",
+    "IQ3_XXS": "iq3_xxs", "IQ3_S": "iq3_s", "IQ4_XS": "iq4_xs", "IQ4_NL": "iq4_nl",
+    "TQ1_0": "ternary", "TQ2_0": "ternary",
+}  # fmt: skip
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+WIDE |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 MIXTURES = {
     "olmoe": ("intermediate_size",),
     "mixtral": ("intermediate_size",),

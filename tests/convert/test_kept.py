@@ -349,11 +349,12 @@ def test_what_is_kept_is_told_and_counted(quantised, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "hidden", "in_place"), [("llama", 1536, False), ("olmoe", 768, False), ("olmoe", 768, True)]
+    ("model_type", "widths", "in_place"),
+    [("llama", (1536, 64), False), ("olmoe", (768, 192), False), ("olmoe", (768, 192), True)],
 )
-def test_each_layer_has_down_columns_of_its_own_width(tmp_path, monkeypatch, model_type, hidden, in_place):
+def test_each_layer_has_down_columns_of_its_own_width(tmp_path, monkeypatch, model_type, widths, in_place):
     """The bits of earlier versions, which had all layers' in the widest, in fewer bytes."""
-    path, _ = make(tmp_path, mixed, model_type, hidden_size=hidden, head_dim=hidden // 4)
+    path, _ = make(tmp_path, mixed, model_type, hidden_size=widths[0], head_dim=widths[1])
     monkeypatch.setattr(rows, "STREAM_BLOCK_NBYTES", 1 << 18)  # a layer is several blocks
     options = {"dtype": "float32", "activations": "float32", "keep": True, "in_place": in_place}
     own = convert(path, tmp_path / "own", **options)
