@@ -51,16 +51,3 @@ def test_a_larger_cache_hits_more(tokens):
     rates = [hit_rate("frequency", tokens, experts * SIZE, CYCLE) for experts in (2, 4, 8, 16, 32, 48)]
     assert rates == sorted(rates)
     assert rates[-1] > 0.9
-
-
-def test_one_cache_of_all_layers_in_the_order_of_use_would_hit_nothing(tokens):
-    """What is guarded against: layers in turn, the least recently used expert leaves, room for less than a token."""
-    layers, held, hits = 16, [], 0
-    for active in tokens[:50]:
-        for layer in range(layers):
-            for expert in np.unique(active // SIZE):
-                key = (layer, int(expert))
-                hits += key in held
-                held = [each for each in held if each != key] + [key]
-                held = held[-(layers * CHOSEN - CHOSEN) :]
-    assert hits == 0

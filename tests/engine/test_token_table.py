@@ -162,8 +162,8 @@ def test_a_table_of_fewer_bits(variant_of, tmp_path, bits):
 @pytest.mark.parametrize(
     ("name", "config", "said"),
     [
-        (BY_LAYER, {"vocab_size_per_layer_input": 40_000}, "per-layer embeddings"),
-        ("olmoe", {"vocab_size": 60_000, "hidden_size": 128}, "input embedding"),
+        (BY_LAYER, {"vocab_size_per_layer_input": 10_000}, "per-layer embeddings"),
+        ("olmoe", {"vocab_size": 20_000, "hidden_size": 128}, "input embedding"),
     ],
 )
 def test_a_table_stays_on_flash_where_memory_lacks(tmp_path, capsys, name, config, said):
