@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from activity_trace import Trace
 from install_popularity import install_popularity
+from profiles import profile_of, reader
 from traces import write_trace
 
 from flashllm.base.machine import num_cores
@@ -16,8 +17,6 @@ from flashllm.errors import BudgetError, UsageError
 from flashllm.format.manifest_values import Calibration
 from flashllm.format.model_dir import ModelDir
 from flashllm.plan.resolve import resolve
-from flashllm.profile.costs import ReaderCosts
-from flashllm.profile.machine import Profile
 from flashllm.profile.store import device_of, save_profile
 
 MACHINE = {"available": 10**12, "process": 100_000_000}
@@ -37,30 +36,10 @@ def prefetching(tiny):
 
 def profile(*, direct=True, request_s=1e-5, lost_s=1e-6, depth=24, gap_nbytes=0.0):
     """A drive on which a read takes `request_s` alone, and 20 us beside products, which lose `lost_s` by it."""
-    reader = ReaderCosts(
-        backend="threads",
-        depth=depth,
-        latency_s=1e-4,
-        sizes=(512, 1 << 20),
-        request_s=(request_s, request_s),
-        beside_s=(2e-5, 2e-5),
-        lost_s=(lost_s, lost_s),
-        gap_nbytes=gap_nbytes,
-    )
-    rates = {"float32": 1e9, "float16": 1e9, "bfloat16": 1e9}
-    return Profile(
-        readers=(reader,),
-        sequential_bps=1e9,
-        direct=direct,
-        dram_bps=1e10,
-        gemv_bps=rates,
-        sparse_bps=rates,
-        layer_overhead_s=1e-5,
-        scatter=1.1,
-        again=1.0,
-        threads=1,
-        made="2026-01-01",
-    )
+    curves = {"request_s": (request_s,) * 2, "beside_s": (2e-5,) * 2, "lost_s": (lost_s,) * 2}
+    costs = reader(depth=depth, sizes=(512, 1 << 20), gap_nbytes=gap_nbytes, **curves)
+    rates = {"float32": 1e9}
+    return profile_of(costs, direct=direct, gemv_bps=rates, sparse_bps=rates, layer_overhead_s=1e-5)
 
 
 @pytest.fixture

@@ -44,40 +44,32 @@ def test_a_damaged_store_is_told_and_replaced_by_the_next_calibration(tmp_path, 
     assert load_profile(store, ONE) == profile_of()
 
 
-def test_a_path_and_what_lies_below_it_are_on_one_drive(tmp_path):
-    assert device_of(tmp_path) == device_of(tmp_path / "not" / "there")
-    assert device_of(tmp_path).device
-
-
-def test_the_calibration_of_the_drive_is_found(tmp_path):
+def test_the_calibration_of_the_drive_is_found_also_for_what_is_not_there_yet(tmp_path):
     store = tmp_path / "profiles.json"
+    assert device_of(tmp_path).device
     save_profile(store, device_of(tmp_path), profile_of())
-    assert find_profile(tmp_path, store) == (profile_of(), None)
+    assert find_profile(tmp_path / "not" / "there", store) == (profile_of(), None)
 
 
 def test_what_was_asked_for_wins_then_the_calibration_then_the_default():
     costs = profile_of(reader(depth=8), reader("io_uring", 64, request_s=(5e-6, 20e-6)))
-    chosen = choose_reader(costs, 4096, io_threads=None, direct=True)
-    assert (chosen.backend, chosen.depth, chosen.max_gap, chosen.source) == ("io_uring", 64, 8192, "calibration")
-    asked = choose_reader(costs, 4096, io_threads=5, direct=True)
-    assert (asked.backend, asked.depth, asked.max_gap, asked.source) == ("threads", 5, 8192, "argument")
-    for without in (None, profile_of(direct=False)):
-        default = choose_reader(without, 4096, io_threads=None, direct=True)
-        assert (default.backend, default.depth, default.max_gap, default.source) == ("threads", 32, 0, "default")
-    assert choose_reader(costs, 4096, io_threads=None, direct=False).source == "default"
-    for known, backend, number, expected in [
-        (costs, "threads", None, ("threads", 8, 8192)),
-        (costs, "io_uring", 100, ("io_uring", 100, 8192)),
-        (None, "io_uring", None, ("io_uring", 48, 0)),
-        (None, "io_uring", 16, ("io_uring", 16, 0)),
+    buffered = profile_of(direct=False)
+    for known, asked, expected in [
+        (costs, {}, ("io_uring", 64, 8192, "calibration")),
+        (costs, {"io_threads": 5}, ("threads", 5, 8192, "argument")),
+        (costs, {"direct": False}, ("threads", 32, 0, "default")),
+        (costs, {"io_backend": "threads"}, ("threads", 8, 8192, "argument")),
+        (costs, {"io_backend": "io_uring", "io_threads": 100}, ("io_uring", 100, 8192, "argument")),
+        (costs, {"unpacks": True}, ("threads", 8, 0, "default")),
+        (buffered, {}, ("threads", 32, 0, "default")),
+        (None, {}, ("threads", 32, 0, "default")),
+        (None, {"io_threads": 7}, ("threads", 7, 0, "argument")),
+        (None, {"io_backend": "io_uring"}, ("io_uring", 48, 0, "argument")),
+        (None, {"io_backend": "io_uring", "io_threads": 16}, ("io_uring", 16, 0, "argument")),
+        (None, {"unpacks": True}, ("threads", 8, 0, "default")),
     ]:
-        asked = choose_reader(known, 4096, io_threads=number, direct=True, io_backend=backend)
-        assert (asked.backend, asked.depth, asked.max_gap) == expected
-        assert asked.source == "argument"
-    assert choose_reader(None, 4096, io_threads=7, direct=True).source == "argument"
-    for known in (costs, None):
-        unpacked = choose_reader(known, 4096, io_threads=None, direct=True, unpacks=True)
-        assert (unpacked.backend, unpacked.depth, unpacked.source) == ("threads", 8, "default")
+        chosen = choose_reader(known, 4096, **{"io_threads": None, "direct": True, **asked})
+        assert (chosen.backend, chosen.depth, chosen.max_gap, chosen.source) == expected, asked
 
 
 NOW = datetime.now(UTC)
@@ -109,7 +101,7 @@ def test_one_process_at_a_time_measures_and_another_waits_to_write(tmp_path):
         with pytest.raises(FlashIOError, match="another process"):
             update_profile(store, ONE, inside.append)
         writing.start()
-        time.sleep(0.2)
+        time.sleep(0.05)
         assert load_profile(store, OTHER) is None  # it waits
         return profile_of()
 

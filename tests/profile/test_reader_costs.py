@@ -40,13 +40,6 @@ def fit(batches, beside_=None, depth=32):
 def test_scatter_is_that_of_batches_alike():
     assert scatter_of(samples(noise=(1.0, 1.0, 1.0))) == pytest.approx(1.0)
     assert scatter_of(samples(noise=(1.0, 2.0, 3.0))) == pytest.approx(2.5 / 1.5)
-    assert profile_of(scatter=1.9).steady
-    assert not profile_of(scatter=2.1).steady
-
-
-def test_a_drive_that_remembers_is_told_from_one_that_does_not():
-    assert not profile_of(again=1.2).remembers
-    assert profile_of(again=3.0).remembers
 
 
 def test_the_fit_gives_back_what_made_the_samples():
