@@ -159,13 +159,11 @@ def report(document: dict[str, Any]) -> str:
 
 def plot(document: dict[str, Any], path: Path) -> None:
     """Misses a token by capacity, as a share of the active neurons; Belady's MIN is the floor."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     conditions, columns = document["conditions"], document["capacities"]
-    figure, axes = plt.subplots(figsize=(5.6, 3.6), layout="constrained")
+    figure = Figure(figsize=(5.6, 3.6), layout="constrained")
+    axes = figure.subplots()
     x = [float(percent) for percent in columns]
     replayed = next(iter(columns.values()))["policies"]
     for policy in (name for name in PLOTTED if name in replayed):

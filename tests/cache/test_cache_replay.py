@@ -104,3 +104,4 @@ def test_the_script_ends_with_one_json_document(tmp_path):
     assert set(found) == set(ALL_POLICIES)
     assert found["MIN"]["misses"] <= found["frequency"]["misses"] <= found["window"]["misses"]
     assert "| frequency |" in (tmp_path / "table.md").read_text()
+    assert (tmp_path / "table.png").stat().st_size > 1000
