@@ -1,11 +1,12 @@
 """Mixtures of experts: the router's experts are read, each once, and nothing that the cache does changes a bit."""
 
 import dataclasses
+import shutil
 
 import numpy as np
 import pytest
 import torch
-from arch_models import LAYERS, VARIANTS, make_checkpoint, open_model
+from arch_models import LAYERS, open_model
 from damage import flip
 from safetensors.torch import load_file, save_file
 
@@ -17,9 +18,11 @@ from flashllm.engine.model import Model
 from flashllm.errors import Cancelled, ChecksumError, FormatError, NonFiniteError, UnsupportedModelError, UsageError
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_dir import ModelDir
-from flashllm.format.model_files import FFN, RESIDENT
+from flashllm.format.model_files import FFN, RESIDENT, ffn_tensor
 from flashllm.format.report.inspect import format_inspection, inspect
 from flashllm.format.report.verify import verify
+from flashllm.format.rows import widened_rows
+from flashllm.format.safetensors import open_safetensors
 from flashllm.plan.resolve import resolve
 
 COUNT, CHOSEN, SIZE = 8, 3, 48  # of arch_models' tiny mixtures
@@ -42,16 +45,14 @@ def opened(directory, *, cache_rows=None, prompt_tokens=256, guessed=0, **config
     experts of the next layer are read before its turn."""
     model_dir = ModelDir.open(directory)
     plan = resolve(RunConfig(**RUN, **config), model_dir, available=10**12, process=10**8)
-    plan = dataclasses.replace(plan, memory=dataclasses.replace(plan.memory, prompt_tokens=prompt_tokens))
+    memory = {"prompt_tokens": prompt_tokens}
     if guessed:
-        memory = dataclasses.replace(plan.memory, prefetch_rows=guessed * SIZE)
-        plan = dataclasses.replace(plan, memory=memory, prefetch=True, loads=False)
+        plan = dataclasses.replace(plan, prefetch=True, loads=False)
+        memory["prefetch_rows"] = guessed * SIZE
     if cache_rows is not None:
         levels = np.full((1, LAYERS), cache_rows, np.int32)
-        memory = dataclasses.replace(
-            plan.memory, levels=levels, bypass_rows=min(64, plan.memory.bypass_rows), level_blocks=10
-        )
-        plan = dataclasses.replace(plan, memory=memory)
+        memory |= {"levels": levels, "bypass_rows": min(64, plan.memory.bypass_rows), "level_blocks": 10}
+    plan = dataclasses.replace(plan, memory=dataclasses.replace(plan.memory, **memory))
     return Model(model_dir, plan, RunConfig(**RUN, **config))
 
 
@@ -183,10 +184,13 @@ def test_memory_is_given_by_whole_experts(directory):
 
 
 def test_a_token_computes_its_experts_and_no_others(directory):
+    """An expert's rows, which lie side by side, are one request."""
     with opened(directory) as model, model.new_sequence() as sequence:
         model.step([(sequence, ids(1))])
         times = model.meter.take()
         assert times.active == LAYERS * CHOSEN * SIZE == times.misses
+        assert times.requests <= LAYERS * CHOSEN
+        assert times.bytes_read == LAYERS * CHOSEN * SIZE * model.manifest.rows.stride
         model.step([(sequence, ids(5, seed=1))])
         times = model.meter.take()
         assert times.active == 5 * LAYERS * CHOSEN * SIZE
@@ -194,19 +198,15 @@ def test_a_token_computes_its_experts_and_no_others(directory):
         assert times.united < times.active
 
 
-def test_neighbouring_rows_of_an_expert_are_one_request(directory):
-    with opened(directory) as model, model.new_sequence() as sequence:
-        model.step([(sequence, ids(1))])
-        times = model.meter.take()
-    assert times.requests <= LAYERS * CHOSEN
-    assert times.bytes_read == LAYERS * CHOSEN * SIZE * Manifest.load(directory).rows.stride
-
-
 def test_a_prompt_reads_each_expert_it_touches_once_and_keeps_what_has_room(directory):
     layout = Manifest.load(directory).rows
     expert, everything = SIZE * layout.stride, LAYERS * COUNT * SIZE * layout.stride
     with opened(directory) as model:
-        few, many = (read_by(model, ids(count, seed=count)) for count in (9, 120))
+        few = read_by(model, ids(9, seed=9))
+        for ffn in model.parts.ffns:
+            neurons = np.asarray(ffn.cached())
+            assert set(np.bincount(neurons // SIZE).tolist()) in ({SIZE}, {0, SIZE})
+        many = read_by(model, ids(120, seed=120))
         assert few % expert == many % expert == 0
         assert LAYERS * CHOSEN * expert <= few < everything
         assert few + many == everything
@@ -247,18 +247,6 @@ def test_prompts_in_stretches_have_the_bits_of_one(directory, policy, cache_rows
             assert generated(model, ids(9)).shape[0] == 12
 
 
-def test_a_prompt_fills_the_caches_with_its_last_experts(directory):
-    with opened(directory) as model, model.new_sequence() as sequence:
-        model.step([(sequence, ids(40))])
-        cached = [np.asarray(ffn.cached()) for ffn in model.parts.ffns]
-        model.meter.take()
-        model.step([(sequence, ids(1, seed=9))])
-        assert model.meter.take().hits > 0
-    for neurons in cached:
-        assert len(neurons)
-        assert set(np.bincount(neurons // SIZE).tolist()) <= {0, SIZE}
-
-
 def test_threads_and_interruptions_change_no_bit(directory):
     with opened(directory) as model:
         expected = generated(model, ids(20))
@@ -294,14 +282,8 @@ def test_relu_experts_leave_neurons_out_within_them(variant_of):
 
 
 def test_a_router_that_overflows_ends_the_pass(tiny, tmp_path):
-    source = tmp_path / "hf"
-    source.mkdir()
-    for path in tiny[0].iterdir():
-        (source / path.name).write_bytes(path.read_bytes())
-    tensors = load_file(source / "model.safetensors")
-    tensors["model.layers.1.mlp.gate.weight"][2] = torch.inf
-    save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    convert(source, tmp_path / "model")
+    router = "model.layers.1.mlp.gate.weight"
+    convert(changed(tiny[0], tmp_path / "hf", lambda tensors: tensors[router][2].fill_(torch.inf)), tmp_path / "model")
     with opened(tmp_path / "model") as model, model.new_sequence() as sequence:
         for count in (1, 20):
             with pytest.raises(NonFiniteError, match="router computed a number that is not finite"):
@@ -325,10 +307,6 @@ def test_verify_inspect_and_the_manifest_know_experts(directory):
 
 
 def test_neurons_lie_in_the_order_of_experts(tiny):
-    from flashllm.format.model_files import ffn_tensor
-    from flashllm.format.rows import widened_rows
-    from flashllm.format.safetensors import open_safetensors
-
     weights, layout = load_file(tiny[0] / "model.safetensors"), Manifest.load(tiny[1]).rows
     with open_safetensors(tiny[1] / FFN) as file:
         rows = np.empty((layout.num_rows, layout.stride), np.uint8)
@@ -343,15 +321,13 @@ def test_neurons_lie_in_the_order_of_experts(tiny):
 
 
 @pytest.mark.parametrize("name", ["olmoe", "mixtral", "qwen2_moe", "qwen3_moe"])
-def test_stacked_experts_convert_to_the_same_bytes(tmp_path, name):
-    source = make_checkpoint(tmp_path / "hf", VARIANTS[name])
+def test_stacked_experts_convert_to_the_same_bytes(variant_of, tmp_path, name):
+    source, directory = variant_of(name)
     open_model(source).save_pretrained(tmp_path / "stacked", save_original_format=False)
     assert any(".experts.gate_up_proj" in key for key in load_file(tmp_path / "stacked" / "model.safetensors"))
-    for form in ("hf", "stacked"):
-        convert(tmp_path / form, tmp_path / f"{form} model")
+    convert(tmp_path / "stacked", tmp_path / "model")
     for file in (FFN, RESIDENT):
-        one, two = ((tmp_path / f"{form} model" / file).read_bytes() for form in ("hf", "stacked"))
-        assert one == two
+        assert (tmp_path / "model" / file).read_bytes() == (directory / file).read_bytes()
 
 
 def test_shared_neurons_are_always_active(variant_of):
@@ -367,8 +343,7 @@ def test_shared_neurons_are_always_active(variant_of):
 
 def changed(source, target, change):
     """A copy of the checkpoint whose tensors `change` was let at."""
-    target.mkdir()
-    (target / "config.json").write_bytes((source / "config.json").read_bytes())
+    shutil.copytree(source, target)
     tensors = load_file(source / "model.safetensors")
     change(tensors)
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
