@@ -92,16 +92,30 @@ def test_progress_is_told_while_a_prompt_is_computed(directory):
         assert np.array_equal(model.step([(sequence, ids)]), expected)
 
 
+class Canceller:
+    """Ends the pass that it observes, at the second layer."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def input(self, layer, x):
+        if layer == 1:
+            self.model.cancel()
+
+    def activations(self, layer, first, h):
+        pass
+
+
 def test_a_long_prompt_can_be_ended_in_its_middle(directory):
-    """At a block of rows, where a stretch has many parts; then nothing has changed, and it can be computed again."""
+    """As if by another thread; then nothing has changed, and it can be computed again."""
     with in_parts(directory) as model, model.new_sequence() as sequence:
         expected = read_by(model, ids_of(100))[0]
         held = model._memory.pool.nbytes
-        model.cancel()
-        with pytest.raises(Cancelled):
-            model.step([(sequence, ids_of(100))])
-        assert sequence.length == 0
-        assert model._memory.pool.nbytes == held
+        for observer in (Canceller(model), None):  # it stays ended
+            with pytest.raises(Cancelled):
+                model.step([(sequence, ids_of(100))], observer=observer)
+            assert sequence.length == 0
+            assert model._memory.pool.nbytes == held
         model.cancel(False)
         assert np.array_equal(model.step([(sequence, ids_of(100))]), expected)
 

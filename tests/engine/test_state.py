@@ -19,6 +19,7 @@ from flashllm.serve.conversations import Conversations
 
 NAMES = ("mistral window", "gemma3", "gpt_oss")
 CONTEXT, PAGE = 1400, 64
+BEGINNING = 500  # tokens that prompts begin with alike
 
 
 @pytest.fixture(scope="module")
@@ -194,70 +195,52 @@ class Letters:
         return "".join(chr(65 + each % 26) for each in ids)
 
 
+def session(model):
+    return Session(model, Letters(), SamplingOptions(max_new_tokens=4))
+
+
+def conversations(model, **options):
+    held = {"budget": 10**9, "held": lambda: model.state_nbytes, "is_prompt": model.is_prompt}
+    return Conversations(lambda: session(model), **held, **options)
+
+
+def asked(model, store, seed, **options):
+    """A prompt of a beginning that all have and 300 tokens of its own: how many tokens of it were there already. The
+    answer is that of a session that has the model to itself."""
+    ids = [*ids_of(BEGINNING), *ids_of(300, seed)]
+    expected = [each.token_id for each in session(model).stream_ids(ids) if isinstance(each, TokenRecord)]
+    place = store.take(ids, **options)
+    first, *records = place.session.stream_prompt(ids, keep=place.keep)
+    assert first.tokens + first.reused_tokens == len(ids)
+    assert [each.token_id for each in records] == expected
+    store.give_back(place, bytes([seed]))
+    return first.reused_tokens
+
+
 def test_prompts_that_begin_alike_share_what_the_windows_left(model):
     """The first leaves no state where they part; the second does, and the third goes on from it."""
-    beginning = ids_of(500)
-    conversations = Conversations(
-        lambda: Session(model, Letters(), SamplingOptions(max_new_tokens=4)),
-        budget=10**9,
-        held=lambda: model.state_nbytes,
-        is_prompt=model.is_prompt,
-    )
-    reused = []
-    for seed in (1, 2, 3):
-        ids = [*beginning, *ids_of(300, seed)]
-        expected = [
-            each.token_id
-            for each in Session(model, Letters(), SamplingOptions(max_new_tokens=4)).stream_ids(ids)
-            if isinstance(each, TokenRecord)
-        ]
-        place = conversations.take(ids)
-        records = list(place.session.stream_prompt(ids, keep=place.keep))
-        reused.append(records[0].reused_tokens)
-        assert records[0].tokens + records[0].reused_tokens == 800
-        assert [each.token_id for each in records[1:]] == expected
-        conversations.give_back(place)
-    assert reused == [0, 0, 500 // PAGE * PAGE]
-    conversations.close()
+    store = conversations(model)
+    assert [asked(model, store, seed) for seed in (1, 2, 3)] == [0, 0, BEGINNING // PAGE * PAGE]
+    store.close()
 
 
 def test_prompts_that_are_told_to_begin_alike_share_it_at_once(model, tmp_path):
     """The first leaves a state where the beginning ends, within its one pass; it stays when the first is gone, and is
     parked by itself."""
-    beginning, budget = ids_of(500), 10**9
 
     def opened():
-        return Conversations(
-            lambda: Session(model, Letters(), SamplingOptions(max_new_tokens=4)),
-            budget=budget,
-            held=lambda: model.state_nbytes,
-            is_prompt=model.is_prompt,
-            parking=ParkingFolder(tmp_path, "model", max_nbytes=10**9, daily_nbytes=10**9),
-        )
-
-    def asked(store, seed):
-        ids = [*beginning, *ids_of(300, seed)]
-        expected = [
-            each.token_id
-            for each in Session(model, Letters(), SamplingOptions(max_new_tokens=4)).stream_ids(ids)
-            if isinstance(each, TokenRecord)
-        ]
-        place = store.take(ids, marks=[500])
-        records = list(place.session.stream_prompt(ids, keep=place.keep))
-        assert [each.token_id for each in records[1:]] == expected
-        store.give_back(place, bytes([seed]))
-        return records[0].reused_tokens
+        return conversations(model, parking=ParkingFolder(tmp_path, "model", max_nbytes=10**9, daily_nbytes=10**9))
 
     store = opened()
-    assert [asked(store, seed) for seed in (1, 2)] == [0, 448]
+    assert [asked(model, store, seed, marks=[BEGINNING]) for seed in (1, 2)] == [0, 448]
     assert store.make_room()
     assert store.make_room()
     assert len(store) == 1  # what both begin with
-    assert asked(store, 3) == 448
+    assert asked(model, store, 3, marks=[BEGINNING]) == 448
     store.close()
     assert held(model) == 0
     store = opened()  # as after a restart
-    assert asked(store, 4) == 448
+    assert asked(model, store, 4, marks=[BEGINNING]) == 448
     store.close()
 
 
