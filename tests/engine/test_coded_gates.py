@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from arch_models import LAYERS, VARIANTS, make_checkpoint
+from arch_models import LAYERS
 from ffn_rows import Ffn, random_input, write_ffn
 from planned import memory_plan
 
@@ -25,15 +25,14 @@ SIMD = _core.simd_levels()
 
 
 @pytest.fixture(scope="module")
-def directory_of(tmp_path_factory):
+def directory_of(variant_of, tmp_path_factory):
     """The model directory of a variant with its gates in 4 bits, made once."""
     made = {}
 
     def get(name):
         if name not in made:
-            root = tmp_path_factory.mktemp("coded")
-            made[name] = root / "model"
-            convert(make_checkpoint(root / "hf", VARIANTS[name]), made[name], predictors=True, gate="4bit")
+            made[name] = tmp_path_factory.mktemp("coded") / "model"
+            convert(variant_of(name)[0], made[name], predictors=True, gate="4bit")
         return made[name]
 
     return get

@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from arch_models import LAYERS, VARIANTS, make_checkpoint
+from arch_models import LAYERS, make_model
 from arch_reference import ReferenceDecoder
 from ffn_rows import Ffn, random_input, write_ffn
 from planned import memory_plan
@@ -29,18 +29,18 @@ GATE_NBYTES = LAYERS * 96 * 64 * 4
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
+def models(variant_of, tmp_path_factory):
     """(model directory with gates in the rows, the same with resident gates) of a variant, made once."""
     made = {}
 
     def get(name, dtype="float32"):
         if (name, dtype) not in made:
-            root = tmp_path_factory.mktemp("gates")
-            coded = dtype if dtype.startswith("int") else None
-            source = make_checkpoint(root / "hf", VARIANTS[name], dtype="bfloat16" if coded else dtype)
-            for gate in ("rows", "resident"):
-                convert(source, root / gate, predictors=True, gate=gate, encoding=coded)
-            made[name, dtype] = root / "rows", root / "resident"
+            root, coded = tmp_path_factory.mktemp("gates"), dtype if dtype.startswith("int") else None
+            source, rows = variant_of(name) if dtype == "float32" else make_model(root, name, dtype="bfloat16")
+            if coded:
+                convert(source, rows := root / "rows", predictors=True, encoding=coded)
+            convert(source, root / "resident", predictors=True, gate="resident", encoding=coded)
+            made[name, dtype] = rows, root / "resident"
         return made[name, dtype]
 
     return get
@@ -149,10 +149,9 @@ def test_the_throughput_engine_finds_resident_gates(models):
     np.testing.assert_array_equal(*tensors)
 
 
-def test_a_model_without_gates_has_none_to_keep(tmp_path):
-    source = make_checkpoint(tmp_path / "hf", VARIANTS["opt"])
+def test_a_model_without_gates_has_none_to_keep(variant_of, tmp_path):
     with pytest.raises(UsageError, match="has no gate, which --gate and --sparsify need"):
-        convert(source, tmp_path / "model", gate="resident")
+        convert(variant_of("opt")[0], tmp_path / "model", gate="resident")
 
 
 def test_a_resident_file_without_gates_is_refused(models, tmp_path):
