@@ -1,5 +1,6 @@
 """Behind the tokens of a model that fits, what none of them wanted is read: soon nothing is missing. No bit changes."""
 
+import shutil
 import time
 
 import numpy as np
@@ -10,7 +11,6 @@ from planned import planned
 
 from flashllm import _core
 from flashllm.config import RunConfig
-from flashllm.convert.run import convert
 from flashllm.errors import ChecksumError, FlashIOError
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_files import FFN
@@ -20,14 +20,9 @@ FOREVER = 2**60
 BACKENDS = ["threads", "io_uring"][: 1 + (_core.Reader(1, backend="auto", queue_depth=1).backend == "io_uring")]
 
 
-@pytest.fixture(scope="module")
-def tiny(variant_of):
-    return variant_of("olmoe")
-
-
 @pytest.fixture
-def directory(tiny):
-    return tiny[1]
+def directory(variant_of):
+    return variant_of("olmoe")[1]
 
 
 def opened(directory, *, cache_rows=None, loads=True, **config):
@@ -145,8 +140,8 @@ def test_a_drive_that_fails_behind_fails_no_token(directory):
         np.testing.assert_array_equal(model.step([(sequence, prompt(2))]), answer)
 
 
-def test_a_wrong_byte_is_found_by_who_wants_it(tiny, tmp_path):
-    convert(tiny[0], directory := tmp_path / "model")
+def test_a_wrong_byte_is_found_by_who_wants_it(directory, tmp_path):
+    directory = shutil.copytree(directory, tmp_path / "model")
     with opened(directory, loads=False) as model:
         sequence, expected = begun(model)
         absent = sorted(set(range(COUNT)) - {neuron // SIZE for neuron in model.parts.ffns[1].cached()})[-1]

@@ -121,10 +121,8 @@ def test_shorter_rows_take_less_and_are_worth_more():
     assert levels_by_need([50, 49, 7], [12, 12], [3, 2]).tolist() == [[10, 10], [9, 10], [1, 2]]
     blocks = [levels_by_blocks([memory], [8, 6], [3, 2], 4).tolist()[0] for memory in (11, 12, 20, 31, 32, 36)]
     assert blocks == [[0, 0], [4, 0], [4, 4], [4, 4], [8, 4], [8, 6]]
-    popularity = [
-        np.array([0.9, 0.6], np.float32),
-        np.array([0.7, 0.3], np.float32),
-    ]  # for their size 0.3, 0.2; 0.35, 0.15
+    # For their size 0.3, 0.2; 0.35, 0.15.
+    popularity = [np.array([0.9, 0.6], np.float32), np.array([0.7, 0.3], np.float32)]
     found = levels_by_popularity([10, 9, 8, 5, 4, 2, 1], (0, 0), popularity, [3, 2])
     assert found.tolist() == [[2, 2], [2, 1], [2, 1], [1, 1], [0, 1], [0, 1], [0, 0]]
 
