@@ -1,5 +1,6 @@
 """Without the extras: what works, what says which extra it lacks, and that what they bring is told in one way."""
 
+import json
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ import pytest
 import torch
 from gguf_files import write_gguf
 from safetensors.torch import load_file
+from scripts import run_python
 from tiny_models import make_tiny_opt
 
 from flashllm import errors
@@ -59,20 +61,24 @@ def flashllm(environment):
     return run
 
 
+def all_run(environment, *commands):
+    """Each of the commands in turn, in one process without extras."""
+    code = "import json, sys; from flashllm.cli import main; print([main(argv) for argv in json.loads(sys.argv[1])])"
+    asked = json.dumps([list(map(str, argv)) for argv in commands])
+    done = run_python("-c", code, asked, env=environment(), input="The cat\n")
+    assert done.stdout.splitlines()[-1] == str([0] * len(commands)), (done.stdout, done.stderr)
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     """A Hugging Face folder in bfloat16, of several safetensors."""
     return make_tiny_opt(tmp_path_factory.mktemp("source") / "opt", dtype="bfloat16", max_shard_size="100KB")
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
-def test_a_model_is_converted_and_used_without_any_extra(kind, flashllm, environment, request, tmp_path):
+def test_a_model_is_converted_and_used_without_any_extra(source, environment, tmp_path):
     model = tmp_path / "model"
-    if kind == "gguf":
-        source = write_gguf(request.getfixturevalue("variant_of")("llama")[0], tmp_path / "m.gguf", "Q8_0")
-    else:
-        source = request.getfixturevalue("source")
-    for argv in (
+    all_run(
+        environment,
         ["convert", source, model],
         ["verify", model],
         ["inspect", model],
@@ -81,9 +87,7 @@ def test_a_model_is_converted_and_used_without_any_extra(kind, flashllm, environ
         ["generate", model, "--prompt", "The cat", *THREE],
         ["bench", model, "--threads", "1"],
         ["doctor", model],
-    ):
-        done = flashllm(*argv)
-        assert done.returncode == 0, (argv, done.stdout, done.stderr)
+    )
     command = [sys.executable, "-m", "flashllm", "serve", str(model), "--port", "0", "--threads", "1"]
     with subprocess.Popen(command, env=environment(SERVE), stderr=subprocess.PIPE, text=True) as server:
         try:
@@ -94,6 +98,11 @@ def test_a_model_is_converted_and_used_without_any_extra(kind, flashllm, environ
             server.send_signal(signal.SIGINT)
             server.communicate(timeout=30)
     assert answer.json()["usage"]["completion_tokens"] == 3
+
+
+def test_a_gguf_file_is_converted_and_used_without_any_extra(variant_of, environment, tmp_path):
+    file, model = write_gguf(variant_of("llama")[0], tmp_path / "m.gguf", "Q8_0"), tmp_path / "model"
+    all_run(environment, ["convert", file, model], ["chat", model, *THREE])
 
 
 def lacking(done):

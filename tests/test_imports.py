@@ -3,9 +3,9 @@
 import ast
 import re
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
-import pytest
 from scripts import run_python
 
 import flashllm
@@ -23,18 +23,8 @@ CORE_FLOORS = (
     *(("sequence",), ("model",), ("pack",), ("offload",), ("bind",)),
 )
 OFFLOAD_SHARES = {
-    "errors",
-    "base",
-    "replies",
-    "api",
-    "arch",
-    "format",
-    "convert",
-    "profile",
-    "generate",
-    "config",
-    "plan",
-    "_core",
+    *("errors", "base", "replies", "api", "arch", "format", "convert"),
+    *("profile", "generate", "config", "plan", "_core"),
 }
 ROOMS = (ROOT, *(ROOT.parent / room for room in ("predictors", "tools", "bench")))
 MAX_MODULES = 12  # of one folder
@@ -47,24 +37,27 @@ def modules():
         yield ".".join(("flashllm", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"), path
 
 
+MODULES = dict(modules())
+
+
+@cache
+def tree_of(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def imported(path, *, top_level_only=False):
     """Dotted names of the modules that a file imports, inside functions too."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree, names = tree_of(path), set()
     for node in tree.body if top_level_only else ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            for alias in node.names:
-                inner = f"{node.module}.{alias.name}"
-                yield inner if inner == "flashllm._core" or _is_module(inner) else node.module
-
-
-def _is_module(name):
-    if not name.startswith("flashllm."):
-        return False
-    path = ROOT.joinpath(*name.split(".")[1:])
-    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            of_modules = inner & {*MODULES, "flashllm._core"}
+            names |= of_modules | ({node.module} if inner - of_modules else set())
+    return names
 
 
 def package(name):
@@ -73,7 +66,7 @@ def package(name):
 
 
 def test_every_module_has_its_place():
-    assert {package(name) for name, _ in modules()} | {"_core"} == {*ORDER, ""}
+    assert {package(name) for name in MODULES} | {"_core"} == {*ORDER, ""}
 
 
 def test_no_folder_is_a_corridor():
@@ -87,7 +80,7 @@ def test_no_folder_is_a_corridor():
 
 def upward():
     """(module, imported) of each import that does not point down the list."""
-    for name, path in modules():
+    for name, path in MODULES.items():
         mine = package(name)
         for other in imported(path):
             if other.split(".")[0] != "flashllm" or other == "flashllm":
@@ -112,35 +105,41 @@ def test_the_core_includes_what_lies_below():
 
 
 def test_packages_inside_have_no_cycle():
-    edges = {name: {other for other in imported(path) if package(other) == package(name)} for name, path in modules()}
+    edges = {
+        name: {other for other in imported(path) if package(other) == package(name)} for name, path in MODULES.items()
+    }
     done = set()
     while ready := {name for name, others in edges.items() if name not in done and others - {name} <= done}:
         done |= ready
     assert done == set(edges)
 
 
-@pytest.mark.parametrize(("name", "path"), list(modules()), ids=lambda value: value if isinstance(value, str) else "")
-def test_a_module_uses_the_product_alone(name, path):
+def stray(name, path):
+    """(module, imported) of each import that its room does not allow."""
     for other in imported(path):
         top = other.split(".")[0]
-        assert top not in ("predictors", "tools", "bench", "tests"), f"{name} imports {other}"
-        if package(name) == "offload" and top == "flashllm":
-            assert package(other) in OFFLOAD_SHARES | {"offload"}, f"{name} imports {other}"
-        if package(name) not in TORCH_ALLOWED:
-            assert top not in ("torch", "transformers"), f"{name} imports {other}"
+        outside = top in ("predictors", "tools", "bench", "tests")
+        not_shared = (
+            package(name) == "offload" and top == "flashllm" and package(other) not in OFFLOAD_SHARES | {"offload"}
+        )
+        heavy = package(name) not in TORCH_ALLOWED and top in ("torch", "transformers")
+        if outside or not_shared or heavy:
+            yield name, other
+
+
+def test_a_module_uses_the_product_alone():
+    assert [each for name, path in MODULES.items() for each in stray(name, path)] == []
 
 
 def test_lazy_imports_are_for_the_command_line_alone():
-    for name, path in modules():
+    for name, path in MODULES.items():
         if name in ("flashllm", "flashllm.cli", "flashllm.__main__") or package(name) in ("commands", "offload"):
             continue
         inside = {other for other in imported(path) if other.startswith("flashllm")}
         assert inside == {other for other in imported(path, top_level_only=True) if other.startswith("flashllm")}, name
 
 
-@pytest.mark.parametrize(
-    "module", ["flashllm", "flashllm.cli", "flashllm.plan.resolve", "flashllm.convert.run", "flashllm.offload.engine"]
-)
-def test_importing_loads_neither_torch_nor_transformers(module):
-    code = f"import {module}, sys; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+def test_importing_loads_neither_torch_nor_transformers():
+    entrances = ("flashllm", "flashllm.cli", "flashllm.plan.resolve", "flashllm.convert.run", "flashllm.offload.engine")
+    code = f"import {', '.join(entrances)}, sys; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     assert run_python("-c", code).stdout.strip() == "[]"

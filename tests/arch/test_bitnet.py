@@ -7,6 +7,7 @@ others by a rounding's step; without the rounding none would.
 
 import json
 import warnings
+from functools import cache
 
 import gguf_files
 import numpy as np
@@ -174,32 +175,45 @@ def test_bfloat16_is_as_close_as_transformers(tmp_path, form):
         assert np.abs(logits_of(tmp_path / "model", **choices) - exact).mean() < 1.25 * own
 
 
+@pytest.fixture(scope="module")
+def of_files(tmp_path_factory):
+    """By activation: the model directory of a checkpoint whose widths suit GGUF's blocks, a folder of the same weights
+    as they are multiplied by, and transformers' logits."""
+
+    @cache
+    def get(activation):
+        root = tmp_path_factory.mktemp("wide")
+        wide = {"hidden_size": 256, "intermediate_size": 512, "tie_word_embeddings": True, "hidden_act": activation}
+        source = quantised(root / "hf", "scaled", **wide)
+        convert(source, root / "model", keep=True, predictors=True)
+        whole = make_checkpoint(root / "whole", Variant("bitnet", wide))
+        save_file(load_whole(root / "model"), whole / "model.safetensors", metadata={"format": "pt"})
+        with torch.no_grad():
+            return root / "model", whole, transformers_model(source)(prompts()).logits.numpy()
+
+    return get
+
+
 @pytest.mark.parametrize(
     ("kind", "architecture", "activation"),
     [("F16", "bitnet-b1.58", "relu2"), ("TQ2_0", "bitnet-b1.58", "relu2"), ("TQ1_0", "bitnet-25", "relu2"),
      ("TQ2_0", "bitnet", "silu")],
 )  # fmt: skip
-def test_a_gguf_file_is_the_model_of_its_folder(tmp_path, monkeypatch, kind, architecture, activation):
+def test_a_gguf_file_is_the_model_of_its_folder(of_files, tmp_path, monkeypatch, *, kind, architecture, activation):
     """Its weights to the bit, its block with the rounding of inputs, and transformers' logits."""
     monkeypatch.delitem(gguf_files.HALVES, kind, raising=False)  # the gguf package codes these without loss
-    wide = {"hidden_size": 256, "intermediate_size": 512, "tie_word_embeddings": True, "hidden_act": activation}
-    source = quantised(tmp_path / "hf", "scaled", **wide)
-    convert(source, tmp_path / "expected", keep=True, predictors=True)
-    whole = make_checkpoint(tmp_path / "whole", Variant("bitnet", wide))
-    save_file(load_whole(tmp_path / "expected"), whole / "model.safetensors", metadata={"format": "pt"})
+    model, whole, logits = of_files(activation)
     lines, matrices = [], lambda name: "F32" if "token_embd" in name else kind
     path = write_gguf(whole, tmp_path / "model.gguf", matrices, architecture=architecture)
     convert(path, tmp_path / "found", dtype="float32", keep=True, predictors=True, say=lines.append)
-    found, expected = (ModelDir.open(tmp_path / name) for name in ("found", "expected"))
+    found, expected = ModelDir.open(tmp_path / "found"), ModelDir.open(model)
     assert found.block == expected.block
     assert found.block.rounded_inputs
     assert found.manifest.rows.encoding == ("float32" if kind == "F16" else "ternary")
     assert any("SiLU is assumed" in line for line in lines) == (activation == "silu")
-    weights = load_whole(tmp_path / "expected")
+    weights = load_whole(model)
     for name, tensor in load_whole(tmp_path / "found").items():
         assert torch.equal(tensor, weights[name]), name
-    with torch.no_grad():
-        logits = transformers_model(source)(prompts()).logits.numpy()
     change_manifest(tmp_path / "found", activations=None)  # which would round before the model does
     agree(logits_of(tmp_path / "found", mode="dense"), logits)
 

@@ -49,16 +49,16 @@ FIRST_OF_ITS_TYPE = list({variant.model_type: name for name, variant in reversed
 
 
 @pytest.mark.parametrize("name", FIRST_OF_ITS_TYPE)
-def test_every_architecture_computes_what_its_codes_say(tmp_path, name):
-    source = make_checkpoint(tmp_path / "hf", VARIANTS[name])
+def test_every_architecture_computes_what_its_codes_say(variant_of, tmp_path, name):
+    source, _ = variant_of(name)
     convert(source, tmp_path / "model", encoding="int8_32", resident_encoding="int4_32", predictors=True)
     check_logits(tmp_path / "model", (5, 20))
 
 
 @pytest.mark.parametrize("name", ["opt narrow embedding", "llama"])
 @pytest.mark.parametrize(("encoding", "resident"), PAIRS)
-def test_every_encoding_gives_the_logits_of_its_codes(tmp_path, name, encoding, resident):
-    source = make_checkpoint(tmp_path / "hf", VARIANTS[name])
+def test_every_encoding_gives_the_logits_of_its_codes(variant_of, tmp_path, name, encoding, resident):
+    source, _ = variant_of(name)
     convert(source, tmp_path / "model", encoding=encoding, resident_encoding=resident, predictors=True)
     check_logits(tmp_path / "model", (1, 8, 9, 70))
 
@@ -79,8 +79,8 @@ def test_codes_beside_16_bits(tmp_path, dtype):
 
 @pytest.mark.parametrize(("encoding", "resident"), [("int8_32", "int4_32"), ("int4_32_min", "int8_64")])
 @pytest.mark.parametrize("name", ["opt", "llama"])
-def test_activations_in_16_and_8_bits(tmp_path, name, encoding, resident):
-    source = make_checkpoint(tmp_path / "hf", VARIANTS[name])
+def test_activations_in_16_and_8_bits(variant_of, tmp_path, name, encoding, resident):
+    source, _ = variant_of(name)
     convert(source, tmp_path / "model", encoding=encoding, resident_encoding=resident, predictors=True)
     assert Manifest.load(tmp_path / "model").activations == "int16"
     ids = tokens(30)
@@ -101,9 +101,8 @@ def test_activations_in_16_and_8_bits(tmp_path, name, encoding, resident):
     assert 0 < difference.max() < 0.2 * expected.std()
 
 
-def test_the_usual_activations(tmp_path):
-    source = make_checkpoint(tmp_path / "hf", VARIANTS["opt"])
-    convert(source, tmp_path / "model", encoding="int8_32", resident_encoding="int8_64")
+def test_the_usual_activations(variant_of, tmp_path):
+    convert(variant_of("opt")[0], tmp_path / "model", encoding="int8_32", resident_encoding="int8_64")
     assert inspect(tmp_path / "model")["activations"] == "int16"
     assert "int16 at most" in format_inspection(inspect(tmp_path / "model"))
     change_manifest(tmp_path / "model", activations=None)
@@ -114,18 +113,16 @@ def test_the_usual_activations(tmp_path):
 
 
 @pytest.fixture
-def converted(tmp_path):
-    source = make_checkpoint(tmp_path / "hf", VARIANTS["opt"])
-    convert(source, tmp_path / "model", encoding="int4_32", resident_encoding="int8_32", predictors=True)
-    return source, tmp_path / "model"
+def converted(variant_of, tmp_path):
+    convert(variant_of("opt")[0], tmp_path / "model", encoding="int4_32", resident_encoding="int8_32", predictors=True)
+    return tmp_path / "model"
 
 
 def test_sparse_passes_use_the_codes(converted):
-    _, directory = converted
     found = []
     for cache in ({}, {"cache_policy": "window", "window": 1}):
         config = RunConfig(mode="sparse", threads=2, io_threads=4, **cache)
-        with Model.open(directory, config) as model:
+        with Model.open(converted, config) as model:
             sequence = model.new_sequence()
             model.step([(sequence, tokens(20))])
             found.append([model.step([(sequence, [token])]) for token in tokens(6, seed=1)])
@@ -133,28 +130,22 @@ def test_sparse_passes_use_the_codes(converted):
 
 
 def test_the_manifest_says_how_weights_are_stored(converted):
-    _, directory = converted
-    manifest = Manifest.load(directory)
+    manifest = Manifest.load(converted)
     assert (manifest.rows.encoding, manifest.resident_encoding, manifest.dtype) == ("int4_32", "int8_32", "float32")
-    assert verify(directory).ok
-    facts = inspect(directory)
-    wide = ModelDir.open(directory)
-    layout = manifest.rows
+    assert verify(converted).ok
+    facts = inspect(converted)
     assert facts["resident_encoding"] == "int8_32"
-    assert facts["rows"]["row_nbytes"] == 2 * GROUP_CODES["int4_32"].vector_nbytes(layout.d_model)
+    assert facts["rows"]["row_nbytes"] == 2 * GROUP_CODES["int4_32"].vector_nbytes(manifest.rows.d_model)
     assert "int4_32" in format_inspection(facts)
-    assert wide.dtype.name == "float32"
 
 
-def test_parameters_are_counted_as_weights(tmp_path, converted):
-    source, directory = converted
-    convert(source, tmp_path / "wide")
-    assert inspect(directory)["parameters"] == inspect(tmp_path / "wide")["parameters"]
+def test_parameters_are_counted_as_weights(variant_of, tmp_path, converted):
+    convert(variant_of("opt")[0], tmp_path / "wide")
+    assert inspect(converted)["parameters"] == inspect(tmp_path / "wide")["parameters"]
 
 
 def test_an_edited_encoding_is_refused(converted):
-    _, directory = converted
-    path = directory / MANIFEST
+    path = converted / MANIFEST
     written = json.loads(path.read_text())
     for key, value, message in (
         ("resident_encoding", "int3_32", "resident_encoding must be one of int8_32"),
@@ -163,14 +154,14 @@ def test_an_edited_encoding_is_refused(converted):
     ):
         path.write_text(json.dumps({**written, key: value}))
         with pytest.raises(FormatError, match=message):
-            Manifest.load(directory)
+            Manifest.load(converted)
     path.write_text(json.dumps({**written, "rows": {**written["rows"], "encoding": "float16"}}))
     with pytest.raises(FormatError, match="rows"):
-        Manifest.load(directory)
+        Manifest.load(converted)
 
 
-def test_an_interrupted_conversion_goes_on_with_its_encodings_alone(tmp_path, monkeypatch):
-    source = make_checkpoint(tmp_path / "hf", VARIANTS["opt"])
+def test_an_interrupted_conversion_goes_on_with_its_encodings_alone(variant_of, tmp_path):
+    source, _ = variant_of("opt")
     convert(source, tmp_path / "whole", encoding="int4_64_min")
 
     def stop(what, done, total):
@@ -186,8 +177,8 @@ def test_an_interrupted_conversion_goes_on_with_its_encodings_alone(tmp_path, mo
         assert (tmp_path / "model" / file.name).read_bytes() == file.read_bytes(), file.name
 
 
-def test_unknown_encodings_are_refused(tmp_path):
-    source = make_checkpoint(tmp_path / "hf", VARIANTS["opt"])
+def test_unknown_encodings_are_refused(variant_of, tmp_path):
+    source, _ = variant_of("opt")
     for encoding in ({"encoding": "int5_32"}, {"resident_encoding": "float16"}):
         with pytest.raises(UsageError, match="is not one of int8_32"):
             convert(source, tmp_path / "model", **encoding)
@@ -244,8 +235,8 @@ def test_a_matrix_of_rare_exponents_stays_bfloat16(tmp_path, matrix):
             np.testing.assert_array_equal(one, two, err_msg=tensor)
 
 
-def test_what_a_manifest_says_of_single_matrices_is_checked(tmp_path):
-    source = make_checkpoint(tmp_path / "hf", VARIANTS["opt"])
+def test_what_a_manifest_says_of_single_matrices_is_checked(variant_of, tmp_path):
+    source, _ = variant_of("opt")
     manifest = convert(source, tmp_path / "model", resident_encoding="int4_32", table_encoding="int8_32")
     assert manifest.other_encodings == {"embedding.weight": "int8_32"}
     check_logits(tmp_path / "model", (5, 20))

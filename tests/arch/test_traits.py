@@ -18,7 +18,8 @@ from flashllm.arch.registry import block_spec
 from flashllm.errors import UnsupportedModelError
 
 SHOWS = 2e-3  # of logits of the order of 1 to 10: ten times what test_contract.py allows
-IDS = torch.randint(4, 300, (CONTEXT,), generator=torch.Generator().manual_seed(0)).tolist()
+# The first of those that test_contract.py compares: what shows in them shows there.
+IDS = torch.randint(4, 300, (CONTEXT,), generator=torch.Generator().manual_seed(0)).tolist()[:64]
 
 
 def block(**values):
