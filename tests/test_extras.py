@@ -50,23 +50,17 @@ def environment(tmp_path_factory):
     return get
 
 
-@pytest.fixture(scope="module")
-def flashllm(environment):
-    def run(*argv):
-        command = [sys.executable, "-m", "flashllm", *map(str, argv)]
-        return subprocess.run(
-            command, env=environment(), input="The cat\n", capture_output=True, text=True, check=False, timeout=120
-        )
-
-    return run
-
-
-def all_run(environment, *commands):
-    """Each of the commands in turn, in one process without extras."""
+def statuses(environment, *commands):
+    """(exit status of each of the commands, in one process without extras; what it said; its lines on stderr)"""
     code = "import json, sys; from flashllm.cli import main; print([main(argv) for argv in json.loads(sys.argv[1])])"
     asked = json.dumps([list(map(str, argv)) for argv in commands])
     done = run_python("-c", code, asked, env=environment(), input="The cat\n")
-    assert done.stdout.splitlines()[-1] == str([0] * len(commands)), (done.stdout, done.stderr)
+    return json.loads(done.stdout.splitlines()[-1]), done.stdout, done.stderr.splitlines()
+
+
+def all_run(environment, *commands):
+    found, *said = statuses(environment, *commands)
+    assert found == [0] * len(commands), said
 
 
 @pytest.fixture(scope="module")
@@ -105,16 +99,7 @@ def test_a_gguf_file_is_converted_and_used_without_any_extra(variant_of, environ
     all_run(environment, ["convert", file, model], ["chat", model, *THREE])
 
 
-def lacking(done):
-    """(package, extra) that the one line on stderr names."""
-    (line,) = done.stderr.splitlines()
-    match = re.search(r" needs (\w+), which is not installed: pip install 'flashllm\[(\w+)\]'$", line)
-    assert match is not None, line
-    assert done.returncode == 2
-    return match[1], match[2]
-
-
-def test_what_lacks_an_extra_names_it(flashllm, source, tmp_path):
+def test_what_lacks_an_extra_names_it(environment, source, tmp_path):
     pickled, old = tmp_path / "pickled", tmp_path / "old"
     for folder, keep in ((pickled, ("config.json", "tokenizer.json")), (old, ("config.json", "*.safetensors*"))):
         folder.mkdir()
@@ -123,11 +108,19 @@ def test_what_lacks_an_extra_names_it(flashllm, source, tmp_path):
     weights = {name: tensor for path in source.glob("*.safetensors") for name, tensor in load_file(path).items()}
     torch.save(weights, pickled / "pytorch_model.bin")
     (old / "vocab.json").write_text("{}")
-    assert lacking(flashllm("convert", pickled, tmp_path / "out")) == ("torch", "hf")
-    assert lacking(flashllm("convert", old, tmp_path / "out")) == ("transformers", "hf")
-    assert lacking(flashllm("train", "--data-files", __file__)) == ("torch", "train")
-    assert lacking(flashllm("evaluate")) == ("torch", "train")
-    assert lacking(flashllm("serve")) == ("uvicorn", "serve")
+    lacking = {
+        ("convert", pickled, tmp_path / "out"): ("torch", "hf"),
+        ("convert", old, tmp_path / "out"): ("transformers", "hf"),
+        ("train", "--data-files", __file__): ("torch", "train"),
+        ("evaluate",): ("torch", "train"),
+        ("serve",): ("uvicorn", "serve"),
+    }
+    found, _, lines = statuses(environment, *lacking)
+    assert found == [2] * len(lacking)
+    for line, names in zip(lines, lacking.values(), strict=True):
+        assert (
+            re.search(r" needs (\w+), which is not installed: pip install 'flashllm\[(\w+)\]'$", line).groups() == names
+        )
     assert not (tmp_path / "out").exists()
 
 

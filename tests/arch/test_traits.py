@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from arch_models import CONTEXT, VARIANTS, make_config, open_model
+from arch_models import CONTEXT, VARIANTS, full_config, open_model
 from arch_reference import ReferenceDecoder
 
 from flashllm.arch.mixers import Growth, Latent, Rotary
@@ -487,7 +487,7 @@ def test_keys_that_are_values_are_so_before_their_norm(variant_of):
 @pytest.mark.parametrize("limit", [[0.001, 0.1], [0.0, 0.1], [0.001, float("inf")]])
 @pytest.mark.parametrize("variant", ["nemotron_h", "granitemoehybrid", "falcon_h1", "bamba"])
 def test_limits_of_steps_are_refused(variant, limit):
-    config = make_config(VARIANTS[variant]).to_dict()
+    config = full_config(VARIANTS[variant])
     block_spec({**config, "time_step_limit": [0.0, float("inf")]})
     with pytest.raises(UnsupportedModelError, match="time_step_limit must be"):
         block_spec({**config, "time_step_limit": limit})
