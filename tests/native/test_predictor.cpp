@@ -6,6 +6,7 @@
 
 #include "ffn/predictor.h"
 #include "fixture.h"
+#include "random_rows.h"
 #include "simd_levels.h"
 
 namespace {
@@ -15,27 +16,12 @@ using namespace flashllm;
 // Rows in groups, in exactly as much memory as the kernels may touch: an address sanitizer sees a load beyond
 // it.
 struct Codes {
+  Codes(RowCodec codec, std::size_t count, std::size_t columns, std::mt19937& random)
+      : rows(random_rows(codec, count, columns, random)),
+        weights{rows.data(), count, columns, vector_nbytes(codec, columns), codec} {}
+
   std::vector<std::byte> rows;
   RowMatrix weights;
-
-  Codes(RowCodec codec, std::size_t count, std::size_t columns, std::mt19937& random)
-      : rows(count * vector_nbytes(codec, columns)) {
-    const std::size_t stride = vector_nbytes(codec, columns);
-    const CodecShape shape = group_shape(codec);
-    std::uniform_int_distribution<int> byte(0, 255);
-    for (std::byte& each : rows) each = static_cast<std::byte>(byte(random));
-    const KernelTable& halves = kernel_table(SimdLevel::scalar, Dtype::f16);
-    for (std::size_t r = 0; r < count; ++r)
-      for (std::size_t g = 0; g < (columns + shape.group - 1) / shape.group; ++g) {
-        const float scale = 1e-2F + std::fabs(random_floats(1, random)[0]) / 16;
-        halves.from_f32(&scale, 1, rows.data() + r * stride + g * sizeof(std::uint16_t));
-      }
-    weights.codec = codec;
-    weights.data = rows.data();
-    weights.rows = count;
-    weights.columns = columns;
-    weights.stride = stride;
-  }
 };
 
 void check_predictor(RowCodec codec, SimdLevel level) {
