@@ -116,6 +116,7 @@ def test_arithmetic_on_arm(tmp_path):
         assert f"digest {_core.digest('avx2')}" in result.stdout.splitlines()
 
 
+@pytest.mark.sanitizer
 @pytest.mark.skipif(shutil.which("clang++") is None, reason="needs clang++")
 def test_clang_finds_nothing():
     """The wheels' compiler is Clang, which warns of what g++ takes: the core's files but those of single levels."""
