@@ -177,15 +177,8 @@ _MULTIPLIED = {
     "logits_scaling": 2.0,
 }
 _UNSCALED = ("gemma3n_text", "gemma4_text")  # scores of queries and keys
-_SHIFTED = (
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "nemotron",
-    "qwen3_next",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-)  # that keep their norms' weight - 1
+# That keep their norms' weight - 1.
+_SHIFTED = ("gemma", "gemma2", "gemma3_text", "nemotron", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 # An architecture of the tests' own: each layer is another family's, with heads, a head size and a rotation of its own.
 _FAMILIES = {
@@ -196,13 +189,8 @@ _FAMILIES = {
 
 
 def _layer_config(config: dict[str, Any], layer: int) -> dict[str, Any]:
-    of_layer = dict(
-        zip(
-            ("model_type", "num_attention_heads", "num_key_value_heads", "head_dim"),
-            config["kinds"][layer],
-            strict=True,
-        )
-    )
+    names = ("model_type", "num_attention_heads", "num_key_value_heads", "head_dim")
+    of_layer = dict(zip(names, config["kinds"][layer], strict=True))
     return {**config, **of_layer, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0 * 10**layer}}
 
 
@@ -639,6 +627,11 @@ VARIANTS |= {
 }
 
 
+def tokens(count: int, seed: int = 0) -> list[int]:
+    """So many ids, none of them special."""
+    return torch.randint(4, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
 def make_config(variant: Variant) -> PreTrainedConfig:
     """The variant's config, as transformers completes it."""
     given = copy.deepcopy({**_SIZES.get(variant.model_type, _GROUPED), **variant.config})  # which it completes
@@ -659,6 +652,14 @@ def make_config(variant: Variant) -> PreTrainedConfig:
             **given,
         }
     )
+
+
+def full_config(variant: Variant) -> dict[str, Any]:
+    """What the variant's config.json says."""
+    config = make_config(variant).to_dict() | variant.config | {"model_type": variant.model_type}
+    if variant.model_type == "bailing_moe":  # Ling 2.0
+        config |= {"score_function": "sigmoid", "moe_router_enable_expert_bias": True, "use_qk_norm": True}
+    return config
 
 
 _CHOICES = ("correction_bias", "expert_bias")  # of experts alone

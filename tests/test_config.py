@@ -1,6 +1,5 @@
 """`RunConfig`: what cannot be is refused where it is written down, in the words of the command line."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -8,14 +7,6 @@ from scripts import run_python
 
 from flashllm.config import MAX_THREADS, RunConfig
 from flashllm.errors import UsageError
-
-
-def test_the_defaults_leave_everything_to_the_plan():
-    config = RunConfig()
-    undecided = ("memory", "context", "window", "mode", "threads", "io_threads", "io_backend", "store")
-    assert [getattr(config, name) for name in undecided] == [None] * len(undecided)
-    assert (config.cache_policy, config.direct) == ("frequency", True)
-    assert config.simd == "auto"
 
 
 def test_everything_that_can_be_given():
@@ -66,17 +57,6 @@ def test_everything_that_can_be_given():
 def test_what_cannot_be_is_refused(field, message):
     with pytest.raises(UsageError, match=message):
         RunConfig(**field)
-
-
-def test_it_is_a_value():
-    config = RunConfig(threads=2)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.threads = 3
-    with pytest.raises(TypeError):
-        RunConfig(10)
-    assert dataclasses.replace(config, window=3) == RunConfig(threads=2, window=3)
-    with pytest.raises(UsageError):
-        dataclasses.replace(config, window=0)
 
 
 def test_it_costs_nothing_to_import():

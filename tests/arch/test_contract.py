@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 import pytest
 import torch
-from arch_models import CONTEXT, VARIANTS, make_model, open_model
+from arch_models import CONTEXT, VARIANTS, make_model, open_model, tokens
 from arch_reference import ReferenceDecoder
 from offload_runs import MIXED, answers, policy
 
@@ -33,10 +33,6 @@ from flashllm.plan.resolve import check_mode, resolve
 TOLERANCE = 2e-4  # of fp32 logits, which are of the order of 1 to 10
 PAGE = 64
 RUN = {"threads": 1, "io_threads": 4}
-
-
-def tokens(count, seed=0):
-    return torch.randint(4, 300, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from arch_models import VARIANTS, make_checkpoint
+from arch_models import VARIANTS, make_checkpoint, tokens
 from arch_reference import ReferenceDecoder
 from safetensors.torch import load_file, save_file
 
@@ -23,10 +23,6 @@ from flashllm.offload.runtime.tiers.source import open_weights
 
 TOLERANCE = 3e-4  # of fp32 logits, which are of the order of 1 to 10
 PAIRS = [("int8_32", None), (None, "int4_64"), ("int4_32_min", "int8_64"), ("int4_32", "int4_64_min")]
-
-
-def tokens(count, seed=0):
-    return torch.randint(4, 300, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def check_logits(directory, lengths):

@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from arch_models import CONTEXT, VARIANTS, full_config, open_model
+from arch_models import CONTEXT, VARIANTS, full_config, open_model, tokens
 from arch_reference import ReferenceDecoder
 
 from flashllm.arch.mixers import Growth, Latent, Rotary
@@ -19,7 +19,7 @@ from flashllm.errors import UnsupportedModelError
 
 SHOWS = 2e-3  # of logits of the order of 1 to 10: ten times what test_contract.py allows
 # The first of those that test_contract.py compares: what shows in them shows there.
-IDS = torch.randint(4, 300, (CONTEXT,), generator=torch.Generator().manual_seed(0)).tolist()[:64]
+IDS = tokens(CONTEXT)[:64]
 
 
 def block(**values):
