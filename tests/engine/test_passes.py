@@ -183,6 +183,16 @@ def test_a_pass_that_is_closed_has_changed_nothing(variant_of):
         assert np.array_equal(model.step([(sequence, ids_of(70, seed=1))])[0], expected[1])
 
 
+def test_a_closed_pass_takes_back_the_tokens_of_those_that_had_ended(variant_of):
+    """A token goes through before the prompt of the same pass."""
+    with in_parts(variant_of("llama relu")[1]) as model, model.new_sequence() as few, model.new_sequence() as many:
+        model.step([(few, ids_of(20))])
+        with model.begin([(few, [5]), (many, ids_of(70))]) as one:
+            while few.length == 20:
+                assert one.advance(0) is None
+        assert (few.length, many.length) == (20, 0)
+
+
 def test_a_closed_model_ends_a_waiting_pass(variant_of):
     model = in_parts(variant_of("llama relu")[1])
     sequence = model.new_sequence()
