@@ -52,7 +52,7 @@ class DenseFfn {
                    float* y);
   // Between two blocks, or layers: lets go of what only one of them needs.
   void rest() noexcept;
-  // Lets go of all parts.
+  // Lets go of all parts, and of that.
   void clear() noexcept;
 
  private:

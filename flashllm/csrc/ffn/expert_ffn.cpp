@@ -78,7 +78,10 @@ void ExpertFfn::give(std::size_t first, std::size_t count, float* y) {
 }
 
 void ExpertFfn::rest() noexcept {
-  rows_ == 0 ? dense_.clear() : dense_.rest();
+  if (rows_ == 0)  // no tokens wait for the rest of an expert
+    dense_.clear();
+  else
+    dense_.rest();
   std::vector<std::byte>().swap(gathered_);
 }
 
