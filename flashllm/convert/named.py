@@ -17,7 +17,7 @@ from flashllm.convert.checkpoint.source import companion_files
 from flashllm.convert.hub import GGUF, HubModel, is_address, split_files
 from flashllm.convert.known import KNOWN
 from flashllm.errors import FlashError, UsageError
-from flashllm.format.manifest import MANIFEST
+from flashllm.format.manifest import MANIFEST, Manifest
 from flashllm.format.model_files import CONFIG
 
 _WEIGHT_SUFFIXES = (GGUF, ".safetensors", ".bin", ".index.json")
@@ -59,12 +59,15 @@ def find_directory(model: str | None, *, cache: Path | None = None, in_place: bo
     if source.path is not None and (source.path / MANIFEST).exists():
         return source.path
     cache = user_cache_dir() if cache is None else cache
-    targets = [kept_as(source, cache), *([kept_as(source, cache, in_place=True)] if in_place else [])]
-    return next((target for target in targets if (target / MANIFEST).exists()), None)
+    for target in (kept_as(source, cache), kept_as(source, cache, in_place=True)):
+        if (target / MANIFEST).exists() and (in_place or Manifest.load(target).in_place is None):
+            return target
+    return None
 
 
 def kept_as(source: "Named", cache: Path, *, in_place: bool = False) -> Path:
-    """The directory that keeps a checkpoint's conversion on first use; `in_place`: the one without its experts."""
+    """The directory that keeps a checkpoint's conversion on first use; `in_place`: the one without its experts, unless
+    they could not be read there."""
     return cache / "models" / f"{source.directory_name}{'-in-place' if in_place else ''}"
 
 

@@ -245,8 +245,9 @@ def test_a_shard_that_changed_or_is_gone_is_named(tmp_path):
 def test_folders_stay_on_first_use_and_others_are_copied(tmp_path):
     said, explained = [], []
 
+    options = {"cache": tmp_path / "cache", "say": said.append, "explain": explained.append}
+
     def found(source):
-        options = {"cache": tmp_path / "cache", "say": said.append, "explain": explained.append}
         return Manifest.load(resolve_model(str(source), **options)).in_place
 
     source = folder_of(tmp_path, "qwen3_moe")
@@ -255,6 +256,8 @@ def test_folders_stay_on_first_use_and_others_are_copied(tmp_path):
     other = folder_of(tmp_path / "gpt_oss", "gpt_oss")  # gate and up rows alternate, as columns
     assert found(other) is None
     assert "experts are copied, as they lie there in another form than here" in explained[-1]
+    copied = resolve_model(str(other), **options)
+    assert resolve_model(str(other), in_place=False, **options) == copied  # no second copy
     mxfp4(other)
     assert found(other) is not None
     with_dtype = []
