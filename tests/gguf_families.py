@@ -253,7 +253,9 @@ def write_windows(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_head_count_kv([heads * (1 + each) for each in slides])
         if (scale := config.get("attention_value_scale")) is not None:
             writer.add_float32("mimo2.attention.value_scale", scale)
-    if writer.arch.startswith("qwen3vl"):
+    if sections := config.get("rope_parameters", {}).get("mrope_section"):
+        writer.add_rope_dimension_sections([*sections, 0])
+    if writer.arch.startswith(("qwen2vl", "qwen3vl")):
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         pairs = head_dim // 2  # in turn: llama.cpp stills those of no section
         writer.add_rope_dimension_sections([-(-pairs // 3), -(-(pairs - 1) // 3), pairs // 3, 0])

@@ -55,6 +55,14 @@ def interleaved(rows: torch.Tensor, heads: int) -> torch.Tensor:
     return halves.swapaxes(1, 2).reshape(rows.shape)
 
 
+def halved(rows: torch.Tensor, heads: int, share: float) -> torch.Tensor:
+    """Rows of GLM-4V's query or key projection in llama.cpp's order: the pairs that are turned lie in two halves."""
+    within = rows.reshape(heads, -1, *rows.shape[1:]).clone()
+    turned = int(within.shape[1] * share)
+    within[:, :turned] = torch.cat([within[:, :turned:2], within[:, 1:turned:2]], dim=1)
+    return within.reshape(rows.shape)
+
+
 def ungrouped(rows: torch.Tensor, heads: int, groups: int) -> torch.Tensor:
     """Rows of a fused projection in llama.cpp's order: from groups of queries, key, value to all of each."""
     dim = rows.shape[0] // (heads + 2 * groups)
@@ -224,7 +232,7 @@ def file_tensors(
     groups = config.get("num_key_value_heads") or heads
     if architecture == "falcon":
         groups = config["num_kv_heads"] if config["new_decoder_architecture"] else 1 if config["multi_query"] else heads
-    table = TABLES.get(architecture, architecture)
+    table, rope = TABLES.get(architecture, architecture), config.get("rope_parameters", {})
     key = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == table)
     names = gguf.get_tensor_name_map(key, config["num_hidden_layers"])
     tensors = {}
@@ -238,6 +246,8 @@ def file_tensors(
         values = tensor.float()
         if architecture in _INTERLEAVED and (".q_proj" in name or ".k_proj" in name):
             values = interleaved(values, heads if ".q_proj" in name else groups)
+        if architecture == "glm4" and "mrope_section" in rope and (".q_proj" in name or ".k_proj" in name):
+            values = halved(values, heads if ".q_proj" in name else groups, rope["partial_rotary_factor"])
         if architecture in ("falcon", "gptneox") and ".query_key_value" in name:
             values = ungrouped(values, heads, groups)
         if architecture in _SHIFTED and name.endswith("norm.weight"):

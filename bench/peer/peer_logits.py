@@ -66,10 +66,12 @@ _MELLUM_ROPE = {
     "sliding_attention": _ROPE,
 }
 _WINDOWS = {"num_hidden_layers": 5, "layer_types": None, "sliding_window": 50}
+_THREE = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
 _COMMAND = {**_WINDOWS, "num_hidden_layers": 6, "expert_selection_fn": "sigmoid", "mlp_layer_types": None}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name -> variant, its config, how written
     "llama": ("llama", {}, {}),
     "qwen3moe": ("qwen3_moe", {"norm_topk_prob": True}, {}),
+    "qwen2vl": ("qwen2", {}, {"architecture": "qwen2vl"}),
     "qwen3vl": ("qwen3", {}, {"architecture": "qwen3vl"}),
     "qwen3vlmoe": ("qwen3_moe", {"norm_topk_prob": True}, {"architecture": "qwen3vlmoe"}),
     "mellum": ("mellum", {"layer_types": _MELLUM, "rope_parameters": _MELLUM_ROPE, "mlp_layer_types": None}, {}),
@@ -117,6 +119,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name
         {},
     ),
     "glm4": ("glm4", {}, {}),
+    "glm4, positions in three dimensions": ("glm4", {"rope_parameters": _THREE}, {}),
     "seed_oss": ("seed_oss", {"attention_out_bias": False, "mlp_bias": False}, {}),
     "ernie4_5": ("ernie4_5", {"use_bias": False}, {}),
     "gemma3n": ("gemma3n", _GEMMA3N, {}),

@@ -30,6 +30,8 @@ _OTHERS = {
         for name in names.split()
     },
     "shieldgemma2": "a Gemma 3 that judges pictures; Gemma 3 itself runs",
+    "paligemma": "a Gemma that answers questions about pictures, whose text model does not speak by itself; Gemma runs",
+    "vibevoice": "a model for speech, whose text model does not write; Qwen2, of the same shape, runs",
     "jais": "the first Jais, with a SwiGLU of its own and distances added to its scores; Jais 2 runs",
     "xglm": "XGLM, with sinusoidal positions; OPT runs",
     "biogpt": "BioGPT; OPT, of the same shape, runs",
@@ -54,9 +56,12 @@ def describe_refused(config: Mapping[str, Any], runs: Iterable[str]) -> str:
         return f"an encoder-decoder model; this engine runs decoders alone; {_TRANSFORMERS}"
     if "text_config" in parts or any(sense in str(name) for name in parts for sense in _SENSES):
         of_text = str(parts.get("text_config", {}).get("model_type"))
-        name = next((name for name in (of_text, of_text.removesuffix("_text")) if name in set(runs)), None)
-        said = "use its text model on its own" if name is None else f"its text model ({name}) runs on its own"
-        return f"a model for pictures, video or sound besides text; {said}, where that is published as such"
+        if of_text in set(runs):
+            return f"a model for more than text; its text model ({of_text}) runs when `flashllm convert` has taken it"
+        return (
+            "a model for pictures, video or sound besides text; use its text model on its own, where that is published "
+            "as such"
+        )
     experts = any("experts" in name and value for name, value in _flat(config))
     if any(name.startswith(_STATES) and value for name, value in _flat(config)) or _STATE_LAYERS & set(_layers(config)):
         return f"a model whose layers, or some of them, keep a state in its place (state-space, linear, ...); {_FAMILY}"

@@ -107,6 +107,8 @@ def _kind(rope: dict[str, Any], config: Config) -> str:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "su" or (kind == "yarn" and "short_factor" in rope):  # names that Phi-3's first configs have
         kind = "longrope"
+    if kind == "mrope":  # positions in three dimensions, which in text are the same three times
+        kind = "default"
     if kind not in ROPE_TYPES:
         raise UnsupportedModelError(
             f"rope type {str(kind)[:80]!r} is not supported for {config.get('model_type')}; supported: "

@@ -20,6 +20,7 @@ from flashllm.format.model_files import CONFIG, GENERATION_CONFIG
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"  # beside an older tokenizer_config.json
 CHAT_TEMPLATE = "chat_template.jinja"
+_WITH_PICTURES = "chat_template.json"  # an older checkpoint's that takes pictures
 
 
 class Tokenizer:
@@ -133,14 +134,14 @@ def _special_tokens(files: Companions, config: Mapping[str, Any]) -> dict[str, s
 
 
 def _chat_templates(files: Companions, config: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> template. The file of its own goes first; a config has one, or a list of named ones."""
+    """Name -> template. A file of its own goes first; a config has one, or a list of named ones."""
     own = files.read(CHAT_TEMPLATE, MAX_TEMPLATE_NBYTES)
     if own is not None:
         try:
             return {"default": own.decode("utf-8")}
         except UnicodeDecodeError as error:
             raise FormatError(f"{files.directory / CHAT_TEMPLATE}: is not UTF-8 at byte {error.start}") from error
-    given = config.get("chat_template")
+    given = (files.read_json_object(_WITH_PICTURES) or config).get("chat_template")
     match given:
         case None:
             return {}

@@ -104,7 +104,7 @@ def test_a_model_converts_to_the_same_weights_as_its_folder(tmp_path, variant):
         assert ours[key] == pytest.approx(theirs[key]), key
 
 
-WRAPPERS = {name: name for name in ("qwen3vl", "qwen3vlmoe")}  # names of a plain model's text
+WRAPPERS = {name: name for name in ("qwen2vl", "qwen3vl", "qwen3vlmoe")}  # names of a plain model's text
 WITH_STATES = (  # whose tensors have another form, or whose value heads another order: see below
     *("qwen35", "qwen35moe", "qwen3next", "nemotron_h", "nemotron_h_moe", "granitehybrid", "falcon-h1", "kimi-linear"),
 )
@@ -199,6 +199,8 @@ WINDOWED = {
 }
 _COMMAND = {"expert_selection_fn": "sigmoid", "sliding_window": 50, "logit_scale": 0.5, "num_hidden_layers": 6}
 WINDOWED["cohere2_moe sigmoid"] = Variant("cohere2_moe", {**_COMMAND, "first_k_dense_replace": 2, "rms_norm_eps": 1e-5})
+_THREE = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+WINDOWED["glm4, positions in three dimensions"] = Variant("glm4", {"rope_parameters": _THREE})
 WINDOWED["laguna, all full"] = Variant("laguna", {"gating": "per-element", "sliding_window": 0})
 _YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 16}
 WINDOWED["laguna, two rotations"] = Variant(

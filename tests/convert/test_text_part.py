@@ -43,6 +43,15 @@ NAMES = {
     "qwen3": ("qwen3_vl", _QWEN[:2], "left out: the picture encoder (model.visual.\u2026, 2 tensors)"),
     "qwen3_moe": ("qwen3_vl_moe", _QWEN[:2], "left out: the picture encoder (model.visual.\u2026, 2 tensors)"),
     "lfm2": ("lfm2_vl", (), None),
+    "qwen2": ("qwen2_5_vl", ("visual.merger.a.bias",), "left out: the picture encoder (visual.\u2026, 1 tensors)"),
+    "glm4": ("glm4v", _QWEN[:2], "left out: the picture encoder (model.visual.\u2026, 2 tensors)"),
+    "glm4_moe": ("glm4v_moe", _QWEN[:2], "left out: the picture encoder (model.visual.\u2026, 2 tensors)"),
+    "llama": (
+        "smolvlm",
+        ("model.connector.a.weight", "model.vision_model.b.weight"),
+        "left out: other parts (model.connector.\u2026, 2 tensors)",
+    ),
+    "deepseek_v2": ("deepseek_vl_v2", ("image_newline",), "left out: other parts (image_newline\u2026, 1 tensors)"),
     "deepseek_v3": (
         "kimi_k25",
         ("mm_projector.proj.0.bias",),
@@ -54,6 +63,14 @@ NAMES = {
 }
 
 
+PREFIXES = {  # of the text's tensors, where others than "model.language_model."
+    **dict.fromkeys(("mistral3", "gemma3", "kimi_k25"), "language_model."),
+    "qwen2_5_vl": "model.",
+    "smolvlm": "model.text_model.",
+    "deepseek_vl_v2": "language.",
+}
+
+
 def wrapped(source, path, model_type, others=_QWEN):
     """The checkpoint `source` as it is published: its config and its tensors within a larger model's."""
     path.mkdir()
@@ -61,13 +78,16 @@ def wrapped(source, path, model_type, others=_QWEN):
         if file.suffix != ".safetensors":
             (path / file.name).write_bytes(file.read_bytes())
     config = json.loads((source / "config.json").read_text())
-    whole = {"model_type": model_type, "text_config": config, "vision_config": {"depth": 2}}
+    within = "language_config" if model_type == "deepseek_vl_v2" else "text_config"
+    whole = {"model_type": model_type, within: config, "vision_config": {"depth": 2}}
+    if model_type == "qwen2_5_vl":  # the text's keys beside the others
+        whole = config | whole
+        del whole["text_config"]
     tied = config.get("tie_word_embeddings", False)
     (path / "config.json").write_text(json.dumps({**whole, "tie_word_embeddings": tied}))
+    prefix = PREFIXES.get(model_type, "model.language_model.")
     tensors = {
-        f"language_model.{name}"
-        if model_type in ("mistral3", "gemma3", "kimi_k25")
-        else name.replace("model.", "model.language_model.", 1): tensor
+        prefix + name if "model." not in prefix else name.replace("model.", prefix, 1): tensor
         for name, tensor in load_file(source / "model.safetensors").items()
     }
     if model_type == "qwen3_vl_moe":
@@ -109,8 +129,10 @@ WHOLE = {  # what the picture encoder's config says
     | {"deepstack_visual_indexes": [0]},
     "lfm2_vl": _ENCODER | {"num_patches": 4},
     "kimi_k25": _ENCODER,
+    "smolvlm": _ENCODER | {"image_size": 28, "patch_size": 14},
 }
 WHOLE["qwen3_vl_moe"] = WHOLE["qwen3_vl"]
+WHOLE["qwen2_5_vl"] = WHOLE["glm4v"] = WHOLE["glm4v_moe"] = WHOLE["qwen3_vl"]
 _OLD_ROPE = {  # and how, as published configs have it
     "gemma3": {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 500.0},
     "qwen3_vl": {
@@ -119,6 +141,11 @@ _OLD_ROPE = {  # and how, as published configs have it
     },
 }
 _OLD_ROPE["qwen3_vl_moe"] = _OLD_ROPE["qwen3_vl"]
+_OLD_ROPE["qwen2_5_vl"] = {"rope_theta": 7e4, "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]}}
+_OLD_ROPE["glm4v"] = _OLD_ROPE["glm4v_moe"] = {
+    "partial_rotary_factor": 0.5,
+    "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]},
+}
 
 
 @pytest.mark.parametrize("variant", [name for name, (whole, _, _) in NAMES.items() if whole in WHOLE])
@@ -128,16 +155,20 @@ def test_text_alone_is_computed_as_by_the_whole(variant, variant_of, tmp_path):
     source, (whole, others, _) = variant_of(variant)[0], NAMES[variant]
     path = wrapped(source, tmp_path / "hf", whole, others)
     alone = AutoModelForCausalLM.from_pretrained(source)
-    usual = type(alone.config)().to_dict()
+    usual = CONFIG_MAPPING[whole]().text_config.to_dict()
     given = config_of(path)
-    text = {key: value for key, value in given["text_config"].items() if value != usual.get(key, ())}
+    text = {key: value for key, value in config_of(source).items() if value != usual.get(key, ())}
+    if whole == "smolvlm":  # of whose text the config has the type
+        text["model_type"] = "llama"
     if whole in _OLD_ROPE:
         text = {key: value for key, value in text.items() if key != "rope_parameters"} | _OLD_ROPE[whole]
     tied = given["tie_word_embeddings"] = alone.config.tie_word_embeddings
-    (path / "config.json").write_text(json.dumps(given | {"text_config": text}))
+    given = text | {"model_type": whole} if "text_config" not in given else given | {"text_config": text}
+    (path / "config.json").write_text(json.dumps(given))
     known = CONFIG_MAPPING[whole](text_config=text, vision_config=WHOLE[whole], tie_word_embeddings=tied)
     model = AutoModelForImageTextToText.from_config(known).eval()
-    model.model.language_model.load_state_dict(alone.model.state_dict())
+    part = model.model.text_model if whole == "smolvlm" else model.model.language_model
+    part.load_state_dict(alone.model.state_dict())
     model.lm_head.load_state_dict(alone.lm_head.state_dict())
     convert(path, tmp_path / "model")
     ids = [5, 250, 7, 31, 90, 5, 12, 299] * 10
@@ -210,7 +241,7 @@ def test_a_tensor_that_is_there_twice_is_refused(variant_of, tmp_path):
     path = wrapped(variant_of("qwen3_5")[0], tmp_path / "hf", "qwen3_5")
     with tensors_of(path) as tensors:
         tensors["model.norm.weight"] = tensors["model.language_model.norm.weight"].clone()
-    with pytest.raises(FormatError, match="the checkpoint has both"):
+    with pytest.raises(FormatError, match=r"the checkpoint has model\.norm\.weight twice"):
         convert(path, tmp_path / "model")
 
 

@@ -47,6 +47,25 @@ def test_a_refusal_is_the_templates_own_words(warm):
 
 
 @pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}{{ m.role }}:{% for part in m['content'] %}"
+        "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %};{% endfor %}",
+        "{% for m in messages %}{{ m.role }}:{% for part in m.content | selectattr('type', 'equalto', 'text') %}"
+        "{{ part.text }}{% endfor %};{% endfor %}",
+        "{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for part in m.content %}?{% endfor %}{% endif %};{% endfor %}",
+    ],
+)
+def test_templates_of_models_for_pictures_lose_no_text(source, warm):
+    """Some take a message's parts alone."""
+    template = ChatTemplate(source, "here", renderer=warm)
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    assert template.render(messages) == "user:hi;assistant:yes;"
+    assert messages[0]["content"] == "hi"
+
+
+@pytest.mark.parametrize(
     "broken", ["{% for m in", "{{ 1 + }}", "{% frobnicate %}", "{% generation %}never ended", "{{ a | no_filter }}"]
 )
 def test_a_template_that_is_none_is_a_format_error(warm, broken):

@@ -118,6 +118,8 @@ def test_where_a_chat_template_comes_from(directory):
     named = [{"name": "default", "template": "b"}, {"name": "rag", "template": "c"}]
     write(directory / "tokenizer_config.json", {**config, "chat_template": named})
     assert templates() == {"default": "b", "rag": "c"}
+    write(directory / "chat_template.json", {"chat_template": "d"})  # a processor's
+    assert templates() == {"default": "d"}
     (directory / "chat_template.jinja").write_text("é")
     assert templates() == {"default": "é"}
     assert AutoTokenizer.from_pretrained(directory).chat_template == "é"

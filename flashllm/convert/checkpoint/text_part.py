@@ -1,40 +1,63 @@
 """The language model within a checkpoint that holds more: picture encoders, layers that draft.
 
-A checkpoint that holds pictures too has the model's config under `text_config`, and its tensors under a prefix. What is
-left out is said.
+A checkpoint that holds pictures or sound too has the text model's config within its own, and its tensors under a
+prefix. What is left out is said.
 """
 
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from flashllm.arch.registry import ARCHITECTURES
 from flashllm.arch.spec import MAX_LAYERS
 from flashllm.convert.checkpoint.source import Checkpoint
 from flashllm.errors import FormatError
 from flashllm.format.model_files import CONFIG
 
-_TEXT_OF = {  # by the model_type of the whole
-    "qwen3_5": "qwen3_5_text",
-    "qwen3_5_moe": "qwen3_5_moe_text",
-    "gemma3": "gemma3_text",
-    "gemma3n": "gemma3n_text",
-    "gemma4": "gemma4_text",
+_WITHIN = ("text_config", "llm_config", "language_config")  # where the whole's config has the text's
+_BESIDE = ("qwen2_vl", "qwen2_5_vl")  # wholes whose config has the text's keys beside its own
+_NO_TEXT = ("paligemma", "shieldgemma2", "vibevoice")  # wholes whose text model does not speak by itself
+_OWN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe")  # with text classes of their own
+_TEXT_OF = {  # by the model_type of the whole, where the text's config says none
+    **{name: f"{name}_text" for name in (*_OWN, "qwen3_5", "qwen3_5_moe", "gemma3", "gemma3n", "gemma4")},
+    "glm46v": "glm4v_text",
     "kimi_k25": "deepseek_v3",
-    "qwen3_vl": "qwen3",  # whose positions in three dimensions are plain ones in text
-    "qwen3_vl_moe": "qwen3_moe",
+    "mistral3": "mistral",
+    "lfm2_vl": "lfm2",
 }
-_SAYS_TEXT = {"mistral3": "mistral", "lfm2_vl": "lfm2"}  # the text's config says it; what it is where that does not
+_SAME = {  # the same under another name; positions in three dimensions are plain ones in text
+    "kimi_k2": "deepseek_v3",
+    "bailing_moe_v2": "bailing_moe",
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+    "glm4v_text": "glm4",
+    "glm4v_moe_text": "glm4_moe",
+}
+_QWEN2_VL = (
+    {"vocab_size": 152_064, "hidden_size": 8192, "intermediate_size": 29_568, "num_hidden_layers": 80}
+    | {"num_attention_heads": 64, "num_key_value_heads": 8, "max_window_layers": 80}
+    | {"rope_theta": 1e6, "rms_norm_eps": 1e-5}
+)
 _QWEN3_VL = {"rope_theta": 500_000.0, "max_position_embeddings": 128_000}
-_DEFAULTS: dict[str, dict[str, Any]] = {  # other than the plain type's
-    "qwen3_vl": _QWEN3_VL,
-    "qwen3_vl_moe": _QWEN3_VL
+_DEFAULTS: dict[str, dict[str, Any]] = {  # other than the plain type's, by the text's name or the whole's
+    "qwen2_vl_text": _QWEN2_VL,
+    "qwen2_5_vl_text": _QWEN2_VL,
+    "qwen3_vl_text": _QWEN3_VL,
+    "qwen3_vl_moe_text": _QWEN3_VL
     | {"num_attention_heads": 16, "num_key_value_heads": 16, "num_experts_per_tok": 4, "norm_topk_prob": True}
     | {"intermediate_size": 5632, "moe_intermediate_size": 1408},
+    "glm4v_text": {"rms_norm_eps": 1e-5, "max_position_embeddings": 32_768},
+    "glm4v_moe_text": {"attention_bias": True, "vocab_size": 151_424, "max_position_embeddings": 65_536},
+    **{name: {"rms_norm_eps": 1e-5} for name in ("idefics3", "smolvlm")},
 }
-_SAME = {"kimi_k2": "deepseek_v3", "bailing_moe_v2": "bailing_moe"}  # which is the same, under the vendor's name
-_PREFIXES = {"model.language_model.": "model.", "language_model.": ""}  # -> what the text's own checkpoint has
+_PREFIXES = {  # -> what the text's own checkpoint has
+    **dict.fromkeys(("model.language_model.", "model.text_model."), "model."),
+    **dict.fromkeys(("language_model.", "language."), ""),
+}
 _OTHERS = {
-    "model.visual.": "the picture encoder",
+    **dict.fromkeys(("model.visual.", "visual."), "the picture encoder"),
     **dict.fromkeys(("mtp", "model.mtp"), "layers that draft tokens"),
     **dict.fromkeys(("model.vision_tower.", "vision_tower."), "the picture encoder"),
     **dict.fromkeys(
@@ -55,45 +78,66 @@ _SHARING = ("gemma3n_text", "gemma4_text")  # and those whose last layers attend
 # And those whose such layers are numbered on behind their own.
 _BEHIND = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "bailing_moe", "hy_v3")
 _MOST_BEHIND = 16
+_HEAD = "lm_head."
 _OF_WHOLE = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
 
 
 def text_part(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint of the language model alone, under its own model_type and names; `assumed` says what is left out.
 
-    As it is where it holds nothing else. FormatError for a config without the text's.
+    As it is where it holds nothing else, or no text model that runs. FormatError for a config without the text's, and
+    for a tensor that is there twice.
     """
-    config = dict(checkpoint.config)
-    whole = str(config.get("model_type"))
-    if whole in (*_TEXT_OF, *_SAYS_TEXT):
-        text = config.get("text_config")
-        if not isinstance(text, dict):
-            raise FormatError(f"{checkpoint.path / CONFIG}: has no text_config, which {whole} models have")
-        of_whole = {key: config[key] for key in _OF_WHOLE if config.get(key) is not None}
-        model_type = _TEXT_OF.get(whole) or text.get("model_type", _SAYS_TEXT.get(whole))
-        config = {**_DEFAULTS.get(whole, {}), **text, **of_whole, "model_type": model_type}
-    elif whole in _SAME:
-        whole = config["model_type"] = _SAME[whole]
-    is_other = config.get("model_type") != checkpoint.config.get("model_type")
-    if not is_other and whole not in (*_DRAFTING, *_BEHIND, *_SHARING):
+    config = _text_config(checkpoint)
+    model_type = config["model_type"]
+    is_other = model_type != checkpoint.config.get("model_type")
+    if not is_other and model_type not in (*_DRAFTING, *_BEHIND, *_SHARING):
         return checkpoint
-    others = _OTHERS | (_behind(config) if config["model_type"] in _BEHIND else {})
-    others |= _shared(config) if config["model_type"] in _SHARING else {}
+    others = _OTHERS | (_behind(config) if model_type in _BEHIND else {})
+    others |= _shared(config) if model_type in _SHARING else {}
+    is_prefixed = any(name.startswith(tuple(_PREFIXES)) for name in checkpoint.tensors)
     tensors, files, left_out, first = {}, {}, Counter[str](), dict[str, str]()
+    seen: set[str] = set()
     for name, info in checkpoint.tensors.items():
         prefix = next((each for each in _PREFIXES if name.startswith(each)), "")
         mine = _PREFIXES.get(prefix, "") + name.removeprefix(prefix)
-        other = next((prefix for prefix in others if mine.startswith(prefix)), None)
-        if other is not None:
-            left_out[others[other]] += 1
-            first.setdefault(others[other], other)
+        if mine in seen:
+            raise FormatError(f"{checkpoint.where(name)}: the checkpoint has {mine} twice, with a prefix and without")
+        seen.add(mine)
+        other = next((each for each in others if mine.startswith(each)), None)
+        if other is None and is_prefixed and not prefix and not name.startswith(_HEAD):
+            other = name[: name.find(".", len("model.")) + 1] or name
+        if other is None:
+            tensors[mine], files[mine] = info, checkpoint._files[name]
             continue
-        if mine in tensors:
-            raise FormatError(f"{checkpoint.where(name)}: the checkpoint has both {name} and {mine}")
-        tensors[mine], files[mine] = info, checkpoint._files[name]
+        what = others.get(other, "other parts")
+        left_out[what] += 1
+        first.setdefault(what, other)
     said = [f"{what} ({first[what]}\u2026, {count} tensors)" for what, count in left_out.items()]
     assumed = f"left out: {' and '.join(said)}" if said else checkpoint.assumed
     return checkpoint.changed(tensors, files, config if is_other else None, assumed=assumed)
+
+
+def _text_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The config of the text alone: the checkpoint's own where there is no larger model, or none whose text runs."""
+    config = dict(checkpoint.config)
+    whole = str(config.get("model_type"))
+    said = {**config, "model_type": _SAME.get(whole, config.get("model_type"))}
+    if whole in (*ARCHITECTURES, *_NO_TEXT):
+        return said
+    text = next((config[key] for key in _WITHIN if isinstance(config.get(key), dict)), None)
+    if text is None and whole in _BESIDE:
+        text = {key: value for key, value in config.items() if key not in ("model_type", "vision_config")}
+    if text is None:
+        if whole in _TEXT_OF:
+            raise FormatError(f"{checkpoint.path / CONFIG}: has no text_config, which {whole} models have")
+        return said
+    name = str(text.get("model_type", _TEXT_OF.get(whole)))
+    if _SAME.get(name, name) not in ARCHITECTURES:
+        return said
+    of_whole = {key: config[key] for key in _OF_WHOLE if config.get(key) is not None}
+    defaults = _DEFAULTS.get(whole, {}) | _DEFAULTS.get(name, {})
+    return {**defaults, **text, **of_whole, "model_type": _SAME.get(name, name)}
 
 
 def _shared(config: Mapping[str, Any]) -> dict[str, str]:

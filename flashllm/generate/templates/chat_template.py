@@ -17,6 +17,8 @@ from flashllm.generate.templates.renderer import Exceeded, Renderer
 from flashllm.generate.tokenizer import Tokenizer
 
 MAX_TEMPLATE_CHARS = 1_000_000
+_OF_PARTS = re.compile(r"for\s+\w+\s+in\s+\w+(\.content\b|\[['\"]content['\"]\])")
+_OF_EITHER = re.compile(r"content(['\"]\])?\s+is\s+(not\s+)?(string|iterable|sequence|mapping)\b")
 
 
 class ChatTemplate(Closing):
@@ -53,6 +55,8 @@ class ChatTemplate(Closing):
         if (chars := max(len(source), len(self.for_tools))) > MAX_TEMPLATE_CHARS:
             raise FormatError(f"{where}: the chat template has {chars} characters; {MAX_TEMPLATE_CHARS} at most")
         self._source, self._where, self._tokens = source, where, dict(tokens or {})
+        # One that goes through a message's parts (text, pictures) without a look at their type takes no plain text.
+        self._takes_parts = _OF_PARTS.search(source) is not None and _OF_EITHER.search(source) is None
         self._renderer = Renderer() if renderer is None else renderer
         self._renderer.start(self._request(None))
 
@@ -78,6 +82,10 @@ class ChatTemplate(Closing):
         does not answer.
         """
         given = [dict(message) for message in messages]
+        if self._takes_parts:
+            for message in given:
+                if isinstance(message.get("content"), str):
+                    message["content"] = [{"type": "text", "text": message["content"]}]
         if tools and re.search(r"""\[['"]tools['"]\]""", self.for_tools):  # it reads them from the first message
             if given[0]["role"] != "system":
                 given.insert(0, {"role": "system", "content": ""})

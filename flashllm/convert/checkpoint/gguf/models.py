@@ -27,6 +27,7 @@ from flashllm.convert.checkpoint.gguf.row import (
     Order,
     grouped_rows,
     growing,
+    halved_rows,
     has_tensor,
     having,
     inner_size,
@@ -118,6 +119,12 @@ def _gemma4(config: dict[str, Any], content: GgufContent) -> None:
     config["enable_moe_block"] = "num_experts" in config
     _rows_of_ids(config, content)
     _by_type(config, content)
+
+
+def _glm4(config: dict[str, Any], content: GgufContent) -> None:
+    """A GLM-4V's text has positions in three dimensions, which are the same in text (`halved_rows`)."""
+    if (key := own_key(content, "rope.dimension_sections")) in content.metadata:
+        config["rope_parameters"]["mrope_section"] = content.metadata.integers(key, 4)[:3]
 
 
 def _phi3(config: dict[str, Any], content: GgufContent) -> None:
@@ -231,6 +238,7 @@ MODELS: dict[str, GgufModel] = {
     "llama": GgufModel(model_type="llama", orders=INTERLEAVED, has=_BIASES, relu=True),
     "qwen2": GgufModel(model_type="qwen2", constants={**SILU, "use_sliding_window": False}),
     "qwen3": GgufModel(model_type="qwen3", constants={**SILU, "use_sliding_window": False}),
+    "qwen2vl": GgufModel(model_type="qwen2", constants={**SILU, "use_sliding_window": False}, table="qwen2"),
     "qwen3vl": GgufModel(model_type="qwen3", constants={**SILU, "use_sliding_window": False}, table="qwen3"),
     "gemma": GgufModel(model_type="gemma", constants=_GELU, shifted=True, dtype="bfloat16"),
     "gemma2": GgufModel(
@@ -331,7 +339,13 @@ MODELS: dict[str, GgufModel] = {
         model_type="cohere2", keys=(*GROUPED, "layer_norm_eps", "logit_scale", "sliding_window"), finish=windows
     ),
     "exaone4": GgufModel(model_type="exaone4", optional=("sliding_window",), finish=windows),
-    "glm4": GgufModel(model_type="glm4", has={"attention_bias": "attn_q.bias"}, of_share=True),
+    "glm4": GgufModel(
+        model_type="glm4",
+        has={"attention_bias": "attn_q.bias"},
+        of_share=True,
+        orders={".attn_q.": halved_rows, ".attn_k.": halved_rows},
+        finish=_glm4,
+    ),
     "seed_oss": GgufModel(model_type="seed_oss", has=_BIASES | {"attention_out_bias": "attn_output.bias"}),
     "ernie4_5": GgufModel(model_type="ernie4_5", has={"use_bias": "attn_q.bias"}),
     "hunyuan-dense": GgufModel(model_type="hunyuan_v1_dense", has={"attention_bias": "attn_q.bias"}),

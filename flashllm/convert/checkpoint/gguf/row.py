@@ -127,6 +127,20 @@ def paired_rows(rows: int, config: Mapping[str, Any]) -> NDArray[np.int64]:
     return result
 
 
+def halved_rows(rows: int, config: Mapping[str, Any]) -> NDArray[np.int64]:
+    """The stored row of each row, where a file of positions in three dimensions has a head's turned pairs in halves.
+
+    Pair j of a head in rows j and j + turned / 2, where transformers has them in 2 j and 2 j + 1. Other files have its.
+    """
+    within, rope = np.arange(config["head_dim"]), config["rope_parameters"]
+    if "mrope_section" in rope:
+        turned = int(len(within) * rope.get("partial_rotary_factor", 1.0))
+        within[:turned] = within[:turned].reshape(2, -1).T.reshape(-1)  # 0, turned / 2, 1, turned / 2 + 1, ...
+    heads = np.arange(0, rows, config["head_dim"])
+    result: NDArray[np.int64] = (heads[:, None] + within).reshape(-1)
+    return result
+
+
 def grouped_rows(rows: int, config: Mapping[str, Any]) -> NDArray[np.int64]:
     """The stored row of each row of a fused projection: a file has all queries, then all keys, then all values.
 
