@@ -231,6 +231,8 @@ class PromptEncoder:
         tools = request.tools
         if self.answers is GENERIC and not template.takes("tools"):
             messages, tools = _in_text(messages, tools), ()
+        if template.takes("tools") and not template.takes("tool_calls"):
+            messages = [self._with_calls(message) for message in messages]
         if tools and not template.takes("tools"):
             raise BadRequest(f"tools: {_NO_TOOLS}", param="tools")
         if tools and (self.answers is None or not self.answers.calls):
@@ -253,6 +255,22 @@ class PromptEncoder:
             if texts == list(messages):
                 raise
             return template.render(texts, tools=tools, values=values)
+
+    def _with_calls(self, message: Message) -> Message:
+        """The message with its calls in its text, as the model writes them: its template writes none."""
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        if not calls:
+            return message
+        way = self.answers.held[0] if self.answers is not None and self.answers.held else None
+        if way is None or way.parameter:
+            raise BadRequest("messages: this model's chat template leaves calls out", param="messages")
+        written = [
+            way.call.replace("ARGUMENTS", dump(call["arguments"])).replace("NAME", call["name"], 1) for call in calls
+        ]
+        return {
+            **message,
+            "content": f"{message['content']}{way.before}{(way.between or '').join(written)}{way.behind}",
+        }
 
     def _ids(self, request: Request) -> Generator[None, None, list[int]]:
         prompt = request.prompt

@@ -374,6 +374,25 @@ def test_a_template_without_tools_is_told_of_them_in_text(with_template, say, se
     assert seen[1] == "user:Rain?;assistant:"
 
 
+@pytest.mark.parametrize(
+    ("mark", "written"),
+    [
+        ("<|tool|>", '<|tool_call|>[{"name": "now", "arguments": {"zone": "CET"}}]<|/tool_call|>'),  # Phi-4-mini
+        ("<|tool_call|>", '<|tool_call|>[{"name": "now", "arguments": {"zone": "CET"}}]'),  # Granite
+        ("<|nothing that is known|>", None),
+    ],
+)
+def test_a_template_that_writes_no_calls_has_them_in_the_answers_text(with_template, mark, written):
+    template = "{% if tools %}{% endif %}{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    with with_template(mark + template) as http:
+        answer = http.post("/apply-template", json={"messages": [*CALLED, *RESULT[1:]]})
+    if written is None:
+        assert answer.status_code == 400
+        assert "messages: this model's chat template leaves calls out" in answer.text
+    else:
+        assert answer.json()["prompt"].endswith(f"user:Rain?;assistant:{written};tool: rain\n;")
+
+
 RESULT = [*ASK, {"role": "tool", "tool_call_id": "1", "content": " rain\n"}]
 
 

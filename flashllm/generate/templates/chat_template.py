@@ -65,8 +65,9 @@ class ChatTemplate(Closing):
         self._ask(None)
 
     def takes(self, name: str) -> bool:
-        """True where the template reads the variable `name`: "tools", or one of the `values` of `render`."""
-        return re.search(rf"\b{name}\b", self.for_tools if name == "tools" else self._source) is not None
+        """True where the template reads "tools", a message's "tool_calls", or one of the `values` of `render`."""
+        source = self.for_tools if name in ("tools", "tool_calls") else self._source
+        return re.search(rf"\b{name}\b", source) is not None
 
     def render(
         self,
