@@ -67,7 +67,7 @@ _OTHERS = {
         ),
         "what brings pictures to the model's width",
     ),
-    "model.audio_tower.": "the sound encoder",
+    **dict.fromkeys(("model.audio_tower.", "audio_tower."), "the sound encoder"),
     "model.embed_audio.": "what brings sound to the model's width",
 }
 _DRAFTING = (  # models published with layers that draft
