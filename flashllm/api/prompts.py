@@ -19,7 +19,7 @@ from flashllm.generate.templates.chat_template import ChatTemplate
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.replies.formats import GENERIC, Format
 from flashllm.replies.parser import Parser
-from flashllm.replies.required import grammar_of
+from flashllm.replies.required import grammar_of, held_by
 from flashllm.replies.written import dump
 
 _END_TOKENS = 16  # of a prompt, that may open reasoning
@@ -258,19 +258,15 @@ class PromptEncoder:
 
     def _with_calls(self, message: Message) -> Message:
         """The message with its calls in its text, as the model writes them: its template writes none."""
-        calls = [call["function"] for call in message.get("tool_calls", ())]
-        if not calls:
+        if not message.get("tool_calls"):
             return message
-        way = self.answers.held[0] if self.answers is not None and self.answers.held else None
-        if way is None or way.parameter:
-            raise BadRequest("messages: this model's chat template leaves calls out", param="messages")
-        written = [
-            way.call.replace("ARGUMENTS", dump(call["arguments"])).replace("NAME", call["name"], 1) for call in calls
-        ]
-        return {
-            **message,
-            "content": f"{message['content']}{way.before}{(way.between or '').join(written)}{way.behind}",
-        }
+        way = held_by(self.answers, {} if self.grammars is None else self.grammars.marks())
+        try:
+            if way is None:
+                raise ValueError
+            return {**message, "content": message["content"] + way.text_of(_calls(message))}
+        except ValueError:
+            raise BadRequest("messages: this model's chat template leaves such calls out", param="messages") from None
 
     def _ids(self, request: Request) -> Generator[None, None, list[int]]:
         prompt = request.prompt
@@ -314,6 +310,12 @@ class PromptEncoder:
         return ids
 
 
+def _calls(message: Message) -> list[tuple[str, str]]:
+    """The name and the arguments, in JSON, of each call of a message."""
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    return [(call["name"], dump(call["arguments"])) for call in calls]
+
+
 def _with_texts(message: Message) -> Message:
     calls = [call["function"] for call in message.get("tool_calls", ())]
     texts = [each if isinstance(each := call["arguments"], str) else dump(each) for call in calls]
@@ -337,9 +339,8 @@ def _in_text(messages: Sequence[Message], tools: Sequence[Message]) -> list[Mess
     told: list[Message] = []
     for message in messages:
         text, role = message["content"], message["role"]
-        for call in message.get("tool_calls", ()):
-            function = {name: call["function"][name] for name in ("name", "arguments")}
-            text += f"\n<tool_call>\n{dump(function)}\n</tool_call>"
+        if calls := _calls(message):
+            text += "\n" + GENERIC.held[0].text_of(calls)
         if role == "tool":
             text = f"<tool_response>\n{text}\n</tool_response>"
             role = "user"

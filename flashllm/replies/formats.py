@@ -10,6 +10,8 @@ A form is data. A mark in the text opens reasoning, or a call, which is written 
 - "message": a head with the name, then text up to a mark. A head without a name opens reasoning, or the answer's text.
 """
 
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -47,6 +49,20 @@ class Held:
     parameter: str = ""
     joined: str = ""
     needs: tuple[str, ...] = ()  # special tokens without which calls are written in another way
+
+    def text_of(self, calls: Sequence[tuple[str, str]]) -> str:
+        """Calls, each a name and its arguments in JSON, as they are written. ValueError for more than one where there
+        is one, and for arguments that are written one by one."""
+        if self.parameter or (self.between is None and len(calls) > 1):
+            raise ValueError("such calls have no text of their own")
+        written = (
+            self._filled({"NAME": name, "ARGUMENTS": arguments, "NUMBER": str(number)})
+            for number, (name, arguments) in enumerate(calls)
+        )
+        return f"{self.before}{(self.between or '').join(written)}{self.behind}"
+
+    def _filled(self, places: Mapping[str, str]) -> str:
+        return re.sub("|".join(places), lambda place: places[place[0]], self.call)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

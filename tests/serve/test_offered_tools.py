@@ -380,6 +380,7 @@ def test_a_template_without_tools_is_told_of_them_in_text(with_template, say, se
         ("<|tool|>", '<|tool_call|>[{"name": "now", "arguments": {"zone": "CET"}}]<|/tool_call|>'),  # Phi-4-mini
         ("<|tool_call|>", '<|tool_call|>[{"name": "now", "arguments": {"zone": "CET"}}]'),  # Granite
         ("<|nothing that is known|>", None),
+        ("<function=<parameter=", None),  # each argument by itself
     ],
 )
 def test_a_template_that_writes_no_calls_has_them_in_the_answers_text(with_template, mark, written):
@@ -388,7 +389,7 @@ def test_a_template_that_writes_no_calls_has_them_in_the_answers_text(with_templ
         answer = http.post("/apply-template", json={"messages": [*CALLED, *RESULT[1:]]})
     if written is None:
         assert answer.status_code == 400
-        assert "messages: this model's chat template leaves calls out" in answer.text
+        assert "messages: this model's chat template leaves such calls out" in answer.text
     else:
         assert answer.json()["prompt"].endswith(f"user:Rain?;assistant:{written};tool: rain\n;")
 
