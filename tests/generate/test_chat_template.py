@@ -62,6 +62,9 @@ def test_templates_of_models_for_pictures_lose_no_text(source, warm):
     template = ChatTemplate(source, "here", renderer=warm)
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     assert template.render(messages) == "user:hi;assistant:yes;"
+    for_tools = ChatTemplate("{{ messages[0].content }}", "here", for_tools=source, renderer=warm)
+    assert for_tools.render(messages) == "hi"
+    assert for_tools.render(messages, tools=[{"function": {"name": "now"}}]) == "user:hi;assistant:yes;"
     assert messages[0]["content"] == "hi"
 
 

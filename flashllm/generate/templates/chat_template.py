@@ -17,6 +17,7 @@ from flashllm.generate.templates.renderer import Exceeded, Renderer
 from flashllm.generate.tokenizer import Tokenizer
 
 MAX_TEMPLATE_CHARS = 1_000_000
+# A template that goes through a message's parts (text, pictures) without a look at their type takes no plain text.
 _OF_PARTS = re.compile(r"for\s+\w+\s+in\s+\w+(\.content\b|\[['\"]content['\"]\])")
 _OF_EITHER = re.compile(r"content(['\"]\])?\s+is\s+(not\s+)?(string|iterable|sequence|mapping)\b")
 
@@ -55,8 +56,6 @@ class ChatTemplate(Closing):
         if (chars := max(len(source), len(self.for_tools))) > MAX_TEMPLATE_CHARS:
             raise FormatError(f"{where}: the chat template has {chars} characters; {MAX_TEMPLATE_CHARS} at most")
         self._source, self._where, self._tokens = source, where, dict(tokens or {})
-        # One that goes through a message's parts (text, pictures) without a look at their type takes no plain text.
-        self._takes_parts = _OF_PARTS.search(source) is not None and _OF_EITHER.search(source) is None
         self._renderer = Renderer() if renderer is None else renderer
         self._renderer.start(self._request(None))
 
@@ -83,10 +82,6 @@ class ChatTemplate(Closing):
         does not answer.
         """
         given = [dict(message) for message in messages]
-        if self._takes_parts:
-            for message in given:
-                if isinstance(message.get("content"), str):
-                    message["content"] = [{"type": "text", "text": message["content"]}]
         if tools and re.search(r"""\[['"]tools['"]\]""", self.for_tools):  # it reads them from the first message
             if given[0]["role"] != "system":
                 given.insert(0, {"role": "system", "content": ""})
@@ -112,10 +107,17 @@ class ChatTemplate(Closing):
     ) -> dict[str, Any]:
         values = {**self._tokens, "documents": None, **(values or {})}
         source = self.for_tools if values.get("tools") else self._source
+        if messages is not None and _OF_PARTS.search(source) and not _OF_EITHER.search(source):
+            messages = [_with_parts(message) for message in messages]
         return {"source": source, "values": values, "messages": messages}
 
     def close(self) -> None:
         self._renderer.close()
+
+
+def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    text = message.get("content")
+    return {**message, "content": [{"type": "text", "text": text}]} if isinstance(text, str) else message
 
 
 @contextmanager
