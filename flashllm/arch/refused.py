@@ -18,7 +18,8 @@ SAME = {"llama": "iquestcoder internlm3", "gpt2": "gpt-sw3"}
 # A model_type that runs: those that its models had before transformers knew them.
 _NEWER = {"falcon": "RefinedWeb RefinedWebModel", "phi": "phi-msft mixformer-sequential", "stablelm": "stablelm_epoch"}
 
-_OTHERS = {
+# By model_type: what it is, and what would help.
+DESCRIBED = {
     **{
         name: f"{runs} under another name: set model_type to {runs} in its config.json"
         for runs, names in SAME.items()
@@ -48,7 +49,7 @@ _OTHERS = {
 
 def describe_refused(config: Mapping[str, Any], runs: Iterable[str]) -> str:
     """The sentence, for a config whose model_type is none of those that run."""
-    known = _OTHERS.get(str(config.get("model_type")))
+    known = DESCRIBED.get(str(config.get("model_type")))
     if known is not None:
         return known
     parts = {name: value for name, value in config.items() if isinstance(value, Mapping)}

@@ -44,6 +44,7 @@ NAMES = {
     "qwen3_moe": ("qwen3_vl_moe", _QWEN[:2], "left out: the picture encoder (model.visual.\u2026, 2 tensors)"),
     "lfm2": ("lfm2_vl", (), None),
     "qwen2": ("qwen2_5_vl", ("visual.merger.a.bias",), "left out: the picture encoder (visual.\u2026, 1 tensors)"),
+    "qwen2 window": ("qwen2_vl", ("visual.merger.a.bias",), "left out: the picture encoder (visual.\u2026, 1 tensors)"),
     "glm4": ("glm4v", _QWEN[:2], "left out: the picture encoder (model.visual.\u2026, 2 tensors)"),
     "glm4_moe": ("glm4v_moe", _QWEN[:2], "left out: the picture encoder (model.visual.\u2026, 2 tensors)"),
     "llama": (
@@ -65,7 +66,7 @@ NAMES = {
 
 PREFIXES = {  # of the text's tensors, where others than "model.language_model."
     **dict.fromkeys(("mistral3", "gemma3", "kimi_k25"), "language_model."),
-    "qwen2_5_vl": "model.",
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), "model."),
     "smolvlm": "model.text_model.",
     "deepseek_vl_v2": "language.",
 }
@@ -80,7 +81,7 @@ def wrapped(source, path, model_type, others=_QWEN):
     config = json.loads((source / "config.json").read_text())
     within = "language_config" if model_type == "deepseek_vl_v2" else "text_config"
     whole = {"model_type": model_type, within: config, "vision_config": {"depth": 2}}
-    if model_type == "qwen2_5_vl":  # the text's keys beside the others
+    if model_type in ("qwen2_vl", "qwen2_5_vl"):  # the text's keys beside the others
         whole = config | whole
         del whole["text_config"]
     tied = config.get("tie_word_embeddings", False)
@@ -132,6 +133,7 @@ WHOLE = {  # what the picture encoder's config says
     "smolvlm": _ENCODER | {"image_size": 28, "patch_size": 14},
 }
 WHOLE["qwen3_vl_moe"] = WHOLE["qwen3_vl"]
+WHOLE["qwen2_vl"] = {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 64}
 WHOLE["qwen2_5_vl"] = WHOLE["glm4v"] = WHOLE["glm4v_moe"] = WHOLE["qwen3_vl"]
 _OLD_ROPE = {  # and how, as published configs have it
     "gemma3": {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 500.0},
@@ -141,7 +143,10 @@ _OLD_ROPE = {  # and how, as published configs have it
     },
 }
 _OLD_ROPE["qwen3_vl_moe"] = _OLD_ROPE["qwen3_vl"]
-_OLD_ROPE["qwen2_5_vl"] = {"rope_theta": 7e4, "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]}}
+_OLD_ROPE["qwen2_vl"] = _OLD_ROPE["qwen2_5_vl"] = {
+    "rope_theta": 7e4,
+    "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]},
+}
 _OLD_ROPE["glm4v"] = _OLD_ROPE["glm4v_moe"] = {
     "partial_rotary_factor": 0.5,
     "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]},

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from flashllm.arch.refused import DESCRIBED
 from flashllm.arch.registry import ARCHITECTURES
 from flashllm.arch.spec import MAX_LAYERS
 from flashllm.convert.checkpoint.source import Checkpoint
@@ -16,10 +17,9 @@ from flashllm.format.model_files import CONFIG
 
 _WITHIN = ("text_config", "llm_config", "language_config")  # where the whole's config has the text's
 _BESIDE = ("qwen2_vl", "qwen2_5_vl")  # wholes whose config has the text's keys beside its own
-_NO_TEXT = ("paligemma", "shieldgemma2", "vibevoice")  # wholes whose text model does not speak by itself
-_OWN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe")  # with text classes of their own
 _TEXT_OF = {  # by the model_type of the whole, where the text's config says none
-    **{name: f"{name}_text" for name in (*_OWN, "qwen3_5", "qwen3_5_moe", "gemma3", "gemma3n", "gemma4")},
+    **{name: f"{name}_text" for name in (*_BESIDE, "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe")},
+    **{name: f"{name}_text" for name in ("qwen3_5", "qwen3_5_moe", "gemma3", "gemma3n", "gemma4")},
     "glm46v": "glm4v_text",
     "kimi_k25": "deepseek_v3",
     "mistral3": "mistral",
@@ -123,7 +123,7 @@ def _text_config(checkpoint: Checkpoint) -> dict[str, Any]:
     config = dict(checkpoint.config)
     whole = str(config.get("model_type"))
     said = {**config, "model_type": _SAME.get(whole, config.get("model_type"))}
-    if whole in (*ARCHITECTURES, *_NO_TEXT):
+    if whole in (*ARCHITECTURES, *DESCRIBED):  # of the latter the text does not speak by itself
         return said
     text = next((config[key] for key in _WITHIN if isinstance(config.get(key), dict)), None)
     if text is None and whole in _BESIDE:
