@@ -17,9 +17,9 @@ from flashllm.generate.templates.renderer import Renderer
 from flashllm.generate.tokenizer import Tokenizer
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def _one_renderer():
-    """One process renders the templates of all servers; it ends with the session."""
+    """One process renders the templates of all servers of a module, and ends with it."""
     renderer = Renderer()
     close, renderer.close = renderer.close, lambda: None
     with pytest.MonkeyPatch.context() as patch:
