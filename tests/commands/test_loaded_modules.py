@@ -16,6 +16,7 @@ NOT_NEEDED = {
 OPTIONS = ["--threads", "1", "--max-new-tokens", "3"]
 CODE = """
 import json, sys
+of_python = {*sys.stdlib_module_names, *sys.modules}  # Debian's has a sitecustomize too
 from flashllm.cli import main
 found = []
 for argv in json.loads(sys.argv[1]):
@@ -23,7 +24,7 @@ for argv in json.loads(sys.argv[1]):
     names = [name for name, module in sys.modules.items() if getattr(module, "__spec__", None)]  # no made-up ones
     found.append([status, names])
 print()
-print(json.dumps([found, sorted(sys.stdlib_module_names)]))
+print(json.dumps([found, sorted(of_python)]))
 """
 
 
