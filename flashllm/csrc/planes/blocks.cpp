@@ -17,10 +17,19 @@ std::uint16_t half_at(const std::uint8_t* p) {
   return static_cast<std::uint16_t>(p[0] | static_cast<unsigned>(p[1]) << 8);
 }
 
-// `n` bytes: their lower halves, then their upper ones.
+// `n` bytes: their lower halves, then their upper ones. In vectors, which not every loop becomes by itself.
 template <std::size_t n>
 void nibbles(const std::uint8_t* packed, std::uint8_t* codes) {
-  for (std::size_t i = 0; i < n; ++i) {
+  using Bytes = std::uint8_t __attribute__((vector_size(16)));
+  std::size_t i = 0;
+  for (; i + sizeof(Bytes) <= n; i += sizeof(Bytes)) {
+    Bytes bytes;
+    std::memcpy(&bytes, packed + i, sizeof bytes);
+    const Bytes lower = bytes & 15, upper = bytes >> 4;
+    std::memcpy(codes + i, &lower, sizeof lower);
+    std::memcpy(codes + i + n, &upper, sizeof upper);
+  }
+  for (; i < n; ++i) {
     codes[i] = packed[i] & 15;
     codes[i + n] = packed[i] >> 4;
   }
@@ -34,12 +43,18 @@ void fifth_bits(const std::uint8_t* packed, std::uint8_t* codes) {
   }
 }
 
-// The upper bits of 32 codes: those from `shift` on, of `mask`, of a byte each.
-template <unsigned shift, unsigned mask>
+// The upper bits of 32 codes, from `place` on: those from `shift` on, of `mask`, of a byte each.
+template <unsigned shift, unsigned mask, unsigned place = 4>
 void add_upper(const std::uint8_t* packed, std::uint8_t* codes) {
   for (std::size_t i = 0; i < 32; ++i)
-    codes[i] = static_cast<std::uint8_t>(codes[i] | (packed[i] >> shift & mask) << 4);
+    codes[i] = static_cast<std::uint8_t>(codes[i] | (packed[i] >> shift & mask) << place);
 }
+// Each of eight groups of 32 has a bit of those bytes.
+template <unsigned place, unsigned... groups>
+void add_bits(const std::uint8_t* packed, std::uint8_t* codes, std::integer_sequence<unsigned, groups...>) {
+  (add_upper<groups, 1, place>(packed, codes + 32 * groups), ...);
+}
+constexpr auto kGroups = std::make_integer_sequence<unsigned, 8>();
 
 std::uint32_t four(const std::uint8_t* bytes) {
   std::uint32_t word;
@@ -93,15 +108,10 @@ void q4_k(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
   for (std::size_t i = 0; i < 4; ++i) nibbles<32>(block + 16 + 32 * i, codes + 64 * i);
 }
 
-template <unsigned... groups>
-void add_fifth(const std::uint8_t* packed, std::uint8_t* codes, std::integer_sequence<unsigned, groups...>) {
-  (add_upper<groups, 1>(packed, codes + 32 * groups), ...);
-}
-
 void q5_k(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
   shared_scales(block, scales);
   for (std::size_t i = 0; i < 4; ++i) nibbles<32>(block + 48 + 32 * i, codes + 64 * i);
-  add_fifth(block + 16, codes, std::make_integer_sequence<unsigned, 8>());
+  add_bits<4>(block + 16, codes, kGroups);
 }
 
 void q6_k(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
@@ -118,10 +128,21 @@ void q6_k(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
   }
 }
 
-// 256 codes' lowest two bits: 128 to 32 bytes.
+// 256 codes' lowest two bits: 128 to 32 bytes. Every shift is a constant: others are made code by code.
 void pairs_of_bits(const std::uint8_t* packed, Codes& codes) {
-  for (std::size_t i = 0; i < kBlockWeights; ++i)
-    codes[i] = packed[i / 128 * 32 + i % 32] >> 2 * (i / 32 % 4) & 3;
+  std::uint8_t* to = codes;
+  for (std::size_t half = 0; half < 2; ++half, packed += 32, to += 128)
+    for (std::size_t i = 0; i < 32; ++i) {
+      to[i] = packed[i] & 3;
+      to[32 + i] = packed[i] >> 2 & 3;
+      to[64 + i] = packed[i] >> 4 & 3;
+      to[96 + i] = packed[i] >> 6;
+    }
+}
+
+// Eight factors of six bits, which are stored as 32 more.
+std::uint64_t centred(std::uint64_t factors) {
+  return ((factors | in_each(0x80)) - in_each(32)) ^ in_each(0x80);
 }
 
 void q2_k(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
@@ -136,23 +157,27 @@ void q2_k(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
 
 void q3_k(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
   scales.scale = half_at(block + 108);
-  for (std::size_t i = 0; i < 16; ++i) {
-    const int lower = i < 8 ? block[96 + i] & 15 : block[88 + i] >> 4,
-              upper = block[104 + i % 4] >> 2 * (i / 4) & 3;
-    scales.factors[i] = static_cast<std::uint8_t>((lower | upper << 4) - 32);
-  }
+  const std::uint64_t lower = eight(block + 96), four_upper = four(block + 104),
+                      upper = four_upper | four_upper >> 2 << 32;
+  const std::uint64_t factors[] = {centred((lower & in_each(15)) | (upper & in_each(3)) << 4),
+                                   centred((lower >> 4 & in_each(15)) | (upper >> 4 & in_each(3)) << 4)};
+  std::memcpy(scales.factors, factors, sizeof factors);
   pairs_of_bits(block + 32, codes);
-  for (std::size_t i = 0; i < kBlockWeights; ++i)
-    codes[i] = static_cast<std::uint8_t>(codes[i] | (block[i % 32] >> i / 32 & 1) << 2);
+  add_bits<2>(block, codes, kGroups);
 }
 
 void iq4_xs(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
   scales.scale = half_at(block);
-  for (std::size_t i = 0; i < 8; ++i) {
-    const int lower = block[4 + i / 2] >> 4 * (i % 2) & 15, upper = block[2 + i / 4] >> 2 * (i % 4) & 3;
-    scales.factors[i] = static_cast<std::uint8_t>((lower | upper << 4) - 32);
-    nibbles<16>(block + 8 + 16 * i, codes + 32 * i);
-  }
+  std::uint64_t lower = four(block + 4), upper = half_at(block + 2);  // a nibble to a byte, and two bits
+  lower = (lower | lower << 16) & 0x0000FFFF0000FFFF;
+  lower = (lower | lower << 8) & 0x00FF00FF00FF00FF;
+  lower = (lower | lower << 4) & in_each(15);
+  upper = (upper | upper << 24) & 0x000000FF000000FF;
+  upper = (upper | upper << 12) & 0x000F000F000F000F;
+  upper = (upper | upper << 6) & in_each(3);
+  const std::uint64_t factors = centred(lower | upper << 4);
+  std::memcpy(scales.factors, &factors, sizeof factors);
+  for (std::size_t i = 0; i < 8; ++i) nibbles<16>(block + 8 + 16 * i, codes + 32 * i);
 }
 
 void mxfp4(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
