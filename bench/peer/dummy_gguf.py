@@ -98,12 +98,20 @@ def tensors(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def kinds(shapes: Mapping[str, tuple[int, ...]], layers: int, choice: str) -> dict[str, str]:
-    """Name -> ggml's name of how the tensor is stored: of Q4_K_M by llama.cpp's rules (llama-quant.cpp)."""
+    """Name -> ggml's name of how the tensor is stored: of Q4_K_M by llama.cpp's rules (llama-quant.cpp), of Q2_K with
+    all that is no expert in Q4_K."""
     if choice != "q4_k_m":
-        usual = {"mxfp4": "Q8_0"}.get(choice, choice.upper())
-        experts = {"mxfp4": "MXFP4"}.get(choice, usual)
+        usual = {"mxfp4": "Q8_0", "q2_k": "Q4_K"}.get(choice, choice.upper())
+        experts = {"mxfp4": "MXFP4", "q2_k": "Q2_K"}.get(choice, usual)
+        down = {"q2_k": "Q3_K"}.get(choice, experts)
         return {
-            name: "F32" if _is_wide(name, shape) else experts if "_exps" in name else usual
+            name: "F32"
+            if _is_wide(name, shape)
+            else usual
+            if "_exps" not in name
+            else down
+            if "down" in name
+            else experts
             for name, shape in shapes.items()
         }
     head = "output.weight" if "output.weight" in shapes else "token_embd.weight"
@@ -217,6 +225,15 @@ def blocks(kind: str, spread: float, random: np.random.Generator) -> NDArray[np.
         steps = random.integers(16, 64, (count, 16), np.uint8)
         result[:, 192:208] = steps
         half(208, spread / _deviation(64) / np.sqrt((steps.astype(float) ** 2).mean()))
+    elif kind == "Q2_K":
+        factors, minimums = random.integers(8, 16, (2, count, 16), np.uint8)
+        result[:, :16] = factors | minimums << 4
+        scale = spread / _deviation(4) / np.sqrt((factors.astype(float) ** 2).mean())
+        half(80, scale)
+        half(82, scale * 1.5)
+    elif kind == "Q3_K":
+        result[:, 104:108] = 255  # the upper bits of factors, which are 16 to 31
+        half(108, spread / _deviation(8) / 23.9)
     elif kind == "MXFP4":  # codes whose root mean square is 2.9
         result[:, 0] = 127 + round(math.log2(spread / 2.9))
     else:
@@ -330,7 +347,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("model", help="a name of `flashllm models`, one of " + ", ".join(SHAPES) + ", or a config.json")
     parser.add_argument("file", type=Path)
     parser.add_argument("--layers", type=int, help="fewer than the model has")
-    parser.add_argument("--type", choices=("q4_k_m", "q4_0", "q8_0", "mxfp4", "bf16", "f16"), default="q4_k_m")
+    parser.add_argument("--type", choices=("q4_k_m", "q2_k", "q4_0", "q8_0", "mxfp4", "bf16", "f16"), default="q4_k_m")
     args = parser.parse_args(argv)
     try:
         found = make(args.file, config_of(args.model, args.layers), args.type)
