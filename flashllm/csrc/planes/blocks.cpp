@@ -49,7 +49,7 @@ void add_upper(const std::uint8_t* packed, std::uint8_t* codes) {
   for (std::size_t i = 0; i < 32; ++i)
     codes[i] = static_cast<std::uint8_t>(codes[i] | (packed[i] >> shift & mask) << place);
 }
-// Each of eight groups of 32 has a bit of those bytes.
+// Of 256 codes a bit each, from `place` on: group after group of 32 takes the next bit of the same bytes.
 template <unsigned place, unsigned... groups>
 void add_bits(const std::uint8_t* packed, std::uint8_t* codes, std::integer_sequence<unsigned, groups...>) {
   (add_upper<groups, 1, place>(packed, codes + 32 * groups), ...);
@@ -128,7 +128,7 @@ void q6_k(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
   }
 }
 
-// 256 codes' lowest two bits: 128 to 32 bytes. Every shift is a constant: others are made code by code.
+// 256 codes' lowest two bits: 128 to 32 bytes. Shifts are constants: with others a compiler makes no vectors.
 void pairs_of_bits(const std::uint8_t* packed, Codes& codes) {
   std::uint8_t* to = codes;
   for (std::size_t half = 0; half < 2; ++half, packed += 32, to += 128)
@@ -157,8 +157,9 @@ void q2_k(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
 
 void q3_k(const std::uint8_t* block, Codes& codes, BlockScales& scales) {
   scales.scale = half_at(block + 108);
-  const std::uint64_t lower = eight(block + 96), four_upper = four(block + 104),
-                      upper = four_upper | four_upper >> 2 << 32;
+  // Byte i of `lower` has factors i and i + 8; of `pairs`, in fours, the upper bits of i, i + 4, i + 8, i
+  // + 12.
+  const std::uint64_t lower = eight(block + 96), pairs = four(block + 104), upper = pairs | pairs >> 2 << 32;
   const std::uint64_t factors[] = {centred((lower & in_each(15)) | (upper & in_each(3)) << 4),
                                    centred((lower >> 4 & in_each(15)) | (upper >> 4 & in_each(3)) << 4)};
   std::memcpy(scales.factors, factors, sizeof factors);
