@@ -97,23 +97,19 @@ def tensors(config: Mapping[str, Any]) -> dict[str, Any]:
     return file_tensors(state, dict(config))
 
 
+# Of the choices whose experts are not in the kind of the rest: the rest's, theirs, and that of their down matrices.
+_APART = {"mxfp4": ("Q8_0", "MXFP4", "MXFP4"), "q2_k": ("Q4_K", "Q2_K", "Q3_K")}
+
+
 def kinds(shapes: Mapping[str, tuple[int, ...]], layers: int, choice: str) -> dict[str, str]:
-    """Name -> ggml's name of how the tensor is stored: of Q4_K_M by llama.cpp's rules (llama-quant.cpp), of Q2_K with
-    all that is no expert in Q4_K."""
+    """Name -> ggml's name of how the tensor is stored: of Q4_K_M by llama.cpp's rules (llama-quant.cpp)."""
     if choice != "q4_k_m":
-        usual = {"mxfp4": "Q8_0", "q2_k": "Q4_K"}.get(choice, choice.upper())
-        experts = {"mxfp4": "MXFP4", "q2_k": "Q2_K"}.get(choice, usual)
-        down = {"q2_k": "Q3_K"}.get(choice, experts)
-        return {
-            name: "F32"
-            if _is_wide(name, shape)
-            else usual
-            if "_exps" not in name
-            else down
-            if "down" in name
-            else experts
-            for name, shape in shapes.items()
-        }
+        rest, experts, down = _APART.get(choice, (choice.upper(),) * 3)
+
+        def kind_of(name: str) -> str:
+            return rest if "_exps" not in name else down if "down" in name else experts
+
+        return {name: "F32" if _is_wide(name, shape) else kind_of(name) for name, shape in shapes.items()}
     head = "output.weight" if "output.weight" in shapes else "token_embd.weight"
     result: dict[str, str] = {}
     values = [name for name in shapes if re.search(r"attn_(v|qkv|kv_b)\.weight", name)]
@@ -232,8 +228,8 @@ def blocks(kind: str, spread: float, random: np.random.Generator) -> NDArray[np.
         half(80, scale)
         half(82, scale * 1.5)
     elif kind == "Q3_K":
-        result[:, 104:108] = 255  # the upper bits of factors, which are 16 to 31
-        half(108, spread / _deviation(8) / 23.9)
+        result[:, 104:108] = (result[:, 104:108] & 0x55) * 3  # factors are 16 to 31 or -32 to -17; codes -4 to 3
+        half(108, spread / 24.4 / math.sqrt(5.5))
     elif kind == "MXFP4":  # codes whose root mean square is 2.9
         result[:, 0] = 127 + round(math.log2(spread / 2.9))
     else:

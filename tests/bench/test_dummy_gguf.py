@@ -87,7 +87,15 @@ def test_kinds_are_those_of_llama_cpps_quantiser():
     assert {found[f"blk.{i}.ffn_down_exps.weight"] for i in (1, 3)} == {"Q5_0", "Q8_0"}
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "BF16"])
+def test_of_q2_k_down_matrices_have_a_bit_more():
+    found = kinds(shapes_of(config_of("olmoe-1b-7b", 1)), 1, "q2_k")
+    names = ("ffn_up_exps", "ffn_down_exps", "attn_q", "attn_norm")
+    assert [found[f"blk.0.{name}.weight"] for name in names] == ["Q2_K", "Q3_K", "Q4_K", "F32"]
+
+
+@pytest.mark.parametrize(
+    "kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "BF16"]
+)
 def test_blocks_have_the_spread_that_is_asked_for(kind):
     stored = blocks(kind, 0.02, np.random.default_rng(0))[:5000]
     values = gguf.dequantize(stored, KINDS[kind])
