@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from overnight import block
@@ -196,6 +196,28 @@ def widths() -> str:
         for one in load("engine/results/memory_opt-6.7b_widths_zen4.json")["rows"]
     ]
     return table(["weights in", "limit", "ms a token", "plan expected", "read a token", "hits"], rows)
+
+
+def whole_models() -> str:
+    """Medians over the rounds of every document of whole_model.py, by limit."""
+    rows = []
+    for path in sorted((BENCH / "peer/results").glob("whole_*.json")):
+        document = load(f"peer/results/{path.name}")
+        for limit in dict.fromkeys(run["memory"] for run in document["runs"]):
+            ran: dict[str, list[Any]] = {"flashllm": [], "llama.cpp": []}
+            for run in document["runs"]:
+                if run["memory"] == limit:
+                    ran[run["engine"]] += [one for one in run["runs"] if one["name"] == "warm"]
+            prompts = [
+                f"{median(one['prompt']['total_ms'] for one in each) / 1e3:.1f}" for each in ran.values() if each
+            ]
+            times = [f"{median(one['token_ms'] for one in each):,.0f}" for each in ran.values() if each]
+            shape = path.stem.removeprefix("whole_").split("_")[0] + f", {document['rows'].upper()}"
+            asked = [f"{document['layers']}", f"{document['prompt']:,}", f"{limit / 1e9:g} GB"]
+            named = link(f"peer/results/{path.name}")
+            rows.append([shape, *asked, " for ".join(prompts), " for ".join(times), document["machine"]["simd"], named])
+    head = ["file", "layers", "prompt", "limit", "the prompt, s", "a token, ms", "instructions", "JSON"]
+    return table(head, rows)
 
 
 # Many prompts at once
@@ -429,6 +451,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "agreement": agreement,
     "own-engines": own_engines,
     "widths": widths,
+    "whole-models": whole_models,
     "batches": batches,
     "planner": planner,
     "quality": quality,
