@@ -51,6 +51,13 @@ def _both(file: str, memory: str) -> str:
     return f"python bench/protocol.py {file}{limit} --beside llama.cpp"
 
 
+def _whole(model: str, results: str, limits: str, prompt: int = 512, more: str = "") -> Row:
+    """The row of whole_model.py's documents, a file of `model`; `results`: their names, in short."""
+    command = f"python bench/peer/whole_model.py {model} --memory {limits} --prompt {prompt}{more}"
+    paths = tuple(f"peer/results/whole_{name}.json" for name in results.split())
+    return Row(f"whole-{paths[0].removeprefix('peer/results/whole_').removesuffix('.json')}", paths, (model,), command)
+
+
 def _widths(model: str, limits: str) -> str:
     more = "--plan --tokens 24 --prompt 16 --cgroup --read-first"
     return f"python bench/engine/memory_curve.py --model {model} --limits {limits} {more}"
@@ -81,6 +88,12 @@ MODELS: Mapping[str, tuple[float, str]] = {
     "llama7b-8.gguf": (4, f"{_GGUF} llama-2-7b llama7b-8.gguf --layers 8 --type f16"),
     "llama7b.gguf": (27, f"{_GGUF} llama-2-7b llama7b.gguf --type f16"),
     "olmoe.gguf": (9, f"{_GGUF} olmoe-1b-7b olmoe.gguf"),
+    "olmoe-q2.gguf": (4, f"{_GGUF} olmoe-1b-7b olmoe-q2.gguf --type q2_k"),
+    "qwen8-q4.gguf": (5, f"{_GGUF} qwen3-30b-a3b qwen8-q4.gguf --layers 8"),
+    "dsv2.gguf": (12, f"{_GGUF} deepseek-v2-lite dsv2.gguf"),
+    "glm8.gguf": (5, f"{_GGUF} glm-4.7-flash glm8.gguf --layers 8"),
+    "nemotron8.gguf": (6, f"{_GGUF} nemotron-3-nano nemotron8.gguf --layers 8"),
+    "gemma-e4b.gguf": (10, f"{_GGUF} gemma-4-e4b gemma-e4b.gguf"),
     "gpt-oss.gguf": (25, f"{_GGUF} gpt-oss-20b gpt-oss.gguf --type mxfp4"),
     "q36.gguf": (23, f"{_GGUF} qwen3.6-35b-a3b q36.gguf"),
     "qwen8": (12, f"{_SYNTHETIC}experts.py qwen8 --shape qwen3-30b-a3b --layers 8"),
@@ -102,6 +115,7 @@ _SMOLLM2 = ("smol32", "SMOLLM2")
 _WIDTHS = ("engine/results/memory_opt-6.7b_widths_zen4.json",)
 _PEERS = ("offload/results/offload_peers_2.json",)
 _LLAMA = ("peer/results/report_llama-2-7b.json",)
+_OLMOES = ("", "_avx2", "_avx2_2", *(f"_avx2_8gb{again}" for again in ("", "_2", "_3", "_4")), "_avx512", "_avx512_8gb")
 _QWEN8 = ("engine/results/breakdown_qwen3_30b_a3b_8layers.json",)
 _BOOKS, _WIKI, _C4, _TASKS = "books4.jsonl.gz", "wiki.test.raw", "C4.txt", "TASKS"
 _TRAIN = (
@@ -145,8 +159,19 @@ ROWS = (
     Row("olmoe-report", (*(f"engine/results/report_olmoe_{number}.json" for number in (1, 2)),), ("olmoe.gguf",),
         "python bench/protocol.py olmoe.gguf --memory 2.4GB"),
     Row("gpt-oss", ("peer/results/report_gpt-oss-20b.json",), ("gpt-oss.gguf",), _both("gpt-oss.gguf", "6.3GB")),
-    Row("qwen3.6", ("peer/results/whole_qwen3.6-35b-a3b.json",), ("q36.gguf",),
-        "python bench/peer/whole_model.py q36.gguf --memory 8GB 12GB"),
+    _whole("q36.gguf", "qwen3.6-35b-a3b", "8GB 12GB 16GB", 2048),
+    _whole("dsv2.gguf", "deepseek-v2-lite", "5GB 7.8GB", more=" --tokens 32"),
+    _whole("gemma-e4b.gguf", "gemma-4-e4b", "2.3GB 3.45GB", more=" --tokens 32"),
+    _whole("glm8.gguf", "glm-4.7-flash_8layers", "1.6GB 2.4GB", more=" --tokens 32"),
+    _whole("nemotron8.gguf", "nemotron-3-nano_8layers", "1.95GB 2.92GB", more=" --tokens 32"),
+    _whole("olmoe.gguf", " ".join(f"olmoe-1b-7b_512{more}" for more in _OLMOES), "2.4GB 8GB", more=" --rounds 2"),
+    _whole("olmoe.gguf", " ".join(f"olmoe-1b-7b_2048{more}" for more in ("", "_avx2", "_avx512", "_avx512_8gb")),
+           "2.4GB 8GB", 2048, " --rounds 2"),
+    _whole("olmoe.gguf", " ".join(f"olmoe-1b-7b_4000{more}" for more in ("", "_avx2", "_avx512")), "2.4GB", 4000,
+           " --rounds 2"),
+    _whole("olmoe-q2.gguf", "olmoe-1b-7b_q2_k_512", "1.6GB", more=" --rounds 2"),
+    _whole("qwen8-q4.gguf", "qwen3-30b-a3b_8layers_8192", "1.7GB", 8192, " --tokens 8"),
+    _whole("qwen8-q4.gguf", "qwen3-30b-a3b_8layers_11000", "1.7GB", 11000, " --tokens 8"),
     Row("qwen3-30b", _QWEN8, ("qwen8",), _breakdown("qwen8", "5.4GB")),
     Row("qwen3-30b-llama", _QWEN8, ("qwen8.gguf",), _both("qwen8.gguf", "5.4GB")),
     Row("olmoe-16bit", ("engine/results/breakdown_olmoe.json",), ("olmoe16",), _breakdown("olmoe16", "7.2GB")),
