@@ -170,6 +170,7 @@ def _lines(profile: "Profile") -> list[str]:
     for dtype, batch in profile.batches.items():
         products = ", ".join(f"{batch.gemm.at(rows) / 1e9:.0f} with {rows}" for rows in _BATCHES)
         lines.append(f"products of batches in {dtype}, Gflop/s: {products} rows")
+    lines.append(f"blocks of a file into rows: {profile.blocks_wps / 1e9:.1f} billion weights a second and thread")
     lines.append(f"besides, {profile.layer_overhead_s * 1e3:.2f} ms a layer")
     for row in _ROWS:
         best = profile.best(row)

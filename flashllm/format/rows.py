@@ -88,11 +88,12 @@ PLANE_ENCODINGS = {code.name: _coded(code) for code in PLANE_CODES.values()}  # 
 
 
 def measured_as(encoding: str) -> str:
-    """The encoding of `MEASURED_ENCODINGS` whose products are about as fast."""
+    """The encoding of `MEASURED_ENCODINGS` whose products are about as fast: a byte, or a weight where codes have fewer
+    bits than four, as these are taken apart no faster."""
     carried = CARRIED_CODES.get(encoding) or PLANE_CODES.get(encoding)
     if carried is None:
         return encoding
-    return "int4_32" if carried.bits == 4 else "int8_32"
+    return "int4_32" if carried.bits <= 4 else "int8_32"
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -2,8 +2,9 @@
 
 Per layer: the reader gets one batch for the misses (neighbours merged), while the hits' up products run; behind it, the
 rows prefetched for the next layer while this one computes. Everything touched in memory is touched once, resident
-weights at the rate of resident products, rows at that of rows gathered. Reads during products are slower, and slow the
-products. The interpreter and waking threads cost a fixed time a layer. Plain arithmetic; loads and measures nothing.
+weights at the rate of resident products, rows at that of rows gathered. What is read where it lies in a file of another
+layout is put into rows by the same cores. Reads during products are slower, and slow the products. The interpreter and
+waking threads cost a fixed time a layer. Plain arithmetic; loads and measures nothing.
 """
 
 import math
@@ -11,9 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flashllm.arch.registry import resident_shapes
+from flashllm.base.codes.carried import SHARED, CarriedCode, PlaneCode
+from flashllm.format.in_place import lying_experts
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import PREDICTORS, RESIDENT
-from flashllm.format.rows import RowLayout, measured_as
+from flashllm.format.rows import ROW_ENCODINGS, RowEncoding, RowLayout, measured_as
 from flashllm.format.safetensors import read_header
 from flashllm.plan.activity import ExpectedActivity, LayerActivity
 from flashllm.plan.memory_plan import MemoryPlan
@@ -140,7 +143,9 @@ def _resident_s(model: ModelDir, costs: Profile) -> float:
     """Seconds of a token's products with the resident weights."""
     manifest, seconds = model.manifest, 0.0
     for name, nbytes in _product_parts(model).items():
-        seconds += nbytes / costs.resident_bps(measured_as(manifest.encoding_of(name).name), manifest.dtype)
+        seconds += nbytes * _s_a_byte(
+            manifest.encoding_of(name), lambda encoding: costs.resident_bps(encoding, manifest.dtype)
+        )
     return seconds
 
 
@@ -155,11 +160,18 @@ def _predictors_s(model: ModelDir, plan: MemoryPlan, costs: Profile) -> float:
     return seconds
 
 
+def _s_a_byte(encoding: RowEncoding, rate: Callable[[str], float]) -> float:
+    """Seconds of products for each byte of vectors; `rate`: bytes a second by encoding that was measured."""
+    measured = ROW_ENCODINGS[measured_as(encoding.name)]
+    code, longer = encoding.code, 1.0
+    if isinstance(code, CarriedCode | PlaneCode) and code.bits < 4:
+        longer = measured.vector_items(SHARED) / encoding.vector_items(SHARED)
+    return longer / rate(measured.name)
+
+
 def _row_s_a_byte(rows: RowLayout, rate: Callable[[str], float]) -> float:
-    """Seconds of products for each byte of a row; `rate`: bytes a second by encoding."""
-    seconds = sum(
-        rows.vector_nbytes(matrix) / rate(measured_as(rows.encoding_of(matrix).name)) for matrix in rows.matrices
-    )
+    """The same for each byte of a row."""
+    seconds = sum(rows.vector_nbytes(matrix) * _s_a_byte(rows.encoding_of(matrix), rate) for matrix in rows.matrices)
     return seconds / rows.row_nbytes
 
 
@@ -204,11 +216,21 @@ class _Rates:
             + kv_nbytes / costs.resident_bps(manifest.dtype, manifest.dtype)
         )
         self._resident_s = resident_s / self._num_layers
+        # Of a row that is read where it lies, its weights' way from blocks to the row, on all cores.
+        weights = manifest.architecture.d_model * self._matrices
+        self._unpacked_s = [
+            weights / (costs.blocks_wps * costs.threads)
+            if lying_experts(manifest.architecture, manifest.in_place, layer)
+            else 0.0
+            for layer in range(self._num_layers)
+        ]
 
     def token(self, activity: ExpectedActivity, *, prefetch: bool) -> TokenEstimate:
         layers = [
-            self._layer(layer, rows, prefetch=prefetch and index > 0)
-            for index, (layer, rows) in enumerate(zip(activity.layers, self._plan.cache_rows, strict=True))
+            self._layer(layer, rows, unpacked_s, prefetch=prefetch and index > 0)
+            for index, (layer, rows, unpacked_s) in enumerate(
+                zip(activity.layers, self._plan.cache_rows, self._unpacked_s, strict=True)
+            )
         ]
         return TokenEstimate(
             io_s=sum(layer.io_s for layer in layers),
@@ -226,8 +248,9 @@ class _Rates:
         """Bytes of the active neurons' rows, without the down columns of those that do not fire."""
         return (layer.active * (self._matrices - 1) + layer.firing) * self._row / self._matrices
 
-    def _layer(self, layer: LayerActivity, rows: int, *, prefetch: bool) -> "_LayerEstimate":
-        products_s = self._resident_s + self._touched_nbytes(layer) / self._sparse_bps
+    def _layer(self, layer: LayerActivity, rows: int, unpacked_s: float, *, prefetch: bool) -> "_LayerEstimate":
+        unpacked_s *= layer.rows_read
+        products_s = self._resident_s + self._touched_nbytes(layer) / self._sparse_bps + unpacked_s
         if not layer.requests:
             return _LayerEstimate(0.0, products_s, 0.0, 0.0, 0.0)
         parts = max(1, math.ceil(layer.active / (rows + self._plan.bypass_rows)))

@@ -1,9 +1,10 @@
 """Measures the profile of a drive and this machine: all of it, or in a few seconds what a run lacks.
 
 That is: batches of direct random reads through each backend, alone and during products; sequential reads; writes;
-memory bandwidth; products of resident weights and of gathered rows; what else a layer costs; what the throughput engine
-computes with. Rounds go over all reads, so that a busy neighbour slows every figure and not one. What runs a model or
-batches is handed in: this package knows neither. Stores nothing: see `flashllm.profile.store`.
+memory bandwidth; products of resident weights and of gathered rows; how fast a file's blocks become rows; what else a
+layer costs; what the throughput engine computes with. Rounds go over all reads, so that a busy neighbour slows every
+figure and not one. What runs a model or batches is handed in: this package knows neither. Stores nothing: see
+`flashllm.profile.store`.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from flashllm.base.files import Progress
 from flashllm.base.machine import system_name
 from flashllm.base.units import format_size
 from flashllm.profile.machine import BatchRates, GpuRates, Profile
-from flashllm.profile.products import ResidentProducts, gathered_bps, resident_bps
+from flashllm.profile.products import ResidentProducts, blocks_wps, gathered_bps, resident_bps
 from flashllm.profile.reads import ReadOptions, ReadTimer, write_curve
 
 # The products that run during reads: arithmetic is their limit. Where memory is (those of 16-bit weights), a core that
@@ -101,6 +102,7 @@ def measure(
         found |= _drive(file, pool, options, step)
         step("memory")
         found["dram_bps"] = statistics.median(_core.read_bandwidth(pool, options.dram_nbytes, options.memory_s))
+        found["blocks_wps"] = blocks_wps(nbytes=options.dram_nbytes, seconds=options.memory_s / 2)
         found |= {"file_nbytes": file_nbytes, "made": datetime.now(UTC).isoformat(timespec="seconds")}
     step("products")
     for encoding in encodings:

@@ -71,6 +71,7 @@ class Profile:
     again: float  # first read of some places ÷ a second one right after it, in time
     threads: int  # compute threads measured with
     made: str  # ISO 8601
+    blocks_wps: float = 4e9  # weights of a file's blocks that one thread puts into rows a second
     system: str = ""  # processor and kernel, as `base.machine.system_name` has them
     file_nbytes: int = LEAST_FILE  # of what was read
     writes: RateCurve | None = None  # direct writes, bytes/s over bytes of one
@@ -80,8 +81,10 @@ class Profile:
     def __post_init__(self) -> None:
         if not self.readers:
             raise ValueError("readers must not be empty")
-        for name in ("sequential_bps", "dram_bps", "layer_overhead_s", "scatter", "again"):
+        for name in ("sequential_bps", "dram_bps", "layer_overhead_s", "scatter", "again", "blocks_wps"):
             check_from_zero(name, getattr(self, name))
+        if self.blocks_wps == 0:
+            raise ValueError("blocks_wps must be above 0: no block is free")
         for name in ("gemv_bps", "sparse_bps"):
             for dtype, rate in getattr(self, name).items():
                 check_str(name, dtype, 80)

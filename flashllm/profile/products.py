@@ -1,5 +1,5 @@
 """Times products of one token over weights that no processor's cache holds: resident ones, and rows gathered from the
-neuron cache.
+neuron cache; and what puts a file's blocks into such rows.
 """
 
 import itertools
@@ -13,10 +13,11 @@ from flashllm import _core
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.dtypes import cast as cast_dtype
 from flashllm.base.group_codes import usual_activations
-from flashllm.format.rows import ROW_ENCODINGS, RowLayout, pack_rows
+from flashllm.format.rows import MATRICES, ROW_ENCODINGS, RowLayout, pack_rows
 from flashllm.profile.rates import seconds_of
 
 _D_MODEL = 4096  # a row of two 16-bit vectors is 16 KiB
+_EXPERT = 512  # neurons
 _ACTIVE_SHARE = 0.1  # of the rows cached (paper A, section 3.1)
 _INPUT = 0.01
 _CALLS = 3  # at least, of a timed product
@@ -73,6 +74,29 @@ def gathered_bps(encoding: str, *, nbytes: int, pool: _core.ThreadPool, file: Pa
     active = [np.sort(random.choice(neurons, count, replace=False)).astype(np.int32) for _ in range(10)]
     turn = itertools.cycle(active)
     return count * layout.stride / seconds_of(lambda: products.run(next(turn)), at_least_s=seconds, calls=_CALLS)
+
+
+def blocks_wps(*, nbytes: int, seconds: float) -> float:
+    """Weights a second that one thread puts into about `nbytes` of rows, of experts that are used where they lie. They
+    are in the kinds that most such files have: up and gate in Q4_K, down in Q6_K."""
+    layout = RowLayout(encoding="q4_k", d_model=_D_MODEL, d_ff=_EXPERT, matrices=MATRICES[1], down_encoding="codes6")
+    fmt, weights = layout.native("float32"), _D_MODEL * _EXPERT
+    parts = [
+        (_core.BlockRows(kind, length, fmt, matrix), np.zeros(weights // 256 * block, np.uint8))
+        for kind, block, length, matrix in (
+            ("Q4_K", 144, _D_MODEL, "up"), ("Q4_K", 144, _D_MODEL, "gate"), ("Q6_K", 210, _EXPERT, "down"),
+        )
+    ]  # fmt: skip
+    experts = max(1, nbytes // (_EXPERT * layout.stride))
+    rows = _core.allocate(experts * _EXPERT * layout.stride).reshape(experts, _EXPERT, layout.stride)
+    turn = itertools.cycle(rows)
+
+    def unpack() -> None:
+        expert = next(turn)
+        for blocks, stored in parts:
+            blocks.unpack(stored, 0, expert)
+
+    return len(parts) * weights / seconds_of(unpack, at_least_s=seconds, calls=_CALLS)
 
 
 def _dtype_beside(encoding: str) -> str:

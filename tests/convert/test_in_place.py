@@ -11,6 +11,8 @@ import torch
 from arch_models import Variant, make_checkpoint
 from damage import flip
 from gguf_files import HALVES, put_halves
+from planned import memory_plan
+from profiles import profile_of
 from quantised_files import (
     MIXTURES,
     SHARING,
@@ -37,10 +39,14 @@ from flashllm.convert.run import convert
 from flashllm.engine.model import Model
 from flashllm.errors import ChecksumError, FormatError, UnsupportedModelError
 from flashllm.format.manifest import Manifest
+from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import FFN
 from flashllm.format.report.verify import verify
 from flashllm.format.rows import RowLayout, pack_rows
 from flashllm.offload.runtime.tiers.source import open_weights
+from flashllm.plan.activity import ExpectedActivity, LayerActivity
+from flashllm.plan.latency import estimate_token
+from flashllm.profile.costs import ReaderChoice
 
 
 def logits_of(directory, **config):
@@ -192,6 +198,46 @@ def test_the_throughput_engine_names_the_file(quantised):
         pass
     assert main(["plan", str(lying)]) == 0
     assert main(["inspect", str(lying)]) == 0
+
+
+CHOICE = ReaderChoice(backend="threads", depth=32, max_gap=0, source="default")
+
+
+def some_rows(count, plan):
+    """A token that reads and multiplies so many rows of each layer."""
+    layer = LayerActivity(active=count, firing=count, misses=count, requests=1, rows_read=count, prefetched=0, useful=0)
+    return ExpectedActivity(layers=(layer,) * len(plan.cache_rows), source="")
+
+
+def test_a_plan_counts_what_blocks_cost(quantised):
+    """A token that reads experts where they lie takes longer by what every weight of theirs costs, on two cores."""
+    quick, slow = ({"blocks_wps": rate} for rate in (1e12, 1e9))
+    seconds = {}
+    for where in (False, True):
+        model = ModelDir.open(quantised("Q4_K", "olmoe").kept(in_place=where)[0])
+        plan = memory_plan(model)
+        quickly, slowly = (
+            estimate_token(model, plan, costs=profile_of(**rate), choice=CHOICE, activity=some_rows(40, plan)).compute_s
+            for rate in (quick, slow)
+        )
+        seconds[where] = slowly - quickly
+    weights = 40 * len(plan.cache_rows) * 3 * model.architecture.d_model
+    assert seconds == {False: 0.0, True: pytest.approx(weights / 2e9, rel=1e-3)}
+
+
+def test_a_plan_counts_codes_of_few_bits_by_weights(quantised):
+    """As products of two bits take as long a weight as those of four: 4.5 bits of int4_32 for each."""
+    model = ModelDir.open(quantised("TQ2_0").kept()[0])
+    rows, plan = model.manifest.rows, memory_plan(model)
+    quickly, slowly = (
+        estimate_token(
+            model, plan, costs=profile_of(sparse_bps={"int4_32": rate}), choice=CHOICE, activity=some_rows(40, plan)
+        ).compute_s
+        for rate in (1e12, 1e6)
+    )
+    weights = 40 * len(plan.cache_rows) * 3 * model.architecture.d_model * rows.stride / rows.row_nbytes
+    assert (rows.encoding, rows.down) == ("ternary", "codes2")
+    assert slowly - quickly == pytest.approx(weights * 4.5 / 8 / 1e6, rel=0.05)
 
 
 def sharded(source):

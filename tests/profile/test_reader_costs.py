@@ -152,6 +152,7 @@ def test_the_backend_that_makes_a_layer_shortest_is_chosen():
         (("gemv_bps",), [], "gemv_bps"),
         (("gemv_bps", "float16"), -1, "gemv_bps"),
         (("sparse_bps", "float16"), -1, "sparse_bps"),
+        (("blocks_wps",), 0, "blocks_wps must be above 0"),
         (("readers", 0, "backend"), "magic", "backend"),
         (("readers", 0, "depth"), 0, "depth"),
         (("readers", 0, "latency_s"), -1, "latency_s"),
