@@ -51,12 +51,13 @@ PROMPT = (128, 16384, 4096)  # tokens, rows, columns
 PASS_TOKENS, PROMPT_TOKENS = (1, 2, 4, 8), (32, 128, 256)
 # (encoding, inputs): codes that share a scale, whether they have minimums, whether a prompt's inputs are bytes
 TOKENS = {
-    ("int4_32", "int8"): (32, False, True),
-    ("int4_32_min", "int8"): (32, True, True),
-    ("int8_32", "int16"): (32, False, False),
-    ("q4_k", "int8"): (32, True, True),
-    ("q6_k", "int8"): (16, False, False),
-    ("mxfp4", "int8"): (32, False, True),
+    ("int4_32", "int8"): (32, 0, True),
+    ("int4_32_min", "int8"): (32, 1, True),
+    ("int8_32", "int16"): (32, 0, False),
+    ("q4_k", "int8"): (32, 1, True),
+    ("q6_k", "int8"): (16, 0, False),
+    ("mxfp4", "int8"): (32, 0, True),
+    ("q2_k", "int8"): (32, 2, True),
 }
 TILES = 2000  # products of what the first cache holds: some 10 ms
 TINY_PROMPT = (9, 64, 48)
@@ -295,7 +296,7 @@ def bench_prompt(dtype: str, shape: tuple[int, int, int], pool: _core.ThreadPool
 
 
 def bench_tokens(
-    encoding: str, inputs: str, shape: tuple[int, int], scales: tuple[int, bool, bool], pool: _core.ThreadPool
+    encoding: str, inputs: str, shape: tuple[int, int], scales: tuple[int, int, bool], pool: _core.ThreadPool
 ) -> dict[str, Any]:
     """A coded matrix times the tokens of a pass or a prompt, in GFLOP/s, the counts of tokens in turn: the best of the
     rounds, by processor time, so that neighbours matter less. Roofs of the last count: the format's inner loop in the

@@ -14,7 +14,7 @@ FORMS = [(name, "int8") for name in sorted(CODES)]
 FORMS += [("int8_32", "int16"), ("int8_64", "int16")]
 SIGNS = np.array([[1], [-1]], np.float32)
 LENGTHS = (32, 33, 64, 100, 256, 300, 1024)
-# What a prompt's inputs are rounded to: codes of 16 bits, a scale for 256, or as a token's are; of q2_k, not at all.
+# What a prompt's inputs are rounded to: codes of 16 bits, a scale for 256, or as a token's are.
 IN_16_BITS = {"int8_32", "int8_64", "iq1_m", "iq2_s", "iq2_xxs", "iq3_xxs", "iq4_nl", "iq4_xs", "nvfp4", "q3_k", "q6_k"}
 
 
@@ -43,8 +43,9 @@ def encoded(name, n, length, seed=0):
             least, most = (40, 57) if code.form.is_e4m3 else (122, 126)
             scales[part] = source.integers(least, most, shape).astype(dtype)
         elif dtype == np.int8:
-            least = 0 if code.form.has_minimum else -64
-            scales[part] = source.integers(least, 64, shape).astype(dtype)
+            least, most = (0, min(64, code.largest_factor + 1)) if code.form.has_minimum else (-64, 64)
+            scales[part] = source.integers(least, most, shape).astype(dtype)
+            scales[part][2:4] = most - 1
         else:
             scales[part] = (source.uniform(-1, 1, shape) / (largest * (64 if code.form.has_factors else 1))).astype(
                 dtype
@@ -133,7 +134,7 @@ def levels_with_codes():
 
 def of_a_prompt(x, name, level):
     """The same of a prompt; what 16 bits round is within every test's tolerance."""
-    is_rounded = level in levels_with_codes() and name not in IN_16_BITS and name != "q2_k"
+    is_rounded = level in levels_with_codes() and name not in IN_16_BITS
     return rounded(x, "int8", name) if is_rounded else x.astype(np.float64)
 
 

@@ -204,14 +204,21 @@ class CarriedCode:
     form: ScaleForm
     wide: bool = False  # scales are stored in fp32, which those of the form are exact in
 
+    @property
+    def largest_factor(self) -> int:
+        """Of scales. Codes of 2 bits are bytes times it (csrc/kernels/row_codecs.h, takes_factors_along)."""
+        return 15 if self.bits == 2 else 127
+
     def vector_nbytes(self, length: int) -> int:
         units = -(-length // UNIT)
         return units * 4 * self.bits + sum(items * dtype.itemsize for items, dtype in self._items(length).values())
 
     def pack(self, vectors: Quantised) -> Bytes:
-        """uint8 [n, vector_nbytes(length)]. ValueError for vectors of another form."""
+        """uint8 [n, vector_nbytes(length)]. ValueError for vectors of another form, or with factors too large."""
         if vectors.form != self.form:
             raise ValueError(f"vectors of {vectors.form.name} cannot be stored as {self.name}")
+        if self.form.has_factors and not self.form.is_e4m3 and np.max(vectors.scales["factors"]) > self.largest_factor:
+            raise ValueError(f"factors of {self.name} are at most {self.largest_factor}")
         items = self._items(vectors.codes.shape[1])
         parts = [np.ascontiguousarray(vectors.scales[name], dtype).view(np.uint8) for name, (_, dtype) in items.items()]
         return np.concatenate(

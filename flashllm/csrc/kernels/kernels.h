@@ -129,21 +129,23 @@ using MultiplyCodes = void (*)(const CodeRows& a, std::size_t rows, const CodeCo
 // The same of weights in few bits and of inputs in 8, 32 of which share a scale: c[m][n] += a.offsets[m][u] *
 // (b.scales[u][n] * b.totals[u][n]), if there are offsets, then a.scales[m][u] * (b.scales[u][n] * the sum of
 // the products of the unit's codes), for each unit u of 32 terms in its turn. What is in brackets is rounded,
-// and each addition.
-constexpr std::uint8_t kLargestByte = 31;    // so that the sums of eight products fit 16 bits
-constexpr std::uint8_t kLargestNibble = 15;  // of sixteen
+// and each addition. Of two offsets a unit, the first is that of its first 16 terms, the other is added next.
+constexpr std::uint8_t kLargestProduct = 45;  // so that the sums of four products fit 16 bits
+constexpr std::uint8_t kLargestByte = 31;     // of eight
+constexpr std::uint8_t kLargestNibble = 15;   // of sixteen
 struct WeightBytes {
-  const std::uint8_t* codes;  // [rows, kCodeTerms], at most kLargestByte; less `zero` what is multiplied
+  const std::uint8_t* codes;  // [rows, kCodeTerms]; less `zero` what is multiplied
   const float* scales;        // [rows, kCodeTerms / 16], of which every first half is set
-  const float* offsets;       // [rows, kCodeTerms / 32], or nullptr; there `zero` is 0
+  const float* offsets;       // [rows, kCodeTerms / 16], of which those of a unit each are set
+  std::size_t each;           // offsets of a unit: 0 to 2; where there are some, `zero` is 0
   int zero;
-  bool in_nibbles;  // no code is larger than kLargestNibble
+  std::uint8_t largest;  // of these three, which no code is above
 };
 struct InputBytes {
-  const std::uint32_t* words;  // four terms to a word: [terms / 4]
-  const std::int32_t* totals;  // of 32 codes each: [terms / 32]
-  const float* scales;         // [terms / 32]
-  std::size_t row;             // from one row of these to the next
+  const std::uint32_t* words;           // four terms to a word: [terms / 4]
+  const std::int32_t *totals, *firsts;  // of 32 codes each, and of their first 16: [terms / 32]
+  const float* scales;                  // [terms / 32]
+  std::size_t row;                      // from one row of these to the next
 };
 using MultiplyBytes = void (*)(const WeightBytes& a, std::size_t rows, const InputBytes& b, std::size_t width,
                                std::size_t terms, float* c, std::size_t c_row);

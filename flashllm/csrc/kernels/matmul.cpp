@@ -128,8 +128,7 @@ void multiply_bytes(const WideRows& weights, const PackedTokens& x, const Produc
                     [&](UnpackedRows& of, std::size_t rows, std::size_t j, std::size_t terms, float* to) {
                       auto* codes = reinterpret_cast<std::uint8_t*>(of.codes);
                       if (tiles != nullptr) tiles->make_signed(codes, rows * kCodeTerms, of.zero);
-                      const WeightBytes a{codes, of.scales, of.has_offsets ? of.offsets : nullptr, of.zero,
-                                          of.in_nibbles};
+                      const WeightBytes a{codes, of.scales, of.offsets, of.offsets_each, of.zero, of.largest};
                       for_each_strip(x, block, [&](std::size_t first, std::size_t width, std::size_t at) {
                         multiply(a, rows, x.bytes(first, j), width, terms, to + at, block.width);
                       });

@@ -22,11 +22,11 @@ bool in_pairs(Dtype dtype, std::size_t terms, SimdLevel level);
 struct UnpackedRows {
   static constexpr std::size_t kOfWords = TileKernels::kRows, kOfBytes = 3 * kOfWords;  // rows at most
   alignas(64) std::int16_t codes[kOfWords * 2 * kCodeTerms];
-  float scales[kOfBytes * (kCodeTerms / 16)], offsets[kOfBytes * (kCodeTerms / 32)];
-  std::size_t unit;
-  bool has_offsets, is_wide;
+  float scales[kOfBytes * (kCodeTerms / 16)], offsets[kOfBytes * (kCodeTerms / 16)];
+  std::size_t unit, offsets_each;
+  bool is_wide;
   int zero;
-  bool in_nibbles;
+  std::uint8_t largest;
 };
 
 // Weights of any form that can be widened to fp32; and, where inputs come as codes, unpacked.

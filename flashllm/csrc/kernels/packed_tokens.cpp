@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 #include "kernels/levels/levels.h"
@@ -135,6 +136,7 @@ void PackedTokens::pack_bytes(const std::byte* x, Dtype dtype, ThreadPool& pool,
   pairs_.reset(new std::uint32_t[pairs() * padded_]);
   scales_.reset(new float[scales() * padded_]);
   totals_.reset(new std::int32_t[units() * padded_]);
+  firsts_.reset(new std::int32_t[units() * padded_]);
   std::vector<float> largest(form_ == TokenForm::token_bytes ? tokens_ : 0);
   pool.parallel_for(largest.size(), 1, [&](std::size_t begin, std::size_t end) {
     std::vector<float> wide(columns_);
@@ -156,6 +158,7 @@ void PackedTokens::pack_bytes(const std::byte* x, Dtype dtype, ThreadPool& pool,
           std::int8_t codes[kUnit];
           scales_[at] =
               inputs.unit_to_int8(wide + i, m < largest.size() ? &largest[m] : nullptr, codes, &totals_[at]);
+          firsts_[at] = std::accumulate(codes, codes + kUnit / 2, std::int32_t{0});
           std::uint32_t* to = pairs_.get() + first * pairs() + unit * (kUnit / 4) * step + in_strip;
           for (std::size_t word = 0; word < kUnit / 4; ++word)
             std::memcpy(to + word * step, codes + 4 * word, sizeof *to);

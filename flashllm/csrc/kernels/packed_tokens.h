@@ -42,8 +42,9 @@ class PackedTokens {
     return {row_of_pairs(first, column / 2 * halves_), strip(first), scales_at(first, column)};
   }
   InputBytes bytes(std::size_t first, std::size_t column) const {
-    const std::int32_t* totals = totals_.get() + first * units() + column / kUnit * strip(first);
-    return {row_of_pairs(first, column / 4), totals, scales_at(first, column), strip(first)};
+    const std::size_t at = first * units() + column / kUnit * strip(first);
+    return {row_of_pairs(first, column / 4), totals_.get() + at, firsts_.get() + at, scales_at(first, column),
+            strip(first)};
   }
 
  private:
@@ -71,7 +72,7 @@ class PackedTokens {
   std::unique_ptr<float[]> values_;  // one of these two
   std::unique_ptr<std::uint32_t[]> pairs_;
   std::unique_ptr<float[]> scales_;  // of codes and of bytes
-  std::unique_ptr<std::int32_t[]> totals_;
+  std::unique_ptr<std::int32_t[]> totals_, firsts_;
 };
 
 }  // namespace flashllm

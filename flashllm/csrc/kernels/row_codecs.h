@@ -206,15 +206,29 @@ constexpr int largest_code(const CodecShape& shape) {
 constexpr int zero_of_bytes(const CodecShape& shape) {
   return shape.of_table() ? shape.table.zero : shape.has_minimum ? 0 : zero_of(shape.bits);
 }
+// Whether a prompt's codes are multiplied by their groups' factors beforehand: of 2 bits they are bytes then,
+// as those factors have four (Q2_K), and a unit has one scale.
+constexpr bool takes_factors_along(RowCodec codec) {
+  return shape_of(codec).bits == 2 && shape_of(codec).scales == Scales::factors;
+}
 // Whether a prompt's inputs are of 8 bits, as a token's are: where the numbers that codes stand for are of at
 // most five, and 32 of them share a scale. Elsewhere a prompt's are of 16.
 constexpr bool multiplied_as_bytes(RowCodec codec) {
   const CodecShape& shape = shape_of(codec);
+  if (takes_factors_along(codec)) return true;
   return shape.group >= kCodeUnit && shape.bits <= 5 &&
          (!shape.of_table() || (shape.table.zero != 0 && 2 * shape.table.zero <= kLargestByte));
 }
-// Whether such codes take 4 bits at most.
-constexpr bool in_nibbles(const CodecShape& shape) { return !shape.of_table() && shape.bits <= 4; }
+// The largest of such bytes, or more.
+constexpr std::uint8_t largest_byte(RowCodec codec) {
+  const CodecShape& shape = shape_of(codec);
+  if (takes_factors_along(codec)) return kLargestProduct;
+  return !shape.of_table() && shape.bits <= 4 ? kLargestNibble : kLargestByte;
+}
+// Minimums of a unit.
+constexpr std::size_t offsets_of(RowCodec codec) {
+  return !shape_of(codec).has_minimum ? 0 : kCodeUnit / code_unit(codec);
+}
 // Whether a unit's products by codes of 16 bits may sum to more than 2^24, up to which fp32 has all integers.
 constexpr bool has_wide_codes(RowCodec codec) {
   return code_unit(codec) * static_cast<std::size_t>(largest_code(shape_of(codec))) * 32767 > 1 << 24;

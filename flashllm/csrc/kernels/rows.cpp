@@ -41,14 +41,14 @@ class CodedRows : public WideRows {
               UnpackedRows& to) const override {
     const std::size_t nbytes = multiplied_as_bytes(matrix_.codec) ? 1 : sizeof(std::int16_t);
     to.unit = code_unit(matrix_.codec);
-    to.has_offsets = shape_of(matrix_.codec).has_minimum;
+    to.offsets_each = offsets_of(matrix_.codec);
     to.is_wide = has_wide_codes(matrix_.codec);
     to.zero = zero_of_bytes(shape_of(matrix_.codec));
-    to.in_nibbles = in_nibbles(shape_of(matrix_.codec));
+    to.largest = largest_byte(matrix_.codec);
     for (std::size_t i = 0; i < count; ++i)
       unpack_(matrix_.data + (begin + i) * matrix_.stride, matrix_.columns, first, terms / kCodeUnit,
               reinterpret_cast<std::byte*>(to.codes) + i * kCodeTerms * nbytes,
-              to.scales + i * (kCodeTerms / 16), to.offsets + i * (kCodeTerms / 32));
+              to.scales + i * (kCodeTerms / 16), to.offsets + i * (kCodeTerms / 16));
   }
 
  private:

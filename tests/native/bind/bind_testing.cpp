@@ -29,9 +29,9 @@ void inject_write_fault(DirectWriter& file, const std::string& kind, std::uint64
 }
 
 // A block of codes and inputs that lies in the first cache, multiplied `times` times: the inner loop alone of
-// weights in bytes, with offsets or without, or, in words, of those whose scales `unit` codes share.
-// Operations a time.
-std::size_t multiply_in_cache(std::size_t unit, bool has_offsets, bool in_bytes, std::size_t times) {
+// weights in bytes, with `offsets` a unit, or, in words, of those whose scales `unit` codes share. Operations
+// a time.
+std::size_t multiply_in_cache(std::size_t unit, std::size_t offsets, bool in_bytes, std::size_t times) {
   const SimdLevel level = best_simd_level();
   const TileKernels* tiles = level_kernels(level).tiles;
   require(level_kernels(level).multiply_codes != nullptr && (unit == 16 || unit == 32),
@@ -43,14 +43,15 @@ std::size_t multiply_in_cache(std::size_t unit, bool has_offsets, bool in_bytes,
   const std::vector<float> scales(rows * kCodeTerms / 16, 0.5F), of_tokens(kCodeTerms / 32 * tokens, 1.0F);
   std::vector<float> out(rows * tokens);
   const CodeRows a{codes.data(), scales.data(), unit, false};
-  const WeightBytes bytes{reinterpret_cast<const std::uint8_t*>(codes.data()), scales.data(),
-                          has_offsets ? scales.data() : nullptr, 0, true};
+  const WeightBytes bytes{
+      reinterpret_cast<const std::uint8_t*>(codes.data()), scales.data(), scales.data(), offsets, 0,
+      offsets == 2 ? kLargestProduct : kLargestNibble};
   if (tiles != nullptr) tiles->open();
   for (std::size_t i = 0; i < times; ++i)
     if (in_bytes)
       (tiles == nullptr ? level_kernels(level).multiply_bytes : tiles->multiply_bytes)(
-          bytes, rows, {words.data(), totals.data(), of_tokens.data(), tokens}, tokens, kCodeTerms,
-          out.data(), tokens);
+          bytes, rows, {words.data(), totals.data(), totals.data(), of_tokens.data(), tokens}, tokens,
+          kCodeTerms, out.data(), tokens);
     else
       (tiles == nullptr ? level_kernels(level).multiply_codes : tiles->multiply_codes)(
           a, rows, {words.data(), tokens, of_tokens.data()}, tokens, kCodeTerms, out.data(), tokens);
@@ -73,7 +74,7 @@ void init_testing(nb::module_& m) {
 
   m.def("digest", [](const std::string& simd) { return digest_of(parse_simd(simd)); }, "simd"_a);
 
-  m.def("multiply_in_cache", &multiply_in_cache, "unit"_a, "has_offsets"_a, "in_bytes"_a, "times"_a);
+  m.def("multiply_in_cache", &multiply_in_cache, "unit"_a, "offsets"_a, "in_bytes"_a, "times"_a);
 
   m.def("refuse_enters", &refuse_enters, "count"_a);
   m.def("hang_reads", &hang_reads, "count"_a, "after"_a = 0);

@@ -2,8 +2,8 @@
 // make weights such codes; included, as kernels_impl.h is, by the levels of x86, behind
 // row_codecs_inputs_impl.h and eight_x86.h. `Vec`: of kernels_impl.h. `Ints` (row_codecs_inputs_impl.h) has
 // load and everywhere (one word) besides. `Words` and `Bytes`: products of a word's codes, two or four; Code,
-// kStep (codes a word), kTogether (words whose products are summed together, of nibbles kNibblesTogether),
-// first, add, and End, which adds such a sum to others.
+// kStep (codes a word), kTogether (words whose products are summed together; of nibbles kNibblesTogether, of
+// codes times factors kProductsTogether), first, add, and End, which adds such a sum to others.
 //
 // Every index of a tile's sums is a constant from the start: of loops a compiler stores the sums at every
 // step. Totals are in memory, at constant places.
@@ -55,23 +55,31 @@ __attribute__((noinline)) void multiply_code_tile(const CodeRows& a, const CodeC
 
 namespace {  // as Ints are
 
-template <std::size_t V, bool kOffsets, std::size_t kTogether, std::size_t... I>
+template <std::size_t V, std::size_t kOffsets, std::size_t kTogether, std::size_t... I>
 __attribute__((noinline)) void multiply_byte_tile(const WeightBytes& a, const InputBytes& b,
                                                   std::size_t terms, float* c, std::size_t c_row,
                                                   std::index_sequence<I...> each) {
-  constexpr std::size_t kScales = kCodeTerms / 16, kUnits = kCodeTerms / 32, kWidth = Vec::kWidth;
+  constexpr std::size_t kScales = kCodeTerms / 16, kWidth = Vec::kWidth;
   constexpr std::size_t kTerms = Bytes::kStep * kTogether;
   alignas(64) float total[sizeof...(I) * kWidth];
   (Vec::load_f32(c + I / V * c_row + I % V * kWidth).store(total + I * kWidth), ...);
   for (std::size_t u = 0; u < terms / 32; ++u) {
-    Vec scale[V], sums[V];
+    Vec scale[V], sums[2][V];
     Ints less[V], sum[sizeof...(I)];
     for (std::size_t v = 0; v < V; ++v) {
-      const Ints totals =
-          Ints::load(reinterpret_cast<const std::uint32_t*>(b.totals) + u * b.row + v * kWidth);
+      const auto at = [&](const std::int32_t* of) {
+        return Ints::load(reinterpret_cast<const std::uint32_t*>(of) + u * b.row + v * kWidth);
+      };
+      const Ints totals = at(b.totals);
       scale[v] = Vec::load_f32(b.scales + u * b.row + v * kWidth);
-      sums[v] = totals.floats() * scale[v];
-      less[v] = kOffsets ? Ints::zero() : totals * Ints::set(-a.zero);
+      if constexpr (kOffsets == 2) {
+        const Ints firsts = at(b.firsts);
+        sums[0][v] = firsts.floats() * scale[v];
+        sums[1][v] = (totals - firsts).floats() * scale[v];
+      } else {
+        sums[0][v] = totals.floats() * scale[v];
+      }
+      less[v] = kOffsets != 0 ? Ints::zero() : totals * Ints::set(-a.zero);
     }
     ((sum[I] = less[I % V]), ...);
     for (std::size_t part = 0, first = u * 32; part < 32 / kTerms; ++part, first += kTerms)
@@ -80,7 +88,8 @@ __attribute__((noinline)) void multiply_byte_tile(const WeightBytes& a, const In
     const auto add = [&](std::size_t i) {
       float* at = total + i * kWidth;
       Vec to = Vec::load_f32(at);
-      if constexpr (kOffsets) to = fma(sums[i % V], Vec::set(a.offsets[i / V * kUnits + u]), to);
+      for (std::size_t h = 0; h < kOffsets; ++h)
+        to = fma(sums[h][i % V], Vec::set(a.offsets[i / V * kScales + kOffsets * u + h]), to);
       fma(sum[i].floats() * scale[i % V], Vec::set(a.scales[i / V * kScales + u]), to).store(at);
     };
     (add(I), ...);
@@ -96,22 +105,28 @@ inline void multiply_rows(const CodeRows& a, std::size_t r, const CodeColumns& b
   const CodeRows from{a.codes + r * kCodeTerms, a.scales + r * (kCodeTerms / 16), a.unit, a.is_wide};
   multiply_code_tile<V>(from, b, terms, c + r * c_row, c_row, std::make_index_sequence<R * V>());
 }
+inline WeightBytes from_row(const WeightBytes& a, std::size_t r) {
+  WeightBytes from = a;
+  from.codes += r * kCodeTerms;
+  from.scales += r * (kCodeTerms / 16);
+  from.offsets += r * (kCodeTerms / 16);
+  return from;
+}
 template <std::size_t R, std::size_t V>
 inline void multiply_rows(const WeightBytes& a, std::size_t r, const InputBytes& b, std::size_t terms,
                           float* c, std::size_t c_row) {
   constexpr auto kTile = std::make_index_sequence<R * V>();
   constexpr std::size_t kFew = Bytes::kTogether, kMany = Bytes::kNibblesTogether;
-  WeightBytes from = a;
-  from.codes += r * kCodeTerms;
-  from.scales += r * (kCodeTerms / 16);
-  if (a.offsets != nullptr) from.offsets += r * (kCodeTerms / 32);
-  if (a.offsets == nullptr) {
-    a.in_nibbles ? multiply_byte_tile<V, false, kMany>(from, b, terms, c + r * c_row, c_row, kTile)
-                 : multiply_byte_tile<V, false, kFew>(from, b, terms, c + r * c_row, c_row, kTile);
-  } else {
-    a.in_nibbles ? multiply_byte_tile<V, true, kMany>(from, b, terms, c + r * c_row, c_row, kTile)
-                 : multiply_byte_tile<V, true, kFew>(from, b, terms, c + r * c_row, c_row, kTile);
-  }
+  const WeightBytes from = from_row(a, r);
+  const bool in_nibbles = a.largest <= kLargestNibble;
+  if (a.each == 2)
+    multiply_byte_tile<V, 2, Bytes::kProductsTogether>(from, b, terms, c + r * c_row, c_row, kTile);
+  else if (a.each == 1)
+    in_nibbles ? multiply_byte_tile<V, 1, kMany>(from, b, terms, c + r * c_row, c_row, kTile)
+               : multiply_byte_tile<V, 1, kFew>(from, b, terms, c + r * c_row, c_row, kTile);
+  else
+    in_nibbles ? multiply_byte_tile<V, 0, kMany>(from, b, terms, c + r * c_row, c_row, kTile)
+               : multiply_byte_tile<V, 0, kFew>(from, b, terms, c + r * c_row, c_row, kTile);
 }
 
 template <std::size_t V, typename Rows, typename Columns>
@@ -128,7 +143,7 @@ inline CodeColumns from_column(const CodeColumns& b, std::size_t n) {
   return {b.pairs + n, b.row, b.scales + n};
 }
 inline InputBytes from_column(const InputBytes& b, std::size_t n) {
-  return {b.words + n, b.totals + n, b.scales + n, b.row};
+  return {b.words + n, b.totals + n, b.firsts + n, b.scales + n, b.row};
 }
 
 template <typename Rows, typename Columns>
@@ -220,19 +235,29 @@ template <typename Units, bool kBytes = false>
 void unpack_codes(const void* vector, std::size_t k, std::size_t first, std::size_t units, void* codes,
                   float* scales, float* offsets) {
   static_assert(kBytes || !Units::kMinimums, "products of 16 bits take no minimums");
-  static_assert(!kBytes || (Units::kScales == 1 && Units::kBits <= 5), "such bytes are too large");
+  static_assert(!kBytes || Units::kFactorsAlong || (Units::kScales == 1 && Units::kBits <= 5),
+                "such bytes are too large");
   const auto row = Units::at(vector, k);
   const std::size_t u = first / kCodeUnit;
-  Units::scales(row, u).store(scales);
-  if constexpr (Units::kScales == 2) Units::later_scales(row, u).store(scales + kScaled);
+  if constexpr (kBytes && Units::kFactorsAlong) {
+    Units::shared(row, u).store(scales);
+  } else {
+    Units::scales(row, u).store(scales);
+    if constexpr (Units::kScales == 2) Units::later_scales(row, u).store(scales + kScaled);
+  }
   if constexpr (Units::kMinimums) Units::minimums(row, u).store(offsets);
+  if constexpr (Units::kMinimums && Units::kScales == 2)
+    Units::later_minimums(row, u).store(offsets + kScaled);
   const std::uint8_t* from = row.codes + u * kCodeUnit * Units::kBits / 8;
   auto* to = static_cast<__m256i*>(codes);
   // Of the terms that come next, behind those of other rows.
   for (std::size_t line = 0; line < kCodeTerms * Units::kBits / 8; line += kCacheLine)
     __builtin_prefetch(from + kCodeTerms * Units::kBits / 8 + line, 0, 2);
   for (std::size_t i = 0; i < units; ++i, from += kCodeUnit * Units::kBits / 8) {
-    if constexpr (kBytes) {
+    if constexpr (kBytes && Units::kFactorsAlong) {
+      const std::int8_t* factors = row.factors + 2 * (u + i);
+      _mm256_storeu_si256(to++, Eight::times(byte_codes<Units>(from), factors[0], factors[1]));
+    } else if constexpr (kBytes) {
       _mm256_storeu_si256(to++, byte_codes<Units>(from));
     } else {
       const __m256i bytes = signed_codes<Units>(from);

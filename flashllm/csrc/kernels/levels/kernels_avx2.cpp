@@ -298,7 +298,7 @@ struct Words {
 };
 struct Bytes : Words {
   using Code = std::uint8_t;
-  static constexpr std::size_t kStep = 4, kTogether = 8, kNibblesTogether = 8;
+  static constexpr std::size_t kStep = 4, kTogether = 8, kNibblesTogether = 8, kProductsTogether = 8;
   static Ints first(Ints a, Ints b, Ints to) { return add(a, b, to); }
   static Ints add(Ints a, Ints b, Ints sum) { return {_mm256_dpbusd_avx_epi32(sum.v, a.v, b.v)}; }
 };
@@ -318,9 +318,10 @@ struct Words {
 // Sums of 16 bits: of a word's first two products, and of the others.
 struct Bytes {
   using Code = std::uint8_t;
-  static constexpr std::size_t kStep = 4, kTogether = 4, kNibblesTogether = 8;
+  static constexpr std::size_t kStep = 4, kTogether = 4, kNibblesTogether = 8, kProductsTogether = 2;
   static_assert(2 * kTogether * kLargestByte * 127 < 1 << 15 &&
-                    2 * kNibblesTogether * kLargestNibble * 127 < 1 << 15,
+                    2 * kNibblesTogether * kLargestNibble * 127 < 1 << 15 &&
+                    2 * kProductsTogether * kLargestProduct * 127 < 1 << 15,
                 "sums must fit 16 bits");
   static Ints first(Ints a, Ints b, Ints) { return {_mm256_maddubs_epi16(a.v, b.v)}; }
   static Ints add(Ints a, Ints b, Ints sum) {

@@ -300,7 +300,7 @@ struct Words {
 };
 struct Bytes : Words {
   using Code = std::uint8_t;
-  static constexpr std::size_t kStep = 4, kTogether = 8, kNibblesTogether = 8;
+  static constexpr std::size_t kStep = 4, kTogether = 8, kNibblesTogether = 8, kProductsTogether = 8;
   static Ints first(Ints a, Ints b, Ints to) { return add(a, b, to); }
   static Ints add(Ints a, Ints b, Ints sum) { return {_mm512_dpbusd_epi32(sum.v, a.v, b.v)}; }
 };

@@ -182,11 +182,11 @@ inline void unit_sums(const WeightBytes& a, const InputBytes& b, std::size_t u, 
   _tile_stored(0, to, kRowNbytes);
 }
 
-template <bool kOffsets, std::size_t... I>
+template <std::size_t kOffsets, std::size_t... I>
 __attribute__((noinline)) void multiply_byte_tile(const WeightBytes& a, std::size_t rows, const InputBytes& b,
                                                   std::size_t terms, float* c, std::size_t c_row,
                                                   std::index_sequence<I...>) {
-  constexpr std::size_t kScales = kCodeTerms / 16, kOffsetRow = kCodeTerms / 32, kRing = 2 * kAhead;
+  constexpr std::size_t kScales = kCodeTerms / 16, kRing = 2 * kAhead;
   alignas(64) std::int32_t sums[kRing][kTileSums];
   __m512 total[kRows];
   ((total[I] = I < rows ? _mm512_loadu_ps(c + I * c_row) : _mm512_setzero_ps()), ...);
@@ -197,11 +197,16 @@ __attribute__((noinline)) void multiply_byte_tile(const WeightBytes& a, std::siz
     if (u + kAhead < units) unit_sums(a, b, u + kAhead, sums[(u + kAhead) % kRing]);
     const std::int32_t* of = sums[u % kRing];
     const __m512 scale = _mm512_loadu_ps(b.scales + u * b.row);
-    const __m512 totals =
-        kOffsets ? _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(b.totals + u * b.row)), scale)
-                 : _mm512_setzero_ps();
+    const __m512i totals = _mm512_loadu_si512(b.totals + u * b.row),
+                  firsts = _mm512_loadu_si512(b.firsts + u * b.row);
+    const auto scaled = [&](__m512i of_inputs) {
+      return _mm512_mul_ps(_mm512_cvtepi32_ps(of_inputs), scale);
+    };
+    const __m512 sums_of[] = {scaled(kOffsets == 2 ? firsts : totals),
+                              scaled(_mm512_sub_epi32(totals, firsts))};
     const auto add = [&](std::size_t i, __m512 to) {
-      if constexpr (kOffsets) to = _mm512_fmadd_ps(totals, _mm512_set1_ps(offsets[i * kOffsetRow + u]), to);
+      for (std::size_t h = 0; h < kOffsets; ++h)
+        to = _mm512_fmadd_ps(sums_of[h], _mm512_set1_ps(offsets[i * kScales + kOffsets * u + h]), to);
       const __m512 sum = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_load_si512(of + i * kWidth)), scale);
       return _mm512_fmadd_ps(sum, _mm512_set1_ps(scales[i * kScales + u]), to);
     };
@@ -216,18 +221,19 @@ __attribute__((noinline)) void multiply_byte_tile(const WeightBytes& a, std::siz
 void multiply_bytes(const WeightBytes& a, std::size_t rows, const InputBytes& b, std::size_t width,
                     std::size_t terms, float* c, std::size_t c_row) {
   for (std::size_t n = 0; n < width; n += kWidth) {
-    const InputBytes columns{b.words + n, b.totals + n, b.scales + n, b.row};
+    const InputBytes columns{b.words + n, b.totals + n, b.firsts + n, b.scales + n, b.row};
     for (std::size_t r = 0; r < rows; r += kRows) {
       WeightBytes of = a;
       of.codes += r * kCodeTerms;
       of.scales += r * (kCodeTerms / 16);
+      of.offsets += r * (kCodeTerms / 16);
       float* to = c + r * c_row + n;
-      if (a.offsets == nullptr) {
-        multiply_byte_tile<false>(of, rows - r, columns, terms, to, c_row, kEachRow);
-      } else {
-        of.offsets += r * (kCodeTerms / 32);
-        multiply_byte_tile<true>(of, rows - r, columns, terms, to, c_row, kEachRow);
-      }
+      if (a.each == 0)
+        multiply_byte_tile<0>(of, rows - r, columns, terms, to, c_row, kEachRow);
+      else if (a.each == 1)
+        multiply_byte_tile<1>(of, rows - r, columns, terms, to, c_row, kEachRow);
+      else
+        multiply_byte_tile<2>(of, rows - r, columns, terms, to, c_row, kEachRow);
     }
   }
 }

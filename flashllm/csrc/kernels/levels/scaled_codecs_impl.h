@@ -100,6 +100,7 @@ struct Codes {
   static constexpr bool kMinimums = kShape.has_minimum, kOfTable = kShape.of_table();
   static constexpr const CodeTable& kTable = kShape.table;
   static constexpr int kZero = zero_of_bytes(kShape);
+  static constexpr bool kFactorsAlong = takes_factors_along(kCodec);
 
   // What lies as far on in another vector.
   template <typename Row>
@@ -215,6 +216,10 @@ struct Carried : Codes<kCodec> {
   // Of two scales a unit: those of its last kScaled / 2 units.
   static Eight later_scales(const Row& row, std::size_t u) {
     return of_units(row.scales, row.factors + kScaled, u);
+  }
+  // What factors of kScaled units from u on multiply.
+  static Eight shared(const Row& row, std::size_t u) {
+    return Eight::set(Vec::half(row.scales[u / kScaled]));
   }
   static Eight minimums(const Row& row, std::size_t u) {
     return of_units(row.minimums, row.minimum_factors, u);
