@@ -49,7 +49,7 @@ SPARSE = (4096, 16384, 0.10, 4)  # d_model, d_ff, share active, layers cached
 ATTENTION = [(32, 32, 128, n) for n in (128, 512, 2048)] + [(32, 4, 128, 4096)]  # heads, of keys; width; positions
 PROMPT = (128, 16384, 4096)  # tokens, rows, columns
 PASS_TOKENS, PROMPT_TOKENS = (1, 2, 4, 8), (32, 128, 256)
-# (encoding, inputs): codes that share a scale, whether they have minimums, whether a prompt's inputs are bytes
+# (encoding, inputs): codes that share a scale, minimums of a unit of 32, whether a prompt's inputs are bytes
 TOKENS = {
     ("int4_32", "int8"): (32, 0, True),
     ("int4_32_min", "int8"): (32, 1, True),

@@ -158,6 +158,16 @@ def test_a_prompt_is_multiplied_in_codes_with_the_same_bits_wherever_codes_are(n
         np.testing.assert_array_equal(np.delete(broken, 3, 0), np.delete(whole, 3, 0))
 
 
+def test_factors_that_would_be_no_bytes_with_their_codes_are_refused():
+    code = CARRIED_CODES["q2_k"]
+    scales = {name: np.ones((1, 256 // each), dtype) for name, (each, dtype) in code.form.parts().items()}
+    vectors = Quantised(form=code.form, codes=np.zeros((1, 256), np.int8), scales=scales)
+    code.pack(vectors)
+    scales["factors"][0, 3] = 16
+    with pytest.raises(ValueError, match="factors of q2_k are at most 15"):
+        code.pack(vectors)
+
+
 def test_inputs_that_are_rounded_already_are_multiplied_as_they_are():
     for length in LENGTHS:
         rows, x = encoded("ternary", 21, length, seed=length), rounded(random(33, length, seed=1), "int8", "ternary")
