@@ -136,17 +136,29 @@ Word number_at(const std::uint8_t* p) {
   return number;
 }
 
-// Eight signs of which seven are stored: an even number of weights is negative.
-std::uint8_t even_signs(unsigned seven) {
-  return static_cast<std::uint8_t>(seven | static_cast<unsigned>(__builtin_parity(seven)) << 7);
+// Every eight signs, a bit `place` of each byte. Where seven are stored, an even number of weights is
+// negative.
+template <std::size_t stored>
+constexpr std::array<std::uint64_t, std::size_t{1} << stored> signs_at(unsigned place) {
+  std::array<std::uint64_t, std::size_t{1} << stored> signs{};
+  for (unsigned number = 0; number < signs.size(); ++number) {
+    const unsigned eight =
+        stored == 8 ? number : number | static_cast<unsigned>(__builtin_parity(number)) << 7;
+    for (unsigned i = 0; i < 8; ++i) signs[number] |= std::uint64_t{eight >> i & 1} << (8 * i + place);
+  }
+  return signs;
 }
 
-// Of eight weights: the levels, and above them their signs.
-template <unsigned kLevelBits>
-void put(std::uint64_t levels, std::uint8_t signs, std::size_t word, BlockCodes& codes) {
-  levels |= bits_apart<kLevelBits>(signs);
+constexpr auto kEvenSigns2 = signs_at<7>(2), kEvenSigns3 = signs_at<7>(3);
+constexpr auto kSigns2 = signs_at<8>(2), kSigns3 = signs_at<8>(3);
+
+// Of eight weights.
+void put(std::uint64_t levels, std::uint64_t signs, std::size_t word, BlockCodes& codes) {
+  levels |= signs;
   std::memcpy(codes + 8 * word, &levels, sizeof levels);
 }
+// An eighth less of each of eight levels, where `less` is 1.
+std::uint64_t eighths(unsigned less) { return less * in_each(4); }
 std::uint64_t two(std::uint32_t first, std::uint32_t second) { return first | std::uint64_t{second} << 32; }
 
 // Factors are odd.
@@ -166,7 +178,7 @@ void iq3_s(const std::uint8_t* block, BlockCodes& codes, BlockScales& scales) {
     const auto point = [&](std::size_t i) {
       return kIq3SPoints[lower[i] | (upper[i / 8] >> i % 8 & 1U) << 8];
     };
-    put<3>(two(point(2 * w), point(2 * w + 1)), signs[w], w, codes);
+    put(two(point(2 * w), point(2 * w + 1)), kSigns3[signs[w]], w, codes);
   }
 }
 
@@ -177,8 +189,8 @@ void iq3_xxs(const std::uint8_t* block, BlockCodes& codes, BlockScales& scales) 
     const auto signs = number_at<std::uint32_t>(block + 66 + 4 * group);
     scales.factors[group] = odd(signs >> 28);
     for (std::size_t i = 0; i < 4; ++i, points += 2)
-      put<3>(two(kIq3XxsPoints[points[0]], kIq3XxsPoints[points[1]]), even_signs(signs >> 7 * i & 127),
-             4 * group + i, codes);
+      put(two(kIq3XxsPoints[points[0]], kIq3XxsPoints[points[1]]), kEvenSigns3[signs >> 7 * i & 127],
+          4 * group + i, codes);
   }
 }
 
@@ -189,7 +201,7 @@ void iq2_xxs(const std::uint8_t* block, BlockCodes& codes, BlockScales& scales) 
     const auto signs = number_at<std::uint32_t>(points + 4);
     scales.factors[group] = odd(signs >> 28);
     for (std::size_t i = 0; i < 4; ++i)
-      put<2>(kIq2XxsPoints[points[i]], even_signs(signs >> 7 * i & 127), 4 * group + i, codes);
+      put(kIq2XxsPoints[points[i]], kEvenSigns2[signs >> 7 * i & 127], 4 * group + i, codes);
   }
 }
 
@@ -198,7 +210,7 @@ void iq2_xs(const std::uint8_t* block, BlockCodes& codes, BlockScales& scales) {
   nibble_factors<16>(block + 66, scales);
   for (std::size_t w = 0; w < kWords; ++w) {
     const auto stored = number_at<std::uint16_t>(block + 2 + 2 * w);
-    put<2>(kIq2XsPoints[stored & 511], even_signs(stored >> 9), w, codes);
+    put(kIq2XsPoints[stored & 511], kEvenSigns2[stored >> 9], w, codes);
   }
 }
 
@@ -207,7 +219,7 @@ void iq2_s(const std::uint8_t* block, BlockCodes& codes, BlockScales& scales) {
   scales.scale = number_at<std::uint16_t>(block);
   nibble_factors<16>(block + 74, scales);
   for (std::size_t w = 0; w < kWords; ++w)
-    put<2>(kIq2SPoints[lower[w] | (upper[w / 4] >> 2 * (w % 4) & 3U) << 8], signs[w], w, codes);
+    put(kIq2SPoints[lower[w] | (upper[w / 4] >> 2 * (w % 4) & 3U) << 8], kSigns2[signs[w]], w, codes);
 }
 
 void iq1_s(const std::uint8_t* block, BlockCodes& codes, BlockScales& scales) {
@@ -217,7 +229,7 @@ void iq1_s(const std::uint8_t* block, BlockCodes& codes, BlockScales& scales) {
     const auto upper = number_at<std::uint16_t>(block + 34 + 2 * group);
     scales.factors[group] = odd(upper >> 12 & 7);
     for (std::size_t w = 4 * group, shift = 0; shift < 12; ++w, shift += 3)
-      put<2>(kIq1Points[lower[w] | (upper >> shift & 7U) << 8], upper >> 15 != 0 ? 255 : 0, w, codes);
+      put(kIq1Points[lower[w] | (upper >> shift & 7U) << 8], eighths(upper >> 15), w, codes);
   }
 }
 
@@ -231,7 +243,7 @@ void iq1_m(const std::uint8_t* block, BlockCodes& codes, BlockScales& scales) {
   }
   for (std::size_t w = 0; w < kWords; ++w) {
     const unsigned four = upper[w / 2] >> 4 * (w % 2) & 15;
-    put<2>(kIq1Points[lower[w] | (four & 7) << 8], four >= 8 ? 255 : 0, w, codes);
+    put(kIq1Points[lower[w] | (four & 7) << 8], eighths(four >> 3), w, codes);
   }
 }
 
