@@ -13,7 +13,7 @@ READER = ["--file-size", "1MiB", "--sizes", "512B,4KiB", "--threads", "2", "--ro
 @pytest.mark.parametrize(
     ("script", "arguments", "figures", "compared"),
     [
-        ("kernels/kernels.py", ["--tiny", "--threads", "1", "--seconds", "0.001"], 67, "percent_of_roof"),
+        ("kernels/kernels.py", ["--tiny", "--threads", "1", "--seconds", "0.001"], 68, "percent_of_roof"),
         ("kernels/attention.py", ["--tiny", "--threads", "1", "--rounds", "1"], 3, "ratio"),
         ("io/reader.py", [*READER, "--queue-depths", ""], 3, "percent_of_roof"),
     ],

@@ -35,10 +35,11 @@ void nibbles(const std::uint8_t* packed, std::uint8_t* codes) {
   }
 }
 
-// Bit k of a byte is the fifth one of code k of eight.
+// Bit k of a byte is the fifth one of code k of eight. By itself in byte k, it carries into that one's top.
 void fifth_bits(const std::uint8_t* packed, std::uint8_t* codes) {
   for (std::size_t i = 0; i < 4; ++i, codes += 8) {
-    const std::uint64_t word = eight(codes) | bits_apart<4>(packed[i]);
+    const std::uint64_t apart = packed[i] * in_each(1) & 0x8040201008040201;
+    const std::uint64_t word = eight(codes) | ((apart + in_each(0x7F)) & in_each(0x80)) >> 3;
     std::memcpy(codes, &word, 8);
   }
 }

@@ -71,11 +71,4 @@ inline std::uint64_t eight(const std::uint8_t* bytes) {
   std::memcpy(&word, bytes, 8);
   return word;
 }
-// Bit k of eight into byte k, from `place` on. By itself in byte k, it carries into that one's top.
-template <unsigned place>
-inline std::uint64_t bits_apart(std::uint8_t bits) {
-  const std::uint64_t apart = bits * in_each(1) & 0x8040201008040201;
-  return ((apart + in_each(0x7F)) & in_each(0x80)) >> (7 - place);
-}
-
 }  // namespace flashllm
