@@ -139,7 +139,7 @@ struct WeightBytes {
   const float* offsets;       // [rows, kCodeTerms / 16], of which those of a unit each are set
   std::size_t each;           // offsets of a unit: 0 to 2; where there are some, `zero` is 0
   int zero;
-  std::uint8_t largest;  // of these three, which no code is above
+  std::uint8_t largest;  // one of these three; no code is above it
 };
 struct InputBytes {
   const std::uint32_t* words;           // four terms to a word: [terms / 4]

@@ -52,9 +52,9 @@ struct Eight {
         _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
     return _mm256_shuffle_epi8(values, codes_of<kBits>(codes));
   }
-  // Codes of 2 bits times a factor of four for each half of a unit.
+  // Codes of 2 bits times factors of four bits, one for each half of a unit.
   static __m256i times(__m256i codes, int first, int second) {
-    const __m128i products = _mm_set1_epi32(0x03020100);  // of 1; of a factor no byte of it overflows
+    const __m128i products = _mm_set1_epi32(0x03020100);  // by 1; by a factor, no byte of it overflows
     const __m128i by[] = {_mm_mullo_epi32(products, _mm_set1_epi32(first)),
                           _mm_mullo_epi32(products, _mm_set1_epi32(second))};
     return _mm256_shuffle_epi8(_mm256_inserti128_si256(_mm256_castsi128_si256(by[0]), by[1], 1), codes);
