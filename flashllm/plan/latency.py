@@ -91,7 +91,7 @@ class PromptEstimate:
     tokens: int
     bytes_read: float
     read_s: float
-    products_s: float | None  # None where the rate of products of many tokens was not measured
+    products_s: float | None  # with what is unpacked; None where the rate of many tokens' products was not measured
 
     @property
     def total_s(self) -> float:
@@ -103,14 +103,16 @@ def estimate_prompt(model: ModelDir, plan: MemoryPlan, *, costs: Profile, tokens
     """The expected pass of a prompt of so many tokens. A mixture's experts count as if tokens chose independently of
     each other and all alike: real ones choose fewer."""
     architecture = model.architecture
-    missed = active = 0.0  # bytes; neurons
-    for layer, cached in enumerate(plan.cache_rows):
+    missed = active = unpacked_s = 0.0  # bytes; neurons
+    for layer, (cached, unpacked_row_s) in enumerate(zip(plan.cache_rows, _unpacked_row_s(model, costs), strict=True)):
         needed = used = float(architecture.width(layer))
         if layer in architecture.mixtures:
             share = architecture.chosen_experts / architecture.experts
             routed, shared = architecture.experts * architecture.expert_size, architecture.shared_neurons
             needed, used = routed * (1 - (1 - share) ** tokens) + shared, routed * share + shared
-        missed += max(0.0, needed - cached) * plan.layer_row_nbytes[layer]
+        rows = max(0.0, needed - cached)
+        missed += rows * plan.layer_row_nbytes[layer]
+        unpacked_s += rows * unpacked_row_s
         active += used
     shapes, parts = resident_shapes(model.config), _product_parts(model)
     resident = sum(math.prod(shapes.get(name, ())) for name in parts)
@@ -120,7 +122,7 @@ def estimate_prompt(model: ModelDir, plan: MemoryPlan, *, costs: Profile, tokens
         tokens=tokens,
         bytes_read=missed,
         read_s=missed / costs.sequential_bps,
-        products_s=None if batches is None else 2 * tokens * weights / batches.gemm.at(tokens),
+        products_s=None if batches is None else 2 * tokens * weights / batches.gemm.at(tokens) + unpacked_s,
     )
 
 
@@ -175,6 +177,13 @@ def _row_s_a_byte(rows: RowLayout, rate: Callable[[str], float]) -> float:
     return seconds / rows.row_nbytes
 
 
+def _unpacked_row_s(model: ModelDir, costs: Profile) -> list[float]:
+    """For each layer, seconds that all cores take to put a row into its place whose expert is read where it lies."""
+    architecture, in_place = model.architecture, model.manifest.in_place
+    row_s = architecture.d_model * len(model.manifest.rows.matrices) / (costs.blocks_wps * costs.threads)
+    return [row_s if lying_experts(architecture, in_place, i) else 0.0 for i in range(architecture.num_layers)]
+
+
 def estimate_token(
     model: ModelDir, plan: MemoryPlan, *, costs: Profile, choice: ReaderChoice, activity: ExpectedActivity
 ) -> TokenEstimate:
@@ -216,20 +225,13 @@ class _Rates:
             + kv_nbytes / costs.resident_bps(manifest.dtype, manifest.dtype)
         )
         self._resident_s = resident_s / self._num_layers
-        # Of a row that is read where it lies, its weights' way from blocks to the row, on all cores.
-        weights = manifest.architecture.d_model * self._matrices
-        self._unpacked_s = [
-            weights / (costs.blocks_wps * costs.threads)
-            if lying_experts(manifest.architecture, manifest.in_place, layer)
-            else 0.0
-            for layer in range(self._num_layers)
-        ]
+        self._unpacked_row_s = _unpacked_row_s(model, costs)
 
     def token(self, activity: ExpectedActivity, *, prefetch: bool) -> TokenEstimate:
         layers = [
-            self._layer(layer, rows, unpacked_s, prefetch=prefetch and index > 0)
-            for index, (layer, rows, unpacked_s) in enumerate(
-                zip(activity.layers, self._plan.cache_rows, self._unpacked_s, strict=True)
+            self._layer(layer, rows, unpacked_row_s, prefetch=prefetch and index > 0)
+            for index, (layer, rows, unpacked_row_s) in enumerate(
+                zip(activity.layers, self._plan.cache_rows, self._unpacked_row_s, strict=True)
             )
         ]
         return TokenEstimate(
@@ -248,8 +250,8 @@ class _Rates:
         """Bytes of the active neurons' rows, without the down columns of those that do not fire."""
         return (layer.active * (self._matrices - 1) + layer.firing) * self._row / self._matrices
 
-    def _layer(self, layer: LayerActivity, rows: int, unpacked_s: float, *, prefetch: bool) -> "_LayerEstimate":
-        unpacked_s *= layer.rows_read
+    def _layer(self, layer: LayerActivity, rows: int, unpacked_row_s: float, *, prefetch: bool) -> "_LayerEstimate":
+        unpacked_s = layer.rows_read * unpacked_row_s
         products_s = self._resident_s + self._touched_nbytes(layer) / self._sparse_bps + unpacked_s
         if not layer.requests:
             return _LayerEstimate(0.0, products_s, 0.0, 0.0, 0.0)

@@ -11,8 +11,8 @@ import torch
 from arch_models import Variant, make_checkpoint
 from damage import flip
 from gguf_files import HALVES, put_halves
-from planned import memory_plan
-from profiles import profile_of
+from planned import memory_plan, with_rows
+from profiles import BATCHES, profile_of
 from quantised_files import (
     MIXTURES,
     SHARING,
@@ -45,7 +45,7 @@ from flashllm.format.report.verify import verify
 from flashllm.format.rows import RowLayout, pack_rows
 from flashllm.offload.runtime.tiers.source import open_weights
 from flashllm.plan.activity import ExpectedActivity, LayerActivity
-from flashllm.plan.latency import estimate_token
+from flashllm.plan.latency import estimate_prompt, estimate_token
 from flashllm.profile.costs import ReaderChoice
 
 
@@ -221,8 +221,15 @@ def test_a_plan_counts_what_blocks_cost(quantised):
             for rate in (quick, slow)
         )
         seconds[where] = slowly - quickly
-    weights = 40 * len(plan.cache_rows) * 3 * model.architecture.d_model
-    assert seconds == {False: 0.0, True: pytest.approx(weights / 2e9, rel=1e-3)}
+    row = 3 * model.architecture.d_model
+    assert seconds == {False: 0.0, True: pytest.approx(40 * len(plan.cache_rows) * row / 2e9, rel=1e-3)}
+    nothing = with_rows(plan, [0] * len(plan.cache_rows))  # is cached; a long prompt goes to every expert
+    batches = {"batches": {model.manifest.dtype: BATCHES}}
+    quickly, slowly = (
+        estimate_prompt(model, nothing, costs=profile_of(**rate, **batches), tokens=1000).products_s
+        for rate in (quick, slow)
+    )
+    assert slowly - quickly == pytest.approx(model.architecture.neurons * row / 2e9, rel=1e-2)
 
 
 def test_a_plan_counts_codes_of_few_bits_by_weights(quantised):
