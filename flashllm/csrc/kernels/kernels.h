@@ -140,6 +140,11 @@ struct WeightBytes {
   std::size_t each;           // offsets of a unit: 0 to 2; where there are some, `zero` is 0
   int zero;
   std::uint8_t largest;  // one of these three; no code is above it
+
+  WeightBytes from_row(std::size_t r) const {
+    constexpr std::size_t kScales = kCodeTerms / 16;
+    return {codes + r * kCodeTerms, scales + r * kScales, offsets + r * kScales, each, zero, largest};
+  }
 };
 struct InputBytes {
   const std::uint32_t* words;           // four terms to a word: [terms / 4]

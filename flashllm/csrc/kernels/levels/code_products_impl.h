@@ -105,19 +105,12 @@ inline void multiply_rows(const CodeRows& a, std::size_t r, const CodeColumns& b
   const CodeRows from{a.codes + r * kCodeTerms, a.scales + r * (kCodeTerms / 16), a.unit, a.is_wide};
   multiply_code_tile<V>(from, b, terms, c + r * c_row, c_row, std::make_index_sequence<R * V>());
 }
-inline WeightBytes from_row(const WeightBytes& a, std::size_t r) {
-  WeightBytes from = a;
-  from.codes += r * kCodeTerms;
-  from.scales += r * (kCodeTerms / 16);
-  from.offsets += r * (kCodeTerms / 16);
-  return from;
-}
 template <std::size_t R, std::size_t V>
 inline void multiply_rows(const WeightBytes& a, std::size_t r, const InputBytes& b, std::size_t terms,
                           float* c, std::size_t c_row) {
   constexpr auto kTile = std::make_index_sequence<R * V>();
   constexpr std::size_t kFew = Bytes::kTogether, kMany = Bytes::kNibblesTogether;
-  const WeightBytes from = from_row(a, r);
+  const WeightBytes from = a.from_row(r);
   const bool in_nibbles = a.largest <= kLargestNibble;
   if (a.each == 2)
     multiply_byte_tile<V, 2, Bytes::kProductsTogether>(from, b, terms, c + r * c_row, c_row, kTile);

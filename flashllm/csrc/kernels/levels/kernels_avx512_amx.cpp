@@ -223,10 +223,7 @@ void multiply_bytes(const WeightBytes& a, std::size_t rows, const InputBytes& b,
   for (std::size_t n = 0; n < width; n += kWidth) {
     const InputBytes columns{b.words + n, b.totals + n, b.firsts + n, b.scales + n, b.row};
     for (std::size_t r = 0; r < rows; r += kRows) {
-      WeightBytes of = a;
-      of.codes += r * kCodeTerms;
-      of.scales += r * (kCodeTerms / 16);
-      of.offsets += r * (kCodeTerms / 16);
+      const WeightBytes of = a.from_row(r);
       float* to = c + r * c_row + n;
       if (a.each == 0)
         multiply_byte_tile<0>(of, rows - r, columns, terms, to, c_row, kEachRow);
