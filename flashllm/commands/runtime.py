@@ -94,6 +94,6 @@ def profile_drive(
         return
     if dense_token(model, plan.memory, costs=None).bytes_read:
         room = min(plan.memory.limit_nbytes - process, available)
-        measured = sorted(map(measured_as, encodings))
+        measured = sorted({measured_as(encoding)[0] for encoding in encodings})
         if failure := take_quick_profile(file, room=room, say=waiting, encodings=measured, store=config.store):
             notice(failure)

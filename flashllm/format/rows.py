@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from flashllm._core import RowFormat, xxh3_64_rows
 from flashllm.arch.spec import Architecture
 from flashllm.base.bf12 import BF12, Bf12
-from flashllm.base.codes.carried import CARRIED_CODES, PLANE_CODES, UNIT, CarriedCode, Plane, PlaneCode
+from flashllm.base.codes.carried import CARRIED_CODES, PLANE_CODES, SHARED, UNIT, CarriedCode, Plane, PlaneCode
 from flashllm.base.dtypes import WEIGHT_DTYPES, WeightDtype, cast
 from flashllm.base.group_codes import GROUP_CODES, GroupCode
 
@@ -87,13 +87,15 @@ MEASURED_ENCODINGS = tuple(name for name in ROW_ENCODINGS if name not in CARRIED
 PLANE_ENCODINGS = {code.name: _coded(code) for code in PLANE_CODES.values()}  # of down columns alone
 
 
-def measured_as(encoding: str) -> str:
-    """The encoding of `MEASURED_ENCODINGS` whose products are about as fast: a byte, or a weight where codes have fewer
-    bits than four, as these are taken apart no faster."""
+def measured_as(encoding: str) -> tuple[str, float]:
+    """The encoding of `MEASURED_ENCODINGS` whose products are about as fast, and how many bytes of it take as long as
+    one of this: more than one where codes have fewer bits than four, as these are taken apart no faster."""
     carried = CARRIED_CODES.get(encoding) or PLANE_CODES.get(encoding)
     if carried is None:
-        return encoding
-    return "int4_32" if carried.bits <= 4 else "int8_32"
+        return encoding, 1.0
+    if carried.bits >= 4:
+        return "int4_32" if carried.bits == 4 else "int8_32", 1.0
+    return "int4_32", GROUP_CODES["int4_32"].vector_nbytes(SHARED) / carried.vector_nbytes(SHARED)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -12,11 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flashllm.arch.registry import resident_shapes
-from flashllm.base.codes.carried import SHARED, CarriedCode, PlaneCode
 from flashllm.format.in_place import lying_experts
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import PREDICTORS, RESIDENT
-from flashllm.format.rows import ROW_ENCODINGS, RowEncoding, RowLayout, measured_as
+from flashllm.format.rows import RowEncoding, RowLayout, measured_as
 from flashllm.format.safetensors import read_header
 from flashllm.plan.activity import ExpectedActivity, LayerActivity
 from flashllm.plan.memory_plan import MemoryPlan
@@ -164,11 +163,8 @@ def _predictors_s(model: ModelDir, plan: MemoryPlan, costs: Profile) -> float:
 
 def _s_a_byte(encoding: RowEncoding, rate: Callable[[str], float]) -> float:
     """Seconds of products for each byte of vectors; `rate`: bytes a second by encoding that was measured."""
-    measured = ROW_ENCODINGS[measured_as(encoding.name)]
-    code, longer = encoding.code, 1.0
-    if isinstance(code, CarriedCode | PlaneCode) and code.bits < 4:
-        longer = measured.vector_items(SHARED) / encoding.vector_items(SHARED)
-    return longer / rate(measured.name)
+    measured, nbytes = measured_as(encoding.name)
+    return nbytes / rate(measured)
 
 
 def _row_s_a_byte(rows: RowLayout, rate: Callable[[str], float]) -> float:
