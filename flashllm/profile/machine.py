@@ -71,7 +71,7 @@ class Profile:
     again: float  # first read of some places ÷ a second one right after it, in time
     threads: int  # compute threads measured with
     made: str  # ISO 8601
-    blocks_wps: float = 4e9  # weights of a file's blocks that one thread puts into rows a second
+    blocks_wps: float = 4e9  # weights of a file's blocks that one thread puts into rows a second; typically so many
     system: str = ""  # processor and kernel, as `base.machine.system_name` has them
     file_nbytes: int = LEAST_FILE  # of what was read
     writes: RateCurve | None = None  # direct writes, bytes/s over bytes of one

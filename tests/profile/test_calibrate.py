@@ -56,7 +56,8 @@ def test_every_figure_is_measured(tmp_path, file, room):
     )
     assert [(reader.backend, reader.depth) for reader in costs.readers] == backends()
     assert all(reader.sizes == (4096, 8192) for reader in costs.readers)
-    assert min(costs.sequential_bps, costs.dram_bps, costs.blocks_wps, costs.again) > 0
+    assert min(costs.sequential_bps, costs.dram_bps, costs.again) > 0
+    assert costs.blocks_wps not in (0, profile_of().blocks_wps)  # the typical one, where none was measured
     assert costs.layer_overhead_s == 1e-4
     assert set(costs.gemv_bps) == set(costs.sparse_bps) == set(MEASURED_ENCODINGS)
     assert costs.writes is None or min(rate for _, rate in costs.writes.knots) > 0  # None without direct I/O
