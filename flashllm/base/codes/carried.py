@@ -206,8 +206,8 @@ class CarriedCode:
 
     @property
     def largest_factor(self) -> int:
-        """Of scales. Times codes of 2 bits it is still a byte, as prompts need (csrc/kernels/row_codecs.h,
-        takes_factors_along)."""
+        """The largest factor of a scale. A code of 2 bits times this fits a byte, and prompts multiply such bytes
+        (csrc/kernels/row_codecs.h, takes_factors_along)."""
         return 15 if self.bits == 2 else 127
 
     def vector_nbytes(self, length: int) -> int:
