@@ -250,9 +250,11 @@ class SequenceState(Closing):
             self._memory.claim(self.nbytes_to_add(length))
             try:
                 spans = self.native.restore(length, pages, prompted)
-            except ValueError as error:
+            except BaseException as error:
                 self.keep(0)
-                raise UsageError(str(error)) from error
+                if isinstance(error, ValueError):
+                    raise UsageError(str(error)) from error
+                raise
             self.in_pass = True
         filled = False
         try:

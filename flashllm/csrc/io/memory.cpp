@@ -1,6 +1,7 @@
 #include "io/memory.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdint>
@@ -18,6 +19,11 @@ namespace {
 std::atomic<bool> all_is_kept{false};
 
 }  // namespace
+
+std::size_t system_page() noexcept {
+  static const auto nbytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  return nbytes;
+}
 
 HugeBuffer::HugeBuffer(std::size_t nbytes) : size_(nbytes) {
   // Mapped a little larger, so that data_ can start on a huge-page boundary; untouched pages cost nothing.
@@ -46,16 +52,15 @@ void keep_all_memory() noexcept { all_is_kept = true; }
 
 namespace {
 
-constexpr std::uintptr_t kPage = 4096;
-
 // The whole pages inside a range.
 struct Pages {
   Pages(std::byte* data, std::size_t nbytes)
-      : start((reinterpret_cast<std::uintptr_t>(data) + kPage - 1) / kPage * kPage),
-        end((reinterpret_cast<std::uintptr_t>(data) + nbytes) / kPage * kPage) {}
+      : start((reinterpret_cast<std::uintptr_t>(data) + page - 1) / page * page),
+        end((reinterpret_cast<std::uintptr_t>(data) + nbytes) / page * page) {}
   bool empty() const { return start >= end; }
   void advise(int advice) const { madvise(reinterpret_cast<void*>(start), end - start, advice); }
 
+  const std::uintptr_t page = system_page();
   std::uintptr_t start, end;
 };
 
@@ -87,8 +92,8 @@ void populate(std::byte* data, std::size_t nbytes) {
   if (madvise(reinterpret_cast<void*>(pages.start), pages.end - pages.start, MADV_POPULATE_WRITE) == 0)
     return;
 #endif
-  for (std::uintptr_t page = pages.start; page < pages.end; page += kPage) {
-    auto* byte = reinterpret_cast<volatile unsigned char*>(page);
+  for (std::uintptr_t at = pages.start; at < pages.end; at += pages.page) {
+    auto* byte = reinterpret_cast<volatile unsigned char*>(at);
     *byte = *byte;
   }
 }

@@ -7,6 +7,9 @@
 
 namespace flashllm {
 
+// Bytes of the pages that this kernel maps and gives back: 4,096 on x86-64, up to 65,536 on ARM.
+std::size_t system_page() noexcept;
+
 class HugeBuffer {
  public:
   static constexpr std::size_t kAlignment = std::size_t{2} << 20;  // one x86-64 huge page

@@ -6,13 +6,12 @@
 #include <string>
 
 #include "io/error.h"
+#include "io/memory.h"
 #include "kernels/scratch.h"
 
 namespace flashllm {
 
 namespace {
-
-constexpr std::size_t kSystemPage = 4096;
 
 constexpr std::size_t kCheckpoints = 3;    // of a sequence: the first, which others may share, and two more
 constexpr std::size_t kPromptTokens = 16;  // of a pass that leaves a checkpoint
@@ -27,7 +26,7 @@ std::size_t pages_touched(std::size_t n) { return (n + kKvBlock - 2) / kKvBlock 
 
 std::size_t StateShape::Kind::page_nbytes(bool is_packed) const {
   const std::size_t nbytes = layers * (is_packed ? format.packed_nbytes() : format.plain_nbytes());
-  return round_up(nbytes, kSystemPage);
+  return round_up(nbytes, system_page());
 }
 
 std::size_t StateShape::Kind::first_page(std::size_t position) const {
@@ -55,7 +54,7 @@ StateShape::StateShape(const std::vector<LayerKv>& layers, std::size_t context, 
     require(layer.head_dim != 0, "a KV cache's sizes must not be zero");
     std::size_t nbytes = 1;
     for (const std::size_t factor : {layers.size(), layer.kv_heads, layer.head_dim, context + kKvBlock,
-                                     2 * sizeof(float) * kSystemPage}) {
+                                     2 * sizeof(float) * system_page()}) {
       require(nbytes <= kMost / factor, "a KV cache of these sizes exceeds the address space");
       nbytes *= factor;
     }
@@ -68,7 +67,7 @@ StateShape::StateShape(const std::vector<LayerKv>& layers, std::size_t context, 
     layers_.back().index = kinds_[kind].layers++;
   }
   require(!kinds_.empty(), "a sequence's state needs a layer with keys and values");
-  state_nbytes_ = round_up(floats * sizeof(float), kSystemPage);
+  state_nbytes_ = round_up(floats * sizeof(float), system_page());
 }
 
 const StateShape::Place& StateShape::place(std::size_t layer) const {
@@ -287,6 +286,7 @@ void SequenceState::reserve_states(std::size_t length, std::size_t from, bool be
   PagePool& pool = pool_->of_states();
   if (begins) {
     states_now_ = has_spare_states() ? std::move(states_before_) : pool.take();
+    if (states_ == nullptr) std::memset(states_now_.get(), 0, pool.page_nbytes());  // others may have had it
     states_before_ = states_;
   }
   for (const std::size_t position : recorded_of(length, from)) {
@@ -309,7 +309,6 @@ SequenceState::Recurrent SequenceState::recurrent(std::size_t layer, std::size_t
           "a state must be reserved before it is changed");
   const std::size_t at = shape().layers()[layer].state;
   float* now = reinterpret_cast<float*>(states_now_.get()) + at;
-  // Memory that was never used is zeros.
   const bool begins = position == length_ && states_ != nullptr;
   return {begins ? reinterpret_cast<const float*>(states_.get()) + at : now, now};
 }
