@@ -126,6 +126,18 @@ void a_rare_neuron_does_not_displace_a_frequent_one() {
   CHECK((likely == Ids{2, 0, 1}));
 }
 
+// Counts are floats: a server's tokens are more than these can count one by one.
+void a_long_run_goes_on_counting() {
+  constexpr int kTokens = 1 << 25;
+  FrequencyPolicy policy(2, nullptr);
+  const Ids both{0, 1}, one{1}, none;
+  for (int token = 0; token < kTokens; ++token) policy.observe(token % 2 == 0 ? both : one);
+  for (int token = 0; token < 2000; ++token) policy.observe(none);  // what was recent is forgotten
+  Ids likely{0, 1};
+  policy.sort_by_likelihood(likely);
+  CHECK((likely == Ids{1, 0}));
+}
+
 // A prompt's rows pass by: what is cached can be used until its own turn, what is kept of the rest has its
 // bytes, and where they stop coming nothing is there that did not come.
 void what_passes_by_is_kept(std::mt19937& random, const char* policy) {
@@ -181,6 +193,7 @@ void test_cache(int scale) {
   slot_table_refuses_what_does_not_fit();
   bypass_rows_come_after_the_cache();
   a_rare_neuron_does_not_displace_a_frequent_one();
+  a_long_run_goes_on_counting();
   for (int seed = 0; seed < 40 * scale; ++seed) {
     std::mt19937 random(static_cast<unsigned>(seed));
     slot_table_follows_a_set(random);

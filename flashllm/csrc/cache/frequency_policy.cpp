@@ -8,6 +8,7 @@ namespace flashllm {
 namespace {
 
 constexpr float kMaxIncrement = 1e20F;
+constexpr float kMaxTokens = 1 << 23;  // from 2^24 on, adding one to a float changes nothing
 
 }  // namespace
 
@@ -38,6 +39,10 @@ void FrequencyPolicy::observe(const std::vector<std::int32_t>& active) {
   if (increment_ > kMaxIncrement) {
     for (Counts& counts : counts_) counts.recent /= increment_;
     increment_ = 1.0F;
+  }
+  if (tokens_ >= kMaxTokens) {
+    for (Counts& counts : counts_) counts.total *= 0.5F;
+    tokens_ *= 0.5F;
   }
   weigh();
 }

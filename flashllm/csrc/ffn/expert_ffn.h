@@ -31,8 +31,11 @@ class ExpertFfn {
   // After the last tokens: `runs` says which rows are to be handed in, ascending.
   void end();
   const std::vector<RowRun>& runs() const { return runs_; }
-  // The first row that has not been.
-  std::size_t next_row() const { return run_ == runs_.size() ? 0 : runs_[run_].first_row + rows_; }
+  // The first row that has not been; behind the last run, its end.
+  std::size_t next_row() const {
+    if (runs_.empty()) return 0;
+    return run_ < runs_.size() ? runs_[run_].first_row + rows_ : runs_.back().first_row + runs_.back().count;
+  }
   // The next rows of those, none of two runs. Biases: [num_neurons] or nullptr.
   void add(const RowRun& block, const float* up_bias, const float* gate_bias);
   // After the last rows: y [count, d_model] of the tokens from `first` on. The next layer has their memory.
