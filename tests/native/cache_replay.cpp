@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <iterator>
 
-#include "cache/policies.h"
+#include "cache/cache_policy.h"
 #include "io/error.h"
 
 namespace flashllm {

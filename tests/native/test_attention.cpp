@@ -167,7 +167,7 @@ void check_packed(Dtype dtype, int bits, SimdLevel level) {
         for (std::vector<float>* side : {&seen.keys, &seen.values}) {
           view.format->unpack(side == &seen.keys ? KvBlockFormat::Side::keys : KvBlockFormat::Side::values,
                               view.packed(p / kKvBlock), h, p % kKvBlock, 1, unpacked.data(),
-                              group_kernels(level));
+                              level_kernels(level).groups);
           std::copy_n(unpacked.data(), dim, side->data() + p * seen.row + h * dim);
         }
     const AttendingToken token{q.data() + i * row, view, i + 1, few.data()};

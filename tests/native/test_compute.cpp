@@ -113,7 +113,7 @@ std::vector<float> many_tokens(int threads, SimdLevel level, Dtype dtype, std::s
   for (std::size_t part = 0; part < 2; ++part)
     ffn.finish(part, down_bias.data(), y.data() + cuts[part] * kWidth * element);
   CHECK(ffn.parts() == 0);
-  const LinearWeights up{rows.data(), kNeurons, kWidth, format.stride, dtype, bias.data()};
+  const RowMatrix up{rows.data(), kNeurons, kWidth, format.stride, codec_of(dtype), bias.data()};
   linear_many(up,
               PackedTokens(inputs, tokens, kWidth, dtype,
                            form_of_many(codec_of(dtype), InputForm::f32, dtype, kWidth, level), pool, level),

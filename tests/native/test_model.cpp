@@ -119,10 +119,7 @@ struct Whole {
       weights.blocks.back().spec.attention.rotary = settings.rotary ? 0 : -1;
       weights.blocks.back().spec.norms = settings.rotary ? NormPlace::sum : NormPlace::input;
     }
-    model =
-        std::make_unique<Model>(spec, weights, *stream, nullptr, pool, counters, best_simd_level(), [this] {
-          if (checks_left-- == 0) throw std::runtime_error("interrupted");
-        });
+    model = std::make_unique<Model>(spec, weights, *stream, nullptr, pool, counters, best_simd_level());
   }
   static std::vector<RowSource> layers(const Flash& flash) {
     return {kLayers, {{kNeurons, 1}, kOffset, kStride, flash.sums.data()}};
@@ -138,7 +135,9 @@ struct Whole {
   }
   void run(const std::vector<Token>& tokens, Pass pass, const std::vector<std::size_t>& wanted, float* logits,
            std::size_t stretches = 0) {
-    RunningPass(*model, tokens, pass, wanted, logits, nullptr, 0, stretches).advance([] { return false; });
+    RunningPass(*model, tokens, pass, wanted, logits, check, nullptr, 0, stretches).advance([] {
+      return false;
+    });
   }
 
   std::mt19937 random{31};
@@ -154,6 +153,9 @@ struct Whole {
       StateShape(std::vector<LayerKv>(kLayers, {kKvHeads, kHeadDim, 0}), kContext, kContext, Dtype::f32));
   std::unique_ptr<Model> model;
   int checks_left = -1;
+  const std::function<void()> check = [this] {
+    if (checks_left-- == 0) throw std::runtime_error("interrupted");
+  };
 };
 
 std::vector<std::int32_t> ids_of(std::size_t n, unsigned seed) {
@@ -222,7 +224,8 @@ void waiting_changes_nothing(const Flash& flash, bool rotary) {
     std::vector<Token> tokens;
     for (std::size_t i = 0; i < of.size(); ++i) tokens.push_back({&state, i, of[i]});
     return std::make_unique<RunningPass>(*whole.model, tokens, Pass::prompt,
-                                         std::vector<std::size_t>{of.size() - 1}, logits, nullptr, 0, 2);
+                                         std::vector<std::size_t>{of.size() - 1}, logits, whole.check,
+                                         nullptr, 0, 2);
   };
   std::vector<float> logits(3 * kVocab);
   const auto one = begin(*first, ids, logits.data()), two = begin(*second, others, logits.data() + kVocab);

@@ -4,6 +4,7 @@
 
 #include "attention_fixture.h"
 #include "io/error.h"
+#include "kernels/levels/levels.h"
 
 namespace {
 
@@ -76,10 +77,9 @@ struct Rows {
     float row[2][16];
     for (std::size_t head = 0; head < kKvHeads; ++head) {
       const std::byte* page = view.packed(position / kKvBlock);
-      const GroupKernels& kernels = group_kernels(SimdLevel::scalar);
       for (const auto side : {KvBlockFormat::Side::keys, KvBlockFormat::Side::values})
         view.format->unpack(side, page, head, position % kKvBlock, 1, row[static_cast<std::size_t>(side)],
-                            kernels);
+                            level_kernels(SimdLevel::scalar).groups);
       for (std::size_t i = 0; i < kHeadDim; ++i)
         for (std::size_t side = 0; side < 2; ++side)
           CHECK(std::fabs(row[side][i] - of(position, layer)[side * kRow + head * kHeadDim + i]) < 0.03F);

@@ -47,7 +47,7 @@ class TileAttention {
                    ? level_kernels(level).pairs
                    : nullptr),
         wide_kernels_(kernel_table(level, Dtype::f32)),
-        group_kernels_(group_kernels(level)),
+        group_kernels_(level_kernels(level).groups),
         depth_(round_up(pairs_ != nullptr ? shape.out_dim() : shape.row_of_value(), kPad)),
         panel_(pairs_ != nullptr ? std::numeric_limits<std::size_t>::max() / kPad * kPad : attention_.panel),
         queries_(shape.head_dim * round_up(most_columns, kPad)),
@@ -206,8 +206,7 @@ class TileAttention {
         column += wide;
       }
     }
-    if (shape_.softcap != 0.0F)
-      for (std::size_t k = 0; k < n; ++k) cap_scores(shape_, scores + k * width_, width);
+    for (std::size_t k = 0; k < n; ++k) cap_scores(shape_, scores + k * width_, width);
     if (shape_.alibi == nullptr) return;
     const std::size_t first = static_cast<std::size_t>(scores - scores_.get());
     for (std::size_t i = 0; i < std::min(width, columns_ - std::min(columns_, first)); ++i) {
@@ -322,7 +321,7 @@ class TileAttention {
   MultiplyAdd multiply_add_;
   const PairKernels* pairs_;         // nullptr: rows are widened to fp32
   const KernelTable& wide_kernels_;  // of fp32
-  const GroupKernels& group_kernels_;
+  const GroupKernels* group_kernels_;
   std::size_t depth_;  // elements of values that are added, padded
   std::size_t panel_;
   Scratch<float> queries_, scores_, sums_, state_, keys_, values_, zeros_;

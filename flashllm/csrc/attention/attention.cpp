@@ -33,7 +33,7 @@ class CachedRows {
         ahead_(round_up(kAhead / plain_nbytes_, kTogether)),
         plain_(kernel_table(level, shape.dtype)),
         wide_(kernel_table(level, Dtype::f32)),
-        group_kernels_(group_kernels(level)),
+        group_kernels_(level_kernels(level).groups),
         unpacked_(kv_.format == nullptr ? 0 : kTogether * kv_.format->unpacked_row()) {}
 
   struct Run {
@@ -79,7 +79,7 @@ class CachedRows {
   const KvView& kv_;
   std::size_t kv_head_, length_, plain_from_, plain_nbytes_, ahead_;
   const KernelTable &plain_, &wide_;
-  const GroupKernels& group_kernels_;
+  const GroupKernels* group_kernels_;
   Scratch<float> unpacked_;
 };
 
@@ -115,6 +115,17 @@ void add_heaviest(const CachedRows& cached, const float* weights, std::size_t fi
     if (++n == kTogether) add();
   }
   add();
+}
+
+// The weights of a head's values, out of its scores of the `seen` positions from `first` on, in place; with
+// sinks there is room for one score more.
+void raise_and_weigh(const AttentionShape& shape, std::size_t head, std::size_t first, std::size_t seen,
+                     float* scores, Softmax softmax) {
+  cap_scores(shape, scores, seen);
+  if (shape.alibi != nullptr)
+    for (std::size_t i = 0; i < seen; ++i) scores[i] += shape.alibi->bias(head, first + i, first + seen - 1);
+  if (shape.sinks != nullptr) scores[seen] = shape.sinks[head];
+  softmax(scores, seen + (shape.sinks == nullptr ? 0 : 1));
 }
 
 // Some heads that share a KV head, for one token. scores: [heads and one more, positions seen, and the sink]
@@ -173,15 +184,6 @@ void cap_scores(const AttentionShape& shape, float* scores, std::size_t n) {
   if (shape.softcap == 0.0F) return;
   const float factor = 1.0F / shape.softcap;
   for (std::size_t i = 0; i < n; ++i) scores[i] = shape.softcap * std::tanh(scores[i] * factor);
-}
-
-void raise_and_weigh(const AttentionShape& shape, std::size_t head, std::size_t first, std::size_t seen,
-                     float* scores, Softmax softmax) {
-  cap_scores(shape, scores, seen);
-  if (shape.alibi != nullptr)
-    for (std::size_t i = 0; i < seen; ++i) scores[i] += shape.alibi->bias(head, first + i, first + seen - 1);
-  if (shape.sinks != nullptr) scores[seen] = shape.sinks[head];
-  softmax(scores, seen + (shape.sinks == nullptr ? 0 : 1));
 }
 
 void attend_each(const AttentionShape& shape, const AttendingToken* tokens, std::size_t n, ThreadPool& pool,

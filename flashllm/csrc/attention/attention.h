@@ -82,11 +82,6 @@ struct AttentionShape {
 // The soft cap of n scores, in place. Nothing where the shape has none.
 void cap_scores(const AttentionShape& shape, float* scores, std::size_t n);
 
-// The weights of a head's values, out of its scores of the `seen` positions from `first` on, in place; with
-// sinks there is room for one score more.
-void raise_and_weigh(const AttentionShape& shape, std::size_t head, std::size_t first, std::size_t seen,
-                     float* scores, Softmax softmax);
-
 // One token: q and out [heads, head_dim]; it attends to the first `length` positions, its own included, or to
 // the last of them that its window holds.
 struct AttendingToken {

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "attention/kv_block.h"
+#include "kernels/levels/levels.h"
 
 namespace flashllm {
 
@@ -53,7 +54,7 @@ void latent_rows(const KvView& view, std::size_t head_dim, Dtype dtype, bool pac
       continue;
     }
     view.format->unpack(KvBlockFormat::Side::keys, view.packed(page), 0, at, few, unpacked.get(),
-                        group_kernels(level));
+                        level_kernels(level).groups);
     for (std::size_t i = 0; i < few; ++i) std::copy_n(unpacked.get() + i * row, head_dim, to + i * head_dim);
   }
 }

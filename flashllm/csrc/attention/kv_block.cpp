@@ -1,6 +1,8 @@
 #include "attention/kv_block.h"
 
+#include <algorithm>
 #include <cstring>
+#include <string>
 
 #include "io/error.h"
 #include "kernels/levels/levels.h"
@@ -19,6 +21,20 @@ Rows grouped(Byte* data, std::size_t scales, std::size_t code_stride) {
   return {first, first + scales, reinterpret_cast<Code*>(first + 2 * scales), code_stride};
 }
 
+// kKvBlock rows of `columns` values widened to fp32, each padded to whole units with its last value. Returns
+// whether all are finite.
+bool widen_rows(const std::byte* rows, std::size_t row_stride, std::size_t columns,
+                const KernelTable& kernels, const AttentionKernels& attention, float* to) {
+  const std::size_t padded = in_units(columns);
+  bool is_finite = true;
+  for (std::size_t r = 0; r < kKvBlock; ++r, to += padded) {
+    kernels.to_f32(rows + r * row_stride, columns, to);
+    std::fill(to + columns, to + padded, to[columns - 1]);
+    is_finite &= attention.all_finite(to, padded);
+  }
+  return is_finite;
+}
+
 }  // namespace
 
 KvBlockFormat::KvBlockFormat(std::size_t kv_heads, std::size_t head_dim, Dtype dtype, int bits,
@@ -30,7 +46,8 @@ KvBlockFormat::KvBlockFormat(std::size_t kv_heads, std::size_t head_dim, Dtype d
       bits_(bits),
       keys_alone_(keys_alone) {
   require(kv_heads != 0 && head_dim != 0, "a KV block needs at least one head of at least one element");
-  if (is_packed()) check_bits(bits);
+  require(bits == 0 || bits == 4 || bits == 8,
+          "bits of a packed value must be 4 or 8, got " + std::to_string(bits));
   keys_ = groups(true);
   values_ = keys_alone ? keys_ : groups(false);
   block_nbytes_ = round_up(plain_nbytes(), kPage);
@@ -67,7 +84,7 @@ bool KvBlockFormat::seal(const std::byte* block, std::byte* sealed, SimdLevel le
 bool KvBlockFormat::pack(const KvView& plain, std::size_t page, std::byte* packed, SimdLevel level) const {
   const KernelTable& kernels = kernel_table(level, dtype_);
   const AttentionKernels& attention = *level_kernels(level).attention;
-  const GroupKernels& pack = group_kernels(level);
+  const GroupKernels& pack = of_bits(level_kernels(level).groups);
   const Scratch<float> rows(kKvBlock * unpacked_row());
   const std::size_t code_stride = codes_nbytes(head_dim_, bits_);
   std::byte* to = packed;
@@ -75,11 +92,9 @@ bool KvBlockFormat::pack(const KvView& plain, std::size_t page, std::byte* packe
     for (const Groups* groups : {&keys_, &values_}) {
       if (groups == &values_ && keys_alone_) continue;
       const std::byte* from = groups == &keys_ ? plain.key_rows(h, page) : plain.value_rows(h, page);
-      if (!widen_rows(from, row_nbytes(), kKvBlock, head_dim_, kernels, attention, rows.get(),
-                      unpacked_row()))
-        return false;
+      if (!widen_rows(from, row_nbytes(), head_dim_, kernels, attention, rows.get())) return false;
       (groups->by_channel ? pack.pack_columns : pack.pack_rows)(
-          rows.get(), unpacked_row(), kKvBlock, unpacked_row(), bits_,
+          rows.get(), unpacked_row(), kKvBlock, unpacked_row(),
           grouped<GroupedRows>(to, groups->scales, code_stride));
       to += groups->nbytes;
     }
@@ -88,19 +103,19 @@ bool KvBlockFormat::pack(const KvView& plain, std::size_t page, std::byte* packe
 }
 
 void KvBlockFormat::unpack(Side side, const std::byte* sealed, std::size_t kv_head, std::size_t first,
-                           std::size_t n, float* to, const GroupKernels& kernels) const {
+                           std::size_t n, float* to, const GroupKernels* kernels) const {
   const Groups& groups = side == Side::keys ? keys_ : values_;
   const std::size_t before = side == Side::keys || keys_alone_ ? 0 : keys_.nbytes;
   const std::byte* from = sealed + kv_head * packed_head_nbytes() + before;
   auto rows = grouped<ConstGroupedRows>(from, groups.scales, codes_nbytes(head_dim_, bits_));
   rows.codes += first * rows.code_stride;
   if (groups.by_channel) {
-    kernels.unpack_columns(rows, n, unpacked_row(), bits_, to, unpacked_row());
+    of_bits(kernels).unpack_columns(rows, n, unpacked_row(), to, unpacked_row());
     return;
   }
   rows.scales += first * groups_of(head_dim_);
   rows.minimums += first * groups_of(head_dim_);
-  kernels.unpack_rows(rows, n, unpacked_row(), bits_, to, unpacked_row());
+  of_bits(kernels).unpack_rows(rows, n, unpacked_row(), to, unpacked_row());
 }
 
 }  // namespace flashllm

@@ -31,9 +31,6 @@ class KvBlockFormat {
   // widths there are none of.
   KvBlockFormat(std::size_t kv_heads, std::size_t head_dim, Dtype dtype, int bits, bool keys_alone = false);
 
-  std::size_t kv_heads() const { return kv_heads_; }
-  std::size_t head_dim() const { return head_dim_; }
-  Dtype dtype() const { return dtype_; }
   bool is_packed() const { return bits_ != 0; }
   std::size_t row_nbytes() const { return head_dim_ * dtype_nbytes(dtype_); }
   std::size_t head_nbytes() const { return kKvBlock * row_nbytes(); }  // keys, or values, of a plain block
@@ -55,9 +52,9 @@ class KvBlockFormat {
   bool pack(const KvView& plain, std::size_t page, std::byte* packed, SimdLevel level) const;
 
   // Of a packed block: keys, or values, [first, first + n) of a head, unpacked; rows of `to` are
-  // unpacked_row() floats.
+  // unpacked_row() floats, `kernels` a level's.
   void unpack(Side side, const std::byte* sealed, std::size_t kv_head, std::size_t first, std::size_t n,
-              float* to, const GroupKernels& kernels) const;
+              float* to, const GroupKernels* kernels) const;
   std::size_t unpacked_row() const { return in_units(head_dim_); }
 
  private:
@@ -67,6 +64,7 @@ class KvBlockFormat {
     std::size_t nbytes;  // with the codes
   };
   Groups groups(bool by_channel) const;
+  const GroupKernels& of_bits(const GroupKernels* kernels) const { return kernels[bits_ == 8 ? 1 : 0]; }
   std::size_t packed_head_nbytes() const { return keys_.nbytes + (keys_alone_ ? 0 : values_.nbytes); }
 
   std::size_t kv_heads_, head_dim_;

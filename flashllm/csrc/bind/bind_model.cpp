@@ -86,20 +86,13 @@ class PyModel {
     for (std::size_t i = 0; i < layers.size(); ++i)
       weights.blocks.push_back(block_weights(of, i, rows[i], layers[i], caches[i]));
     model_ = std::make_unique<Model>(spec, weights, *stream_, table_.get(), *parts_.pool, *parts_.counters,
-                                     parts_.tensors->level(), [this] { check(); });
+                                     parts_.tensors->level());
   }
 
   const std::vector<std::shared_ptr<PyFfnLayer>>& ffns() const { return ffns_; }
 
   Model& model() { return *model_; }
   std::size_t d_model() const { return d_model_; }
-  // From here on this pass goes on. `progress`, unless it is None, is called with its (done, total) a few
-  // times a second.
-  void look_at(const RunningPass* pass, const nb::object* progress) {
-    running_ = pass;
-    progress_ = progress;
-    checked_ = {};
-  }
 
   // states [tokens, d_model] that enter the first block
   void embed(const std::vector<Entry>& entries, const States& states) {
@@ -139,22 +132,9 @@ class PyModel {
 
   // From any thread: until it is taken back, a prompt's pass ends between two blocks.
   void cancel(bool on) { cancelled_.store(on, std::memory_order_relaxed); }
+  bool is_cancelled() const { return cancelled_.load(std::memory_order_relaxed); }
 
  private:
-  // The interpreter's lock is waited for at once in a pass, and then a few times a second.
-  void check() {
-    const auto now = std::chrono::steady_clock::now();
-    if (now - checked_ < kCheckAfter && !cancelled_.load(std::memory_order_relaxed)) return;
-    checked_ = now;
-    const nb::gil_scoped_acquire locked;
-    if (PyErr_CheckSignals() != 0) throw nb::python_error();
-    if (!progress_->is_none()) (*progress_)(running_->progress().done, running_->progress().total);
-    if (!cancelled_.load(std::memory_order_relaxed)) return;
-    const nb::object type = nb::module_::import_("flashllm.errors").attr("Cancelled");
-    PyErr_SetString(type.ptr(), "the computation was ended by another thread");
-    throw nb::python_error();
-  }
-
   BlockWeights block_weights(const Architecture& of, std::size_t index, const RowFormat& format,
                              const FileRows& rows, const std::optional<LayerCache>& cache) {
     const std::string layer = "layers." + std::to_string(index) + ".";
@@ -178,13 +158,11 @@ class PyModel {
   std::vector<std::shared_ptr<PyFfnLayer>> ffns_;
   std::size_t d_model_ = 0;
   std::atomic<bool> cancelled_{false};
-  std::chrono::steady_clock::time_point checked_;
-  const RunningPass* running_ = nullptr;
-  const nb::object* progress_ = nullptr;
   std::unique_ptr<Model> model_;
 };
 
-// A RunningPass, and what it refers to but for the model and the sequences. One thread at a time.
+// A RunningPass, and what it refers to but for the model and the sequences. One thread at a time. `progress`,
+// unless it is None, is called with its (done, total) a few times a second.
 class PyPass {
  public:
   PyPass(PyModel& model, const std::vector<Entry>& entries, const std::string& pass, bool all_logits,
@@ -201,17 +179,17 @@ class PyPass {
         wanted.push_back(i);
     rows_ = wanted.size();
     logits_ = std::make_unique<float[]>(rows_ * vocab_);
-    pass_.emplace(model.model(), std::move(tokens), by_name("a pass", pass, kPasses), std::move(wanted),
-                  logits_.get(), observer.is_none() ? nullptr : &tap_, drafted, stretches, expanded);
+    pass_.emplace(
+        model.model(), std::move(tokens), by_name("a pass", pass, kPasses), std::move(wanted), logits_.get(),
+        [this] { check(); }, observer.is_none() ? nullptr : &tap_, drafted, stretches, expanded);
   }
 
   // Logits [entries, vocab] after each entry's last token, or [tokens, vocab] after every token; None where
   // `seconds` have gone before the pass has ended.
   std::optional<Logits> advance(double seconds) {
-    using Clock = std::chrono::steady_clock;
     const Clock::time_point began = Clock::now();
     bool has_ended = false;
-    model_.look_at(&*pass_, &progress_);
+    checked_ = {};
     {
       const nb::gil_scoped_release unlocked;
       const auto stop = [&] {
@@ -228,12 +206,29 @@ class PyPass {
   void close() { pass_->close(); }
 
  private:
+  using Clock = std::chrono::steady_clock;
+
+  // The interpreter's lock is waited for at once in a pass, and then a few times a second.
+  void check() {
+    const auto now = Clock::now();
+    if (now - checked_ < kCheckAfter && !model_.is_cancelled()) return;
+    checked_ = now;
+    const nb::gil_scoped_acquire locked;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    if (!progress_.is_none()) progress_(pass_->progress().done, pass_->progress().total);
+    if (!model_.is_cancelled()) return;
+    const nb::object type = nb::module_::import_("flashllm.errors").attr("Cancelled");
+    PyErr_SetString(type.ptr(), "the computation was ended by another thread");
+    throw nb::python_error();
+  }
+
   PyModel& model_;
   PyTap tap_;
   const nb::object progress_;
   const std::size_t vocab_;
   std::size_t rows_ = 0;
   std::unique_ptr<float[]> logits_;
+  Clock::time_point checked_;
   std::optional<RunningPass> pass_;
 };
 

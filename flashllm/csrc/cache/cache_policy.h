@@ -6,6 +6,8 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <string>
 #include <vector>
 
 #include "cache/slot_table.h"
@@ -50,5 +52,10 @@ class CachePolicy {
   virtual void choose_kept(const std::vector<std::int32_t>& candidates, std::int32_t capacity,
                            std::vector<std::int32_t>& kept) const = 0;
 };
+
+// "window": paper A's, of `window` tokens. "frequency": by estimated frequency; `popularity` [num_units] is
+// the share of tokens each unit was active in before, or nullptr. Throws CoreError for another name.
+std::unique_ptr<CachePolicy> make_cache_policy(const std::string& name, std::int32_t num_units,
+                                               std::int32_t window, const float* popularity);
 
 }  // namespace flashllm

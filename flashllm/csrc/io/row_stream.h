@@ -71,7 +71,6 @@ class RowStream {
   StreamTimes take();
   std::size_t num_layers() const { return layers_.size(); }
   std::size_t stride(std::size_t layer) const { return layers_.at(layer).stride; }
-  std::size_t block_rows() const { return block_rows_; }
 
  private:
   struct Place {

@@ -28,8 +28,6 @@ constexpr std::size_t groups_of(std::size_t columns) { return (columns + kGroup 
 constexpr std::size_t codes_nbytes(std::size_t columns, int bits) {
   return in_units(columns) / kUnit * 2 * static_cast<std::size_t>(bits);
 }
-// Throws CoreError (usage) for a width there is none of.
-void check_bits(int bits);
 
 // Some rows' groups and codes. Rows of codes are `code_stride` bytes apart.
 struct GroupedRows {
@@ -45,27 +43,20 @@ struct ConstGroupedRows {
   std::size_t code_stride;
 };
 
-// The loops of one level. `columns` is a multiple of kUnit; rows of values are `stride` floats apart. Values
-// must be finite.
+// The loops of one level and width in bits. `columns` is a multiple of kUnit; rows of values are `stride`
+// floats apart. Values must be finite.
 struct GroupKernels {
   // A group is one column of all rows (at most kGroup): scales and minimums [columns].
   void (*pack_columns)(const float* values, std::size_t stride, std::size_t rows, std::size_t columns,
-                       int bits, const GroupedRows& to);
-  void (*unpack_columns)(const ConstGroupedRows& from, std::size_t rows, std::size_t columns, int bits,
-                         float* values, std::size_t stride);
+                       const GroupedRows& to);
+  void (*unpack_columns)(const ConstGroupedRows& from, std::size_t rows, std::size_t columns, float* values,
+                         std::size_t stride);
   // Groups are kGroup consecutive columns of a row, the last one what is left: scales and minimums [rows,
   // groups_of(columns)].
-  void (*pack_rows)(const float* values, std::size_t stride, std::size_t rows, std::size_t columns, int bits,
+  void (*pack_rows)(const float* values, std::size_t stride, std::size_t rows, std::size_t columns,
                     const GroupedRows& to);
-  void (*unpack_rows)(const ConstGroupedRows& from, std::size_t rows, std::size_t columns, int bits,
-                      float* values, std::size_t stride);
+  void (*unpack_rows)(const ConstGroupedRows& from, std::size_t rows, std::size_t columns, float* values,
+                      std::size_t stride);
 };
-// Throws CoreError where the processor lacks the level.
-const GroupKernels& group_kernels(SimdLevel level);
-
-// n rows of `columns` values widened to fp32, each padded to whole units with its last value. Returns whether
-// all are finite.
-bool widen_rows(const std::byte* rows, std::size_t row_stride, std::size_t n, std::size_t columns,
-                const KernelTable& kernels, const AttentionKernels& attention, float* to, std::size_t stride);
 
 }  // namespace flashllm

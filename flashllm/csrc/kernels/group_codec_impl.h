@@ -58,30 +58,21 @@ inline Vec codes_of(const Vec& x, const Vec& divisors, const Vec& minus_minimum)
 }
 
 template <int bits>
-void encode_columns(const float* values, std::size_t stride, std::size_t rows, std::size_t columns,
-                    const GroupedRows& to) {
+void pack_columns(const float* values, std::size_t stride, std::size_t rows, std::size_t columns,
+                  const GroupedRows& to) {
   for (std::size_t j = 0; j < columns; j += Vec::kWidth) {
-    float by[Vec::kWidth];
-    for (std::size_t i = 0; i < Vec::kWidth; ++i) by[i] = divisor(to.scales[j + i]);
+    float low[Vec::kWidth], high[Vec::kWidth], by[Vec::kWidth];
+    find_ends(values + j, stride, rows, low, high);
+    for (std::size_t i = 0; i < Vec::kWidth; ++i) {
+      to.scales[j + i] = half_scale(low[i], high[i], (1 << bits) - 1);
+      to.minimums[j + i] = half_minimum(low[i]);
+      by[i] = divisor(to.scales[j + i]);
+    }
     const Vec divisors = Vec::load_f32(by), minus = Vec::load_f16(to.minimums + j) * Vec::set(-1.0F);
     std::uint8_t* codes = to.codes + j * bits / 8;
     for (std::size_t r = 0; r < rows; ++r, codes += to.code_stride)
       store_codes<bits>(codes_of<bits>(Vec::load_f32(values + r * stride + j), divisors, minus), codes);
   }
-}
-
-template <int bits>
-void pack_columns(const float* values, std::size_t stride, std::size_t rows, std::size_t columns,
-                  const GroupedRows& to) {
-  for (std::size_t j = 0; j < columns; j += Vec::kWidth) {
-    float low[Vec::kWidth], high[Vec::kWidth];
-    find_ends(values + j, stride, rows, low, high);
-    for (std::size_t i = 0; i < Vec::kWidth; ++i) {
-      to.scales[j + i] = half_scale(low[i], high[i], (1 << bits) - 1);
-      to.minimums[j + i] = half_minimum(low[i]);
-    }
-  }
-  encode_columns<bits>(values, stride, rows, columns, to);
 }
 
 template <int bits>
@@ -96,28 +87,12 @@ void unpack_columns(const ConstGroupedRows& from, std::size_t rows, std::size_t 
 }
 
 template <int bits>
-void encode_rows(const float* values, std::size_t stride, std::size_t rows, std::size_t columns,
-                 const GroupedRows& to) {
-  const std::size_t groups = groups_of(columns);
-  for (std::size_t r = 0; r < rows; ++r) {
-    const float* row = values + r * stride;
-    std::uint8_t* codes = to.codes + r * to.code_stride;
-    for (std::size_t g = 0; g < groups; ++g) {
-      const std::size_t begin = g * kGroup, end = begin + kGroup < columns ? begin + kGroup : columns;
-      const Vec divisors = Vec::set(divisor(to.scales[r * groups + g]));
-      const Vec minus = Vec::set(-half_to_float(to.minimums[r * groups + g]));
-      for (std::size_t j = begin; j < end; j += Vec::kWidth)
-        store_codes<bits>(codes_of<bits>(Vec::load_f32(row + j), divisors, minus), codes + j * bits / 8);
-    }
-  }
-}
-
-template <int bits>
 void pack_rows(const float* values, std::size_t stride, std::size_t rows, std::size_t columns,
                const GroupedRows& to) {
   const std::size_t groups = groups_of(columns);
   for (std::size_t r = 0; r < rows; ++r) {
     const float* row = values + r * stride;
+    std::uint8_t* codes = to.codes + r * to.code_stride;
     for (std::size_t g = 0; g < groups; ++g) {
       const std::size_t begin = g * kGroup, end = begin + kGroup < columns ? begin + kGroup : columns;
       float low[Vec::kWidth], high[Vec::kWidth];
@@ -126,11 +101,15 @@ void pack_rows(const float* values, std::size_t stride, std::size_t rows, std::s
         low[0] = low[i] < low[0] ? low[i] : low[0];
         high[0] = high[i] > high[0] ? high[i] : high[0];
       }
-      to.scales[r * groups + g] = half_scale(low[0], high[0], (1 << bits) - 1);
-      to.minimums[r * groups + g] = half_minimum(low[0]);
+      const std::uint16_t scale = half_scale(low[0], high[0], (1 << bits) - 1),
+                          minimum = half_minimum(low[0]);
+      to.scales[r * groups + g] = scale;
+      to.minimums[r * groups + g] = minimum;
+      const Vec divisors = Vec::set(divisor(scale)), minus = Vec::set(-half_to_float(minimum));
+      for (std::size_t j = begin; j < end; j += Vec::kWidth)
+        store_codes<bits>(codes_of<bits>(Vec::load_f32(row + j), divisors, minus), codes + j * bits / 8);
     }
   }
-  encode_rows<bits>(values, stride, rows, columns, to);
 }
 
 template <int bits>
@@ -149,27 +128,6 @@ void unpack_rows(const ConstGroupedRows& from, std::size_t rows, std::size_t col
   }
 }
 
-// f(an integral constant): the width as a type.
-template <typename F>
-inline void with_bits(int bits, const F& f) {
-  bits == 4 ? f(std::integral_constant<int, 4>{}) : f(std::integral_constant<int, 8>{});
-}
-
-const GroupKernels kGroups = {
-    [](const float* values, std::size_t stride, std::size_t rows, std::size_t columns, int bits,
-       const GroupedRows& to) {
-      with_bits(bits, [&](auto width) { pack_columns<width>(values, stride, rows, columns, to); });
-    },
-    [](const ConstGroupedRows& from, std::size_t rows, std::size_t columns, int bits, float* values,
-       std::size_t stride) {
-      with_bits(bits, [&](auto width) { unpack_columns<width>(from, rows, columns, values, stride); });
-    },
-    [](const float* values, std::size_t stride, std::size_t rows, std::size_t columns, int bits,
-       const GroupedRows& to) {
-      with_bits(bits, [&](auto width) { pack_rows<width>(values, stride, rows, columns, to); });
-    },
-    [](const ConstGroupedRows& from, std::size_t rows, std::size_t columns, int bits, float* values,
-       std::size_t stride) {
-      with_bits(bits, [&](auto width) { unpack_rows<width>(from, rows, columns, values, stride); });
-    },
-};
+template <int bits>
+constexpr GroupKernels kOfBits{pack_columns<bits>, unpack_columns<bits>, pack_rows<bits>, unpack_rows<bits>};
+const GroupKernels kGroups[] = {kOfBits<4>, kOfBits<8>};

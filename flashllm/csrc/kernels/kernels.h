@@ -243,16 +243,6 @@ using SumFloats = float (*)(const float* from, std::size_t n);
 // are not counted. Throws CoreError (usage), std::bad_alloc.
 std::vector<double> read_bandwidth(ThreadPool& pool, std::size_t nbytes, double seconds, SimdLevel level);
 
-// Rows `stride` bytes apart, and what is added to each's products.
-struct LinearWeights {
-  const std::byte* data = nullptr;
-  std::size_t rows = 0;
-  std::size_t columns = 0;
-  std::size_t stride = 0;  // bytes
-  Dtype dtype = Dtype::f32;
-  const float* bias = nullptr;
-};
-
 float sigmoid(float x);
 float softplus(float x);
 // values[i] = activation(values[i] + bias), the same of any n. A NaN stays one.

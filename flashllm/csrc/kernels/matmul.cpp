@@ -30,23 +30,6 @@ static_assert(kRowsTogether % kWidened == 0 && kColumns % kColumnPad == 0, "bloc
 static_assert(kTerms % 2 == 0 && kColumns % 2 == 0, "pairs must be whole");
 static_assert(kTerms == 2 * TileKernels::kPairs, "terms of a tile are the same from every block on");
 
-// Weights of a dtype.
-class DtypeRows : public WideRows {
- public:
-  DtypeRows(const LinearWeights& weights, SimdLevel level)
-      : weights_(weights), kernels_(kernel_table(level, weights.dtype)) {}
-  void widen(std::size_t begin, std::size_t count, std::size_t first, std::size_t width, float* to,
-             std::size_t stride) const override {
-    const std::byte* from = weights_.data + begin * weights_.stride + first * dtype_nbytes(weights_.dtype);
-    for (std::size_t i = 0; i < count; ++i)
-      kernels_.to_f32(from + i * weights_.stride, width, to + i * stride);
-  }
-
- private:
-  const LinearWeights& weights_;
-  const KernelTable& kernels_;
-};
-
 // One block of rows by one block of tokens: products[r][m] in fp32, rows `width` floats apart.
 struct ProductBlock {
   std::size_t begin, end;
@@ -157,31 +140,20 @@ void multiply_block(const WideRows& weights, const PackedTokens& x, const Produc
 }
 
 // The same of bf16 weights in pairs.
-void multiply_pairs(const LinearWeights& weights, const PackedTokens& x, const ProductBlock& block,
+void multiply_pairs(const RowMatrix& weights, const PackedTokens& x, const ProductBlock& block,
                     SimdLevel level) {
   const TileKernels* tiles = level_kernels(level).tiles;
   const auto multiply = tiles == nullptr ? level_kernels(level).pairs->multiply_add : tiles->multiply_pairs;
   const OpenTiles open(tiles);
   block.clear();
   for (std::size_t j = 0; j < weights.columns; j += kTerms) {
-    const PairRows rows{weights.data + block.begin * weights.stride + j * dtype_nbytes(weights.dtype),
+    const PairRows rows{weights.data + block.begin * weights.stride + j * dtype_nbytes(Dtype::bf16),
                         weights.stride, kPairNbytes};
     const std::size_t pairs = std::min(kTerms, weights.columns - j) / 2;
     for_each_strip(x, block, [&](std::size_t first, std::size_t width, std::size_t at) {
       multiply(rows, block.end - block.begin, {x.row_of_pairs(first, j / 2), width}, width, pairs,
                block.products + at, block.width);
     });
-  }
-}
-
-// multiply(block) for weights as they lie, in pairs or widened.
-template <typename Use>
-void with_multiply(const LinearWeights& weights, const PackedTokens& x, SimdLevel level, const Use& use) {
-  if (x.in_pairs()) {
-    use([&](const ProductBlock& block) { multiply_pairs(weights, x, block, level); });
-  } else {
-    const DtypeRows rows(weights, level);
-    use([&](const ProductBlock& block) { multiply_block(rows, x, block, level); });
   }
 }
 
@@ -243,12 +215,10 @@ void linear_many(const WideRows& weights, std::size_t rows, const float* bias, c
                 [&](const ProductBlock& block) { multiply_block(weights, x, block, level); });
 }
 
-void linear_many(const LinearWeights& weights, const PackedTokens& x, Dtype dtype, std::byte* out,
-                 ThreadPool& pool, SimdLevel level) {
-  with_multiply(weights, x, level, [&](const auto& multiply) {
-    linear_blocks(weights.rows, weights.bias, x, kernel_table(level, dtype), dtype_nbytes(dtype), out, pool,
-                  multiply);
-  });
+void linear_in_pairs(const RowMatrix& weights, const PackedTokens& x, Dtype dtype, std::byte* out,
+                     ThreadPool& pool, SimdLevel level) {
+  linear_blocks(weights.rows, weights.bias, x, kernel_table(level, dtype), dtype_nbytes(dtype), out, pool,
+                [&](const ProductBlock& block) { multiply_pairs(weights, x, block, level); });
 }
 
 namespace {
@@ -273,10 +243,10 @@ void product_blocks(std::size_t rows, const PackedTokens& x, float* products, Th
 
 }  // namespace
 
-void product_rows(const LinearWeights& weights, const PackedTokens& x, float* products, ThreadPool& pool,
-                  SimdLevel level) {
-  with_multiply(weights, x, level,
-                [&](const auto& multiply) { product_blocks(weights.rows, x, products, pool, multiply); });
+void product_rows_in_pairs(const RowMatrix& weights, const PackedTokens& x, float* products, ThreadPool& pool,
+                           SimdLevel level) {
+  product_blocks(weights.rows, x, products, pool,
+                 [&](const ProductBlock& block) { multiply_pairs(weights, x, block, level); });
 }
 
 void product_rows(const WideRows& weights, std::size_t rows, const PackedTokens& x, float* products,
@@ -317,7 +287,7 @@ struct WeightBlock {
   std::size_t stride;  // bytes from row to row
   std::size_t rows, columns;
 
-  WeightBlock(const LinearWeights& weights, std::size_t first_row, std::size_t first_column)
+  WeightBlock(const RowMatrix& weights, std::size_t first_row, std::size_t first_column)
       : data(weights.data + first_row * weights.stride + first_column * dtype_nbytes(Dtype::bf16)),
         stride(weights.stride),
         rows(std::min(2 * kSummed, weights.rows - first_row)),
@@ -344,9 +314,11 @@ void fetch_rows(const WeightBlock& block, std::size_t begin, std::size_t end) {
       __builtin_prefetch(block.row(r) + line, 0, 2);
 }
 
-void add_rows_in_pairs(const LinearWeights& weights, const float* scales, std::size_t padded,
-                       std::size_t tokens, float* y, std::size_t y_stride, ThreadPool& pool,
-                       const PairKernels& kernels) {
+}  // namespace
+
+void add_rows_in_pairs(const RowMatrix& weights, const float* scales, std::size_t padded, std::size_t tokens,
+                       float* y, std::size_t y_stride, ThreadPool& pool, SimdLevel level) {
+  const PairKernels& kernels = *level_kernels(level).pairs;
   const PairedScales paired = paired_scales(scales, weights.rows, padded, pool, kernels);
   pool.parallel_for(weights.columns, kColumns, [&](std::size_t begin, std::size_t end) {
     alignas(64) std::uint32_t pairs[kSummed * kColumns];
@@ -371,21 +343,6 @@ void add_rows_in_pairs(const LinearWeights& weights, const float* scales, std::s
       }
     }
   });
-}
-
-}  // namespace
-
-void add_rows(const LinearWeights& weights, const float* scales, std::size_t padded, std::size_t tokens,
-              float* y, std::size_t y_stride, ThreadPool& pool, SimdLevel level) {
-  if (in_pairs(weights.dtype, weights.columns, level))
-    return add_rows_in_pairs(weights, scales, padded, tokens, y, y_stride, pool, *level_kernels(level).pairs);
-  add_rows(DtypeRows(weights, level), weights.rows, weights.columns, {scales, 1, padded}, tokens, y, y_stride,
-           pool, level);
-}
-
-void add_rows(const LinearWeights& weights, TileRows scales, std::size_t tokens, std::size_t begin,
-              std::size_t end, float* y, std::size_t y_stride, SimdLevel level) {
-  add_rows(DtypeRows(weights, level), weights.rows, scales, tokens, begin, end, y, y_stride, level);
 }
 
 void add_rows(const WideRows& weights, std::size_t rows, std::size_t columns, TileRows scales,

@@ -11,8 +11,20 @@
 #pragma once
 
 #include "kernels/packed_tokens.h"
+#include "kernels/row_codecs.h"
 
 namespace flashllm {
+
+// A matrix by rows, `stride` bytes apart.
+struct RowMatrix {
+  const std::byte* data = nullptr;
+  std::size_t rows = 0;
+  std::size_t columns = 0;
+  std::size_t stride = 0;
+  RowCodec codec = RowCodec::f32;
+  const float* bias = nullptr;        // [rows] or nullptr
+  InputForm inputs = InputForm::f32;  // what single tokens' products take; int8 with weights in groups
+};
 
 // Whether weights [rows, terms] are multiplied in pairs.
 bool in_pairs(Dtype dtype, std::size_t terms, SimdLevel level);
@@ -49,30 +61,26 @@ class WideRows {
 void linear_many(const WideRows& weights, std::size_t rows, const float* bias, const PackedTokens& x,
                  Dtype dtype, std::byte* out, ThreadPool& pool, SimdLevel level);
 
-// The same of weights as they lie.
-void linear_many(const LinearWeights& weights, const PackedTokens& x, Dtype dtype, std::byte* out,
-                 ThreadPool& pool, SimdLevel level);
+// The same of bf16 weights and inputs in pairs.
+void linear_in_pairs(const RowMatrix& weights, const PackedTokens& x, Dtype dtype, std::byte* out,
+                     ThreadPool& pool, SimdLevel level);
 
 // products[r][m] = sum_j weights[r][j] * x[m][j], one row a weight row, x.padded() long
-void product_rows(const LinearWeights& weights, const PackedTokens& x, float* products, ThreadPool& pool,
-                  SimdLevel level);
-// The same of `rows` rows of any form; `x` must not be in pairs.
 void product_rows(const WideRows& weights, std::size_t rows, const PackedTokens& x, float* products,
                   ThreadPool& pool, SimdLevel level);
+void product_rows_in_pairs(const RowMatrix& weights, const PackedTokens& x, float* products, ThreadPool& pool,
+                           SimdLevel level);
 
-// y[m][j] += sum_i scales[i][m] * weights[i][j] for m < tokens, in the order of i. scales: rows `padded`
-// long; y: rows `y_stride` floats long, a multiple of kColumnPad that holds all columns. In pairs, `scales`
-// are rounded to bf16 first.
-void add_rows(const LinearWeights& weights, const float* scales, std::size_t padded, std::size_t tokens,
-              float* y, std::size_t y_stride, ThreadPool& pool, SimdLevel level);
-// The same of weights [rows, columns] of any form, never in pairs; the scale of row i and token m is
-// scales.data[m * scales.row + i * scales.step].
+// y[m][j] += sum_i scales[m * scales.row + i * scales.step] * weights[i][j] for m < tokens, in the order of
+// i, of weights [rows, columns]. y: rows `y_stride` floats long, a multiple of kColumnPad that holds all
+// columns.
 void add_rows(const WideRows& weights, std::size_t rows, std::size_t columns, TileRows scales,
               std::size_t tokens, float* y, std::size_t y_stride, ThreadPool& pool, SimdLevel level);
 // Of columns [begin, end), `begin` a multiple of 64, by the calling thread.
 void add_rows(const WideRows& weights, std::size_t rows, TileRows scales, std::size_t tokens,
               std::size_t begin, std::size_t end, float* y, std::size_t y_stride, SimdLevel level);
-void add_rows(const LinearWeights& weights, TileRows scales, std::size_t tokens, std::size_t begin,
-              std::size_t end, float* y, std::size_t y_stride, SimdLevel level);
+// Of bf16 weights, in pairs: scales, rows `padded` long, are rounded to bf16 first.
+void add_rows_in_pairs(const RowMatrix& weights, const float* scales, std::size_t padded, std::size_t tokens,
+                       float* y, std::size_t y_stride, ThreadPool& pool, SimdLevel level);
 
 }  // namespace flashllm

@@ -15,7 +15,6 @@ struct Rotary {
   Style style = Style::half;
   float scaling = 1.0F;  // of cosines and sines (transformers' attention_scaling)
 
-  std::size_t dims() const { return 2 * inverse_frequency.size(); }  // turned, the first of each head
   bool operator==(const Rotary& other) const {
     return inverse_frequency == other.inverse_frequency && style == other.style && scaling == other.scaling;
   }

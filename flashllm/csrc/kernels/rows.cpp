@@ -20,25 +20,26 @@ constexpr std::size_t kSummed = 64;         // vectors that many tokens use toge
 constexpr std::size_t kFewTokens = 7;       // that sum vectors one by one
 constexpr std::size_t kExpanded = 1 << 21;  // weights of bf12 expanded together
 
-LinearWeights plain(const RowMatrix& matrix) {
-  return {matrix.data, matrix.rows, matrix.columns, matrix.stride, dtype_of(matrix.codec), matrix.bias};
-}
-
-// Coded weights.
-class CodedRows : public WideRows {
+// Rows as they lie: widened, or their codes unpacked.
+class StoredRows : public WideRows {
  public:
-  CodedRows(const RowMatrix& matrix, SimdLevel level)
+  StoredRows(const RowMatrix& matrix, SimdLevel level)
       : matrix_(matrix),
-        kernels_(codec_kernels(level, matrix.codec)),
-        unpack_(unpack_kernel(level, matrix.codec)) {}
+        plain_(is_coded(matrix.codec) ? nullptr : &kernel_table(level, dtype_of(matrix.codec))),
+        coded_(plain_ != nullptr ? nullptr : &codec_kernels(level, matrix.codec)),
+        unpack_(plain_ != nullptr ? nullptr : unpack_kernel(level, matrix.codec)) {}
   void widen(std::size_t begin, std::size_t count, std::size_t first, std::size_t width, float* to,
              std::size_t stride) const override {
-    for (std::size_t i = 0; i < count; ++i)
-      kernels_.widen(matrix_.data + (begin + i) * matrix_.stride, matrix_.columns, first, width,
-                     to + i * stride);
+    const std::byte* row = matrix_.data + begin * matrix_.stride;
+    for (std::size_t i = 0; i < count; ++i, row += matrix_.stride, to += stride)
+      if (plain_ != nullptr)
+        plain_->to_f32(row + first * dtype_nbytes(dtype_of(matrix_.codec)), width, to);
+      else
+        coded_->widen(row, matrix_.columns, first, width, to);
   }
   void unpack(std::size_t begin, std::size_t count, std::size_t first, std::size_t terms,
               UnpackedRows& to) const override {
+    if (unpack_ == nullptr) return WideRows::unpack(begin, count, first, terms, to);
     const std::size_t nbytes = multiplied_as_bytes(matrix_.codec) ? 1 : sizeof(std::int16_t);
     to.unit = code_unit(matrix_.codec);
     to.offsets_each = offsets_of(matrix_.codec);
@@ -53,7 +54,8 @@ class CodedRows : public WideRows {
 
  private:
   const RowMatrix& matrix_;
-  const CodecKernels& kernels_;
+  const KernelTable* plain_;
+  const CodecKernels* coded_;
   const UnpackCodes unpack_;
 };
 
@@ -196,12 +198,14 @@ TokenForm form_of_many(RowCodec codec, InputForm inputs, Dtype dtype, std::size_
 
 namespace {
 
-// Rows of bf12 as the bf16 that they are, for products in pairs.
+// Rows of bf12 as the bf16 that they are, for products in pairs; others as they lie.
 class Expanded {
  public:
   Expanded(const RowMatrix& matrix, std::size_t first, std::size_t count, ThreadPool& pool, SimdLevel level)
-      : values_(new std::uint16_t[count * matrix.columns]) {
+      : rows_(matrix) {
+    if (matrix.codec != RowCodec::bf12) return;
     const std::size_t columns = matrix.columns;
+    values_.reset(new std::uint16_t[count * columns]);
     const CodecKernels& kernels = codec_kernels(level, matrix.codec);
     const KernelTable& narrow = kernel_table(level, Dtype::bf16);
     pool.parallel_for(count, kRowGrain, [&](std::size_t begin, std::size_t end) {
@@ -211,18 +215,18 @@ class Expanded {
         narrow.from_f32(wide.get(), columns, values_.get() + r * columns);
       }
     });
-    weights_ = {reinterpret_cast<const std::byte*>(values_.get()),
-                count,
-                columns,
-                columns * sizeof(std::uint16_t),
-                Dtype::bf16,
-                matrix.bias == nullptr ? nullptr : matrix.bias + first};
+    rows_ = {reinterpret_cast<const std::byte*>(values_.get()),
+             count,
+             columns,
+             columns * sizeof(std::uint16_t),
+             RowCodec::bf16,
+             matrix.bias == nullptr ? nullptr : matrix.bias + first};
   }
-  const LinearWeights& weights() const { return weights_; }
+  const RowMatrix& rows() const { return rows_; }
 
  private:
   std::unique_ptr<std::uint16_t[]> values_;
-  LinearWeights weights_;
+  RowMatrix rows_;
 };
 
 // The same products, some rows at a time.
@@ -234,7 +238,7 @@ void linear_many_expanded(const RowMatrix& matrix, const PackedTokens& x, Dtype 
     const std::size_t count = std::min(together, matrix.rows - first);
     const Expanded expanded(matrix, first, count, pool, level);
     std::unique_ptr<std::byte[]> part(new std::byte[x.tokens() * count * element]);
-    linear_many(expanded.weights(), x, dtype, part.get(), pool, level);
+    linear_in_pairs(expanded.rows(), x, dtype, part.get(), pool, level);
     for (std::size_t m = 0; m < x.tokens(); ++m)
       std::copy_n(part.get() + m * count * element, count * element,
                   out + (m * matrix.rows + first) * element);
@@ -245,35 +249,33 @@ void linear_many_expanded(const RowMatrix& matrix, const PackedTokens& x, Dtype 
 
 void linear_many(const RowMatrix& matrix, const PackedTokens& x, Dtype dtype, std::byte* out,
                  ThreadPool& pool, SimdLevel level) {
-  if (!is_coded(matrix.codec)) return linear_many(plain(matrix), x, dtype, out, pool, level);
-  if (x.in_pairs()) return linear_many_expanded(matrix, x, dtype, out, pool, level);
-  linear_many(CodedRows(matrix, level), matrix.rows, matrix.bias, x, dtype, out, pool, level);
+  if (!x.in_pairs())
+    return linear_many(StoredRows(matrix, level), matrix.rows, matrix.bias, x, dtype, out, pool, level);
+  if (matrix.codec == RowCodec::bf12) return linear_many_expanded(matrix, x, dtype, out, pool, level);
+  linear_in_pairs(matrix, x, dtype, out, pool, level);
 }
 
 void product_rows(const RowMatrix& matrix, const PackedTokens& x, float* products, ThreadPool& pool,
                   SimdLevel level) {
-  if (!is_coded(matrix.codec)) return product_rows(plain(matrix), x, products, pool, level);
   if (x.in_pairs())
-    return product_rows(Expanded(matrix, 0, matrix.rows, pool, level).weights(), x, products, pool, level);
-  product_rows(CodedRows(matrix, level), matrix.rows, x, products, pool, level);
+    return product_rows_in_pairs(Expanded(matrix, 0, matrix.rows, pool, level).rows(), x, products, pool,
+                                 level);
+  product_rows(StoredRows(matrix, level), matrix.rows, x, products, pool, level);
 }
 
 void add_rows(const RowMatrix& matrix, const float* scales, std::size_t padded, std::size_t tokens, float* y,
               std::size_t y_stride, ThreadPool& pool, SimdLevel level) {
-  if (!is_coded(matrix.codec))
-    return add_rows(plain(matrix), scales, padded, tokens, y, y_stride, pool, level);
-  if (matrix.codec == RowCodec::bf12 && in_pairs(Dtype::bf16, matrix.columns, level))
-    return add_rows(Expanded(matrix, 0, matrix.rows, pool, level).weights(), scales, padded, tokens, y,
-                    y_stride, pool, level);
-  add_rows(CodedRows(matrix, level), matrix.rows, matrix.columns, {scales, 1, padded}, tokens, y, y_stride,
+  if ((matrix.codec == RowCodec::bf16 || matrix.codec == RowCodec::bf12) &&
+      in_pairs(Dtype::bf16, matrix.columns, level))
+    return add_rows_in_pairs(Expanded(matrix, 0, matrix.rows, pool, level).rows(), scales, padded, tokens, y,
+                             y_stride, pool, level);
+  add_rows(StoredRows(matrix, level), matrix.rows, matrix.columns, {scales, 1, padded}, tokens, y, y_stride,
            pool, level);
 }
 
 void add_rows_few(const RowMatrix& matrix, TileRows scales, std::size_t tokens, std::size_t begin,
                   std::size_t end, float* y, std::size_t y_stride, SimdLevel level) {
-  if (is_coded(matrix.codec))
-    return add_rows(CodedRows(matrix, level), matrix.rows, scales, tokens, begin, end, y, y_stride, level);
-  add_rows(plain(matrix), scales, tokens, begin, end, y, y_stride, level);
+  add_rows(StoredRows(matrix, level), matrix.rows, scales, tokens, begin, end, y, y_stride, level);
 }
 
 void linear_by_columns(const RowMatrix& matrix, const std::byte* x, std::size_t tokens, Dtype dtype,

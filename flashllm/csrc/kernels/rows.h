@@ -20,17 +20,6 @@ Dtype dtype_of(RowCodec codec);
 // Bytes of a vector of `length` weights.
 std::size_t vector_nbytes(RowCodec codec, std::size_t length);
 
-// A matrix by rows, `stride` bytes apart.
-struct RowMatrix {
-  const std::byte* data = nullptr;
-  std::size_t rows = 0;
-  std::size_t columns = 0;
-  std::size_t stride = 0;
-  RowCodec codec = RowCodec::f32;
-  const float* bias = nullptr;        // [rows] or nullptr
-  InputForm inputs = InputForm::f32;  // what single tokens' products take; int8 with weights in groups
-};
-
 // out[m][r] = rows[r] . x[m] (+ bias[r]), token by token. Every output is one sum in one order: its bits do
 // not depend on the number of threads. Throws CoreError where the processor lacks the level.
 void linear(const RowMatrix& matrix, const float* x, std::size_t tokens, float* out, ThreadPool& pool,
@@ -91,7 +80,6 @@ struct RowFormat {
   bool gated() const { return gate >= 0; }
   // What the activation is applied to: the gate where there is one.
   std::uint32_t driver() const { return gated() ? static_cast<std::uint32_t>(gate) : up; }
-  std::size_t matrices() const { return gated() ? 3 : 2; }
   // Throws CoreError, saying why, for a format that cannot be.
   void check() const;
   // [count, d_model] without gaps, in the codec of up and gate.

@@ -228,7 +228,10 @@ void FeedForward::take(FfnStretch& stretch, const FfnTurn& turn) {
     }
     stretch.dense.take(arithmetic_.narrowed(turn.x, count * spec_.block.d_model), count);
   }
-  if (turn.part.fills && weights.ffn != nullptr) begin_fill(stretch, turn);
+  if (turn.part.fills && weights.ffn != nullptr) {
+    const std::size_t recent = std::min(count, spec_.fill_tokens);
+    begin_fill(stretch, turn.layer, turn.part, seen(turn) + (count - recent) * spec_.block.d_model, recent);
+  }
   watch_.charge(counters_.compute_ns);
 }
 
@@ -349,28 +352,21 @@ void FeedForward::add_units(const FfnLayer& ffn, const RowRun& run, std::vector<
   }
 }
 
-// The neuron cache learns which rows it wants for the pass's last tokens; the layer counts its own time.
-void FeedForward::begin_fill(const FfnStretch& stretch, const FfnTurn& turn) {
-  const std::size_t recent = std::min(turn.part.count, spec_.fill_tokens);
-  const float* x = seen(turn) + (turn.part.count - recent) * spec_.block.d_model;
-  watch_.charge(counters_.compute_ns);
-  if (is_routed(turn.layer))
-    begin_fill(stretch, turn.layer, turn.part, x, recent);
-  else
-    blocks_[turn.layer].ffn->begin_fill(x, recent);
-  watch_.restart();
-}
-
-// The same of a mixture, for all tokens of a stretch, whose last `recent` are x.
+// The neuron cache learns which rows it wants for the pass's last tokens, x, `recent` of them, or which units
+// of a mixture for all of a stretch's; the layer counts its own time.
 void FeedForward::begin_fill(const FfnStretch& stretch, std::size_t layer, const Part& last, const float* x,
                              std::size_t recent) {
   watch_.charge(counters_.compute_ns);
   FfnLayer& ffn = *blocks_[layer].ffn;
-  const ExpertTokens& experts = stretch.experts.experts();
-  const auto size = static_cast<std::size_t>(ffn.units().size);
-  if (size != 1) ffn.observe(experts.units_of_tokens(size, 0, last.first + last.count - recent));
-  const std::vector<std::int32_t> passing = experts.units(size);
-  ffn.begin_fill(x, recent, &passing);
+  if (is_routed(layer)) {
+    const ExpertTokens& experts = stretch.experts.experts();
+    const auto size = static_cast<std::size_t>(ffn.units().size);
+    if (size != 1) ffn.observe(experts.units_of_tokens(size, 0, last.first + last.count - recent));
+    const std::vector<std::int32_t> passing = experts.units(size);
+    ffn.begin_fill(x, recent, &passing);
+  } else {
+    ffn.begin_fill(x, recent);
+  }
   watch_.restart();
 }
 

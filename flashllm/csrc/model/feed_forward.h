@@ -78,7 +78,6 @@ class FeedForward final : public FfnPart {
 
   void find_firing(const FfnTurn& turn);
   void run_sets(const FfnTurn& turn, bool predicted, FfnLayer* next);
-  void begin_fill(const FfnStretch& stretch, const FfnTurn& turn);
   void begin_fill(const FfnStretch& stretch, std::size_t layer, const Part& last, const float* x,
                   std::size_t recent);
   static void add_units(const FfnLayer& ffn, const RowRun& run, std::vector<RowRun>& runs);

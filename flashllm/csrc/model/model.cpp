@@ -14,12 +14,11 @@ constexpr std::size_t kShortPass = 16;  // tokens of a sparse pass that nobody n
 }  // namespace
 
 Model::Model(const ModelSpec& spec, const ModelWeights& weights, RowStream& stream, TokenTable* table,
-             ThreadPool& pool, FfnCounters& counters, SimdLevel level, std::function<void()> check)
+             ThreadPool& pool, FfnCounters& counters, SimdLevel level)
     : spec_(spec),
       weights_(weights),
       table_(table),
       counters_(counters),
-      check_(std::move(check)),
       arithmetic_(spec.block.dtype, pool, level),
       ends_(spec_, weights_, arithmetic_),
       memory_(pool, level),
@@ -83,25 +82,17 @@ void Model::run_block(std::size_t layer, const std::vector<Token>& tokens, float
   watch_.charge(counters_.compute_ns);
 }
 
-void Model::look() {
-  try {
-    check_();
-  } catch (...) {
-    ffn_.interrupt();
-    throw;
-  }
-}
-
 // Many tokens go in parts of about equal length, a prompt's in stretches of about as many parts. Who observes
 // sees a part at a time.
 RunningPass::RunningPass(Model& model, std::vector<Token> tokens, Pass pass, std::vector<std::size_t> wanted,
-                         float* logits, Tap* tap, std::size_t drafted, std::size_t stretches,
-                         std::size_t expanded)
+                         float* logits, std::function<void()> check, Tap* tap, std::size_t drafted,
+                         std::size_t stretches, std::size_t expanded)
     : model_(model),
       tokens_(std::move(tokens)),
       pass_(pass),
       wanted_(std::move(wanted)),
       logits_(logits),
+      check_(std::move(check)),
       tap_(tap),
       drafted_(drafted),
       expanded_heads_(expanded) {
@@ -149,7 +140,17 @@ void RunningPass::close() noexcept {
   if (is_over_) return;
   is_over_ = true;
   model_.interrupt();
-  for (const Token& token : tokens_) token.sequence->keep(token.sequence->length());
+  for_each_sequence(tokens_.data(), tokens_.size(),
+                    [](const Token& first, const Token&) { first.sequence->keep(first.sequence->length()); });
+}
+
+void RunningPass::look() {
+  try {
+    check_();
+  } catch (...) {
+    model_.ffn_.interrupt();
+    throw;
+  }
 }
 
 bool RunningPass::step() {
@@ -164,8 +165,7 @@ bool RunningPass::step() {
       attend_part();
       break;
     case Phase::rows:
-      if (!model_.ffn_.next_rows(*ffn_, layer_, stretch_.back(), [this] { model_.look(); }))
-        phase_ = Phase::add;
+      if (!model_.ffn_.next_rows(*ffn_, layer_, stretch_.back(), [this] { look(); })) phase_ = Phase::add;
       break;
     case Phase::add:
       add_part();
@@ -236,7 +236,7 @@ void RunningPass::run_layer() {
   part.kv_layer = layer_;
   model_.layer_.run(layer_, model_.weights_.blocks[layer_], part, hidden_.data());
   ++progress_.done;
-  if (pass_ != Pass::sparse || part.count > kShortPass) model_.look();
+  if (pass_ != Pass::sparse || part.count > kShortPass) look();
   next_layer();
 }
 
@@ -250,7 +250,7 @@ void RunningPass::attend_part() {
   float* states = of_part(hidden_, part);
   const float* x = model_.layer_.attend(layer_, weights, part, states, of_part(attended_, part));
   if (x != nullptr) model_.ffn_.take(*ffn_, {layer_, part, x, states, nullptr});
-  model_.look();
+  look();
   if (x == nullptr) ++progress_.done;
   if (++part_ != stretch_.size()) return;
   part_ = 0;

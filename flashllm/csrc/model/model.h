@@ -33,12 +33,11 @@ namespace flashllm {
 
 class Model {
  public:
-  // Keeps references to all of them. `check` is called between layers, parts and blocks of rows of a pass of
-  // more than a few tokens, and may throw, to end it. `table`: of per-layer embeddings; of a model without
-  // these its embedding, where the weights have none; or nullptr. Throws CoreError where the weights do not
-  // fit the spec.
+  // Keeps references to all of them. `table`: of per-layer embeddings; of a model without these its
+  // embedding, where the weights have none; or nullptr. Throws CoreError where the weights do not fit the
+  // spec.
   Model(const ModelSpec& spec, const ModelWeights& weights, RowStream& stream, TokenTable* table,
-        ThreadPool& pool, FfnCounters& counters, SimdLevel level, std::function<void()> check);
+        ThreadPool& pool, FfnCounters& counters, SimdLevel level);
 
   const ModelSpec& spec() const { return spec_; }
   std::size_t num_layers() const { return weights_.blocks.size(); }
@@ -61,13 +60,11 @@ class Model {
  private:
   friend class RunningPass;
   bool reads_embedding() const { return table_ != nullptr && spec_.block.row_width() == 0; }
-  void look();  // calls `check`
 
   const ModelSpec spec_;
   const ModelWeights weights_;
   TokenTable* const table_;
   FfnCounters& counters_;
-  const std::function<void()> check_;
   Stopwatch watch_;
   Arithmetic arithmetic_;
   Ends ends_;
@@ -79,19 +76,20 @@ class Model {
 // New tokens on their way through a model, which outlives them.
 class RunningPass {
  public:
-  // logits: [wanted, vocab] after each token whose index is in `wanted` (ascending). `tap`: of a prompt's
-  // pass, or nullptr. The last `drafted` tokens of a pass of few may be guesses: what the neuron caches learn
-  // of these waits for `Model::accept`, before any other pass goes on. `stretches`: of a prompt that nobody
-  // observes, at most one a part; 0: one a part. `expanded`: as Part has it.
+  // logits: [wanted, vocab] after each token whose index is in `wanted` (ascending). `check` is called
+  // between layers, parts and blocks of rows of a pass of more than a few tokens, and may throw, to end it.
+  // `tap`: of a prompt's pass, or nullptr. The last `drafted` tokens of a pass of few may be guesses: what
+  // the neuron caches learn of these waits for `Model::accept`, before any other pass goes on. `stretches`:
+  // of a prompt that nobody observes, at most one a part; 0: one a part. `expanded`: as Part has it.
   RunningPass(Model& model, std::vector<Token> tokens, Pass pass, std::vector<std::size_t> wanted,
-              float* logits, Tap* tap = nullptr, std::size_t drafted = 0, std::size_t stretches = 0,
-              std::size_t expanded = 0);
+              float* logits, std::function<void()> check, Tap* tap = nullptr, std::size_t drafted = 0,
+              std::size_t stretches = 0, std::size_t expanded = 0);
   ~RunningPass() { close(); }
   RunningPass(const RunningPass&) = delete;
   RunningPass& operator=(const RunningPass&) = delete;
 
   // Goes on, at least one step, until it has ended or `stop` says so between two of them; whether it has
-  // ended. Every sequence has its new tokens then; where it throws (CoreError, or what the model's `check`
+  // ended. Every sequence has its new tokens then; where it throws (CoreError, or what `check`
   // throws), none has changed, and the pass is closed.
   template <typename Stop>
   bool advance(const Stop& stop) {
@@ -121,6 +119,7 @@ class RunningPass {
   void suspend();
   void end();
   bool step();  // whether there are more
+  void look();  // calls `check`
   void start_stretch();
   void take_rows();
   void run_layer();
@@ -136,6 +135,7 @@ class RunningPass {
   const Pass pass_;
   const std::vector<std::size_t> wanted_;
   float* logits_;
+  const std::function<void()> check_;
   Tap* const tap_;
   const std::size_t drafted_, expanded_heads_;
   std::size_t parts_, stretches_;

@@ -83,7 +83,6 @@ class BatchModel {
   BatchModel(const ModelSpec& spec, std::size_t rows_together, AttentionMemory& memory, ThreadPool& pool,
              SimdLevel level);
 
-  const ModelSpec& spec() const { return spec_; }
   void set_watch(Arithmetic::Watch watch) { arithmetic_.set_watch(std::move(watch)); }
 
   // rows [count, embed_dim] of the embedding -> states [count, d_model]

@@ -29,14 +29,6 @@ void sum_block(const PlaneColumns& columns, const float* values, std::size_t beg
                        end, y);
 }
 
-void sum_scattered(const PlaneColumns& columns, const float* values, float* y, ThreadPool& pool,
-                   SimdLevel level) {
-  plane_kernels(level, columns.codec, *columns.plane);  // throws here, not in a thread
-  pool.parallel_for(columns.k, column_share(columns.k, pool), [&](std::size_t begin, std::size_t end) {
-    sum_block(columns, values, begin, end, y, level);
-  });
-}
-
 namespace {
 
 constexpr std::size_t kWindow = 32;     // neurons whose values share a scale

@@ -86,9 +86,6 @@ struct PlaneColumns {
 // y[j] += sum_i values[i] * columns[i][j], in the order of i; j in [begin, end), by the calling thread
 void sum_block(const PlaneColumns& columns, const float* values, std::size_t begin, std::size_t end, float* y,
                SimdLevel level);
-// All columns, by all threads.
-void sum_scattered(const PlaneColumns& columns, const float* values, float* y, ThreadPool& pool,
-                   SimdLevel level);
 
 // Values of some neurons as codes of 16 bits, for each of some tokens: 32 ids from a multiple of 32 on share
 // a scale. Beside the neurons, values are zeros.

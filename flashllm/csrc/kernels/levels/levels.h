@@ -34,7 +34,7 @@ struct LevelKernels {
   const CodedInputKernels* int16;             // [kInt16Codecs]
   const UnpackCodes* unpack;                  // [kCodedCodecs], or nullptrs
   const PlaneKernels (*planes)[kPlaneForms];  // [kPlaneCodecs]
-  const GroupKernels* groups;
+  const GroupKernels* groups;                 // of 4 bits, and of 8
   const InputKernels* inputs;
 };
 

@@ -212,23 +212,29 @@ inline void dot_coded(const typename G::Row* row, const typename G::Row* next, c
   }
 }
 
-// use(row, next or nullptr, first) for kRows vectors at a time, and R = 1 for what is left.
-template <typename G>
-void dot_rows_coded(const void* const* rows, std::size_t n, const float* x, std::size_t k, float* out) {
+// Rows r of n at at(r), kRows at a time; what is fetched meanwhile lies `ahead` rows on.
+template <typename G, typename At>
+inline void dot_each_coded(const At& at, std::size_t n, std::size_t ahead, const float* x, std::size_t k,
+                           float* out) {
   typename G::Row row[kRows], next[kRows];
   std::size_t r = 0;
   for (; r + kRows <= n; r += kRows) {
-    const bool more = r + 2 * kRows <= n;
+    const bool more = r + ahead + kRows <= n;
     for (std::size_t i = 0; i < kRows; ++i) {
-      row[i] = G::at(rows[r + i], k);
-      if (more) next[i] = G::at(rows[r + kRows + i], k);
+      row[i] = G::at(at(r + i), k);
+      if (more) next[i] = G::at(at(r + ahead + i), k);
     }
     dot_coded<G, kRows>(row, more ? next : nullptr, x, k, out + r);
   }
   for (; r < n; ++r) {
-    row[0] = G::at(rows[r], k);
+    row[0] = G::at(at(r), k);
     dot_coded<G, 1>(row, nullptr, x, k, out + r);
   }
+}
+
+template <typename G>
+void dot_rows_coded(const void* const* rows, std::size_t n, const float* x, std::size_t k, float* out) {
+  dot_each_coded<G>([=](std::size_t r) { return rows[r]; }, n, kRows, x, k, out);
 }
 
 // Consecutive rows: what is fetched lies whole rows on.
@@ -237,20 +243,7 @@ void dot_matrix_coded(const void* data, std::size_t stride, std::size_t n, const
                       float* out) {
   const auto* first = static_cast<const std::byte*>(data);
   const std::size_t ahead = (kCodedAhead / stride + kRows) / kRows * kRows;  // rows
-  typename G::Row row[kRows], next[kRows];
-  std::size_t r = 0;
-  for (; r + kRows <= n; r += kRows) {
-    const bool more = r + ahead + kRows <= n;
-    for (std::size_t i = 0; i < kRows; ++i) {
-      row[i] = G::at(first + (r + i) * stride, k);
-      if (more) next[i] = G::at(first + (r + ahead + i) * stride, k);
-    }
-    dot_coded<G, kRows>(row, more ? next : nullptr, x, k, out + r);
-  }
-  for (; r < n; ++r) {
-    row[0] = G::at(first + r * stride, k);
-    dot_coded<G, 1>(row, nullptr, x, k, out + r);
-  }
+  dot_each_coded<G>([=](std::size_t r) { return first + r * stride; }, n, ahead, x, k, out);
 }
 
 // What is left of y beyond the last whole unit: up to `whole` in vectors, then one by one, as
