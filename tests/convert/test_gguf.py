@@ -32,7 +32,7 @@ from flashllm.convert.checkpoint.gguf.file import GgufTensor, StoredTensor, open
 from flashllm.convert.checkpoint.gguf.header import read_header
 from flashllm.convert.checkpoint.gguf.models import MODELS
 from flashllm.convert.checkpoint.gguf.row import paired_rows
-from flashllm.convert.checkpoint.gguf.tensors import named_tensors, supported
+from flashllm.convert.checkpoint.gguf.tensors import named_tensors
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.locate import find_checkpoint, find_folder
 from flashllm.convert.named import source_key
@@ -111,7 +111,7 @@ WITH_STATES = (  # whose tensors have another form, or whose value heads another
 
 
 IN_CODES = ("bitnet", "bitnet-b1.58", "bitnet-25")  # whose folders hold codes: tests/arch/test_bitnet.py
-PLAIN = [one for one in supported() if one not in ("llama", *WITH_STATES, *IN_CODES)]
+PLAIN = [one for one in sorted(MODELS) if one not in ("llama", *WITH_STATES, *IN_CODES)]
 MIXED = [name for name in MIXTURES if name not in WITH_STATES]
 CHOSEN = {  # what a file cannot say otherwise
     **{name: {"query_pre_attn_scalar": 16} for name in ("gemma2", "gemma3")},

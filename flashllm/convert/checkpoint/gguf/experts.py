@@ -249,19 +249,16 @@ MIXTURES: dict[str, GgufModel] = {
         constants={**SILU, "use_sliding_window": False},
         finish=_mixture,
     ),
-    "qwen3moe": GgufModel(
-        model_type="qwen3_moe",
-        keys=_EXPERTS,
-        optional=("norm_topk_prob",),
-        constants={**SILU, "use_sliding_window": False, "norm_topk_prob": True},
-        finish=_mixture,
-    ),
-    "qwen3vlmoe": GgufModel(
-        model_type="qwen3_moe",
-        keys=_EXPERTS,
-        constants={**SILU, "use_sliding_window": False, "norm_topk_prob": True},
-        table="qwen3moe",
-        finish=_mixture,
+    **dict.fromkeys(
+        ("qwen3moe", "qwen3vlmoe"),
+        GgufModel(
+            model_type="qwen3_moe",
+            keys=_EXPERTS,
+            optional=("norm_topk_prob",),
+            constants={**SILU, "use_sliding_window": False, "norm_topk_prob": True},
+            table="qwen3moe",
+            finish=_mixture,
+        ),
     ),
     "mellum": GgufModel(
         model_type="mellum",

@@ -233,13 +233,12 @@ _TERNARY = {
     "quantization_config": {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"}
 }
 
+_WITHOUT_WINDOWS = {**SILU, "use_sliding_window": False}
 
 MODELS: dict[str, GgufModel] = {
     "llama": GgufModel(model_type="llama", orders=INTERLEAVED, has=_BIASES, relu=True),
-    "qwen2": GgufModel(model_type="qwen2", constants={**SILU, "use_sliding_window": False}),
-    "qwen3": GgufModel(model_type="qwen3", constants={**SILU, "use_sliding_window": False}),
-    "qwen2vl": GgufModel(model_type="qwen2", constants={**SILU, "use_sliding_window": False}, table="qwen2"),
-    "qwen3vl": GgufModel(model_type="qwen3", constants={**SILU, "use_sliding_window": False}, table="qwen3"),
+    **dict.fromkeys(("qwen2", "qwen2vl"), GgufModel(model_type="qwen2", table="qwen2", constants=_WITHOUT_WINDOWS)),
+    **dict.fromkeys(("qwen3", "qwen3vl"), GgufModel(model_type="qwen3", table="qwen3", constants=_WITHOUT_WINDOWS)),
     "gemma": GgufModel(model_type="gemma", constants=_GELU, shifted=True, dtype="bfloat16"),
     "gemma2": GgufModel(
         model_type="gemma2",

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashllm.arch.registry import ARCHITECTURES, claims, resolve, source_shapes, spec_of
+from flashllm.arch.registry import claims, resolve, source_shapes, spec_of
 from flashllm.convert.checkpoint.gguf.experts import MIXTURES
 from flashllm.convert.checkpoint.gguf.file import GgufContent, GgufTensor, StoredTensor
 from flashllm.convert.checkpoint.gguf.models import MODELS, SPARSE_MODELS
@@ -27,24 +27,16 @@ _OF_WHOLE, _OF_INPUTS = ".scale", ".input_scale"  # of tensors in NVFP4; the lat
 _PREDICTORS = (".fc1.", ".fc2.")  # parts of their tensors' names there
 
 
-def supported() -> list[str]:
-    """The GGUF architectures that can be run."""
-    return sorted(name for name, model in MODELS.items() if model.model_type in ARCHITECTURES)
-
-
 def model_of(content: GgufContent) -> GgufModel:
     """The row of the file's architecture. UnsupportedModelError where there is none."""
     name = content.metadata.text(ARCHITECTURE)
     experts = content.metadata.integer(f"{name}.expert_count", 0, least=0)
     mixture = experts > 0 or name in MIXTURES.keys() - MODELS.keys()
-    models, all_of_them = (SPARSE_MODELS, sorted(SPARSE_MODELS)) if content.sparse else (MODELS, supported())
-    if mixture and not content.sparse:
-        models, all_of_them = MIXTURES, sorted(MIXTURES)
-    if name not in all_of_them or (mixture and content.sparse):
-        known = ", ".join(all_of_them)
+    models = SPARSE_MODELS if content.sparse else MIXTURES if mixture else MODELS
+    if name not in models or (mixture and content.sparse):
         raise UnsupportedModelError(
             f"{content.path}: GGUF architecture {name[:80]!r}{' with experts' if mixture else ''} is not "
-            f"supported; supported: {known}. A Hugging Face folder of the model may be"
+            f"supported; supported: {', '.join(sorted(models))}. A Hugging Face folder of the model may be"
         )
     return models[name]
 
