@@ -63,7 +63,8 @@ class FlashModel(FixedModel, Closing):  # type: ignore[no-untyped-call]
         run = dataclasses.replace(config if config is not None else RunConfig(), **options)
         engine = Model.open(resolve_model(None if path is None else str(path)), run)
         try:
-            name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[engine.manifest.architecture.model_type]
+            model_type = engine.manifest.architecture.model_type
+            name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, cls.__name__)
             return cast(type[Self], type(name, (cls,), {"__doc__": cls.__doc__}))(engine)
         except BaseException:
             engine.close()

@@ -222,6 +222,11 @@ def test_close_frees_threads_and_files_and_can_be_repeated(tiny, load):
             use()
 
 
+def test_a_model_type_that_transformers_does_not_know_loads(tiny, load, monkeypatch):
+    monkeypatch.setattr("flashllm.hf.model.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", {})
+    assert type(load(tiny("float32").path("all"))).__name__ == "FlashModel"
+
+
 def test_a_failed_load_leaves_nothing_open(tiny):
     path = tiny().path("random")
     gc.collect()  # models of earlier tests whose tracebacks were kept
