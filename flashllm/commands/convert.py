@@ -108,6 +108,7 @@ def _convert(args: argparse.Namespace, source: Path, name: str | None, bars: Exi
     """The finished model's manifest, after what it cost was said. Progress is shown until `bars` is closed."""
     from flashllm.base.progress import ProgressBar
     from flashllm.commands.predictors.scripts import sample_text
+    from flashllm.convert.choices import encoding_of
     from flashllm.convert.run import convert
     from flashllm.convert.tokenizer import TOKENIZER
     from flashllm.format.report.inspect import sparsity_line
@@ -119,8 +120,8 @@ def _convert(args: argparse.Namespace, source: Path, name: str | None, bars: Exi
 
     choices: Choices = {
         "dtype": args.dtype,
-        "encoding": _encoding(args.bits),
-        "resident_encoding": _encoding(args.resident_bits),
+        "encoding": encoding_of(args.bits),
+        "resident_encoding": encoding_of(args.resident_bits),
         "gate": args.gate or ("rows" if args.sparsify is None else "resident"),
     }
     progress = bars.enter_context(ProgressBar("convert"))
@@ -184,13 +185,3 @@ def _compared(source: Path, directory: Path, progress: Progress) -> "Manifest | 
     assert manifest.quality is not None
     say(quality_line(dataclasses.asdict(manifest.quality)))
     return manifest
-
-
-def _encoding(bits: int | None) -> str | None:
-    """The encoding of weights of so many bits; None: the dtype."""
-    from flashllm.base.bf12 import BF12
-    from flashllm.base.group_codes import DEFAULT_GROUP, code_of
-
-    if bits in (None, 16):
-        return None
-    return BF12.name if bits == 12 else code_of(bits, DEFAULT_GROUP, has_minimum=False).name

@@ -2,6 +2,8 @@
 
 from typing import Literal, TypedDict
 
+from flashllm.base.bf12 import BF12
+from flashllm.base.group_codes import code_of
 from flashllm.convert.checkpoint.coded import CodedWeights
 
 # Where the gates of a gated FFN go: into the neurons' rows, or into memory, where they name the active neurons.
@@ -28,3 +30,10 @@ class Choices(TypedDict, total=False):
         bool  # without `encoding` and `coded`: the weights of a quantised checkpoint keep their codes and scales, those
     )
     # of the resident matrices too where no encoding is given for them
+
+
+def encoding_of(bits: int | None) -> str | None:
+    """The encoding of weights of so many bits, 12, 8 or 4; None, the dtype, for 16 or none."""
+    if bits in (None, 16):
+        return None
+    return BF12.name if bits == 12 else code_of(bits).name

@@ -88,10 +88,9 @@ def resolve_model(
     if manifest is None:
         return target
     if manifest.in_place is not None:
-        nbytes = manifest.in_place.expert_nbytes * manifest.architecture.experts
         say(
-            f"{format_size(nbytes)} of experts stay in {checkpoint} and are read there: it must stay as it is; "
-            f"`flashllm convert {model} DST` copies them"
+            f"{format_size(manifest.in_place.nbytes)} of experts stay in {checkpoint} and are read there: it must stay "
+            f"as it is; `flashllm convert {model} DST` copies them"
         )
     converted(target)
     return target

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from flashllm.arch.registry import block_spec, source_shapes
 from flashllm.arch.tensors import Shape
-from flashllm.base.group_codes import DEFAULT_GROUP, code_of
 from flashllm.base.user_dirs import user_cache_dir
 from flashllm.convert.checkpoint.source import Checkpoint
+from flashllm.convert.choices import encoding_of
 from flashllm.convert.plan import plan_conversion
 from flashllm.convert.untrained.predictor import untrained_header, untrained_nbytes
 from flashllm.format.manifest_values import FileEntry
@@ -124,11 +124,8 @@ def write_outline(
 ) -> None:
     """Write the outline of the model that `config` describes, whose tensors have these `source_shapes`, into an empty
     directory; errors as `plan_conversion`."""
-    encoding = None if bits == 16 else code_of(bits, DEFAULT_GROUP, has_minimum=False).name
-    tensors = {
-        name: TensorInfo(name=name, dtype="BF16", shape=shape, offset=0, nbytes=2 * math.prod(shape))
-        for name, shape in shapes.items()
-    }
+    encoding = encoding_of(bits)
+    tensors = {name: TensorInfo.made(name, "BF16", shape) for name, shape in shapes.items()}
     kind, part = _KEPT.get(published(config) or "", (None, ""))
     quantised = {
         name: _Coded(kind, transposed=kind == "ternary" and ".down_proj." in name)

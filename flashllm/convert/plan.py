@@ -67,7 +67,7 @@ class ConversionPlan(Storage):
     @property
     def lying_nbytes(self) -> int:
         """Bytes of experts that stay where they are."""
-        return 0 if self.in_place is None else self.in_place.expert_nbytes * self.architecture.experts
+        return 0 if self.in_place is None else self.in_place.nbytes
 
     @property
     def stream_block_rows(self) -> int:

@@ -135,9 +135,9 @@ class InPlace:
         return max(each.piece_nbytes(count) for layer in self.layers for each, count in zip(layer, rows, strict=False))
 
     @property
-    def expert_nbytes(self) -> int:
-        """Bytes of one expert of each layer, together."""
-        return sum(each.nbytes for layer in self.layers for each in layer)
+    def nbytes(self) -> int:
+        """Bytes of all experts, of all layers."""
+        return sum(each.nbytes * len(each.places) for layer in self.layers for each in layer)
 
     def check_files(self, directory: Path) -> None:
         """FormatError where one is gone or another."""

@@ -59,6 +59,11 @@ class TensorInfo:
     offset: int
     nbytes: int
 
+    @classmethod
+    def made(cls, name: str, dtype: str, shape: tuple[int, ...]) -> "TensorInfo":
+        """A tensor that is made as it is read, and lies in no file."""
+        return cls(name=name, dtype=dtype, shape=shape, offset=0, nbytes=math.prod(shape) * ITEMSIZES[dtype])
+
     @property
     def itemsize(self) -> int:
         return ITEMSIZES[self.dtype]

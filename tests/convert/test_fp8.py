@@ -182,3 +182,11 @@ def test_stacks_of_other_shapes_are_refused(tmp_path):
     message = r"wants a scale for each 16 x 16, \[2, 1, 1\] numbers, and has F32 \[1, 1, 1\]"
     with pytest.raises(FormatError, match=message):
         convert(source, tmp_path / "found")
+
+
+def test_an_embedding_in_another_form_is_refused(tmp_path):
+    source, _ = coded(tmp_path, (16, 16), variant="minimax_m2")
+    with tensors_of(source) as state:
+        state["model.embed_tokens.weight"] = state["model.embed_tokens.weight"].to(torch.float8_e5m2)
+    with pytest.raises(UnsupportedModelError, match=r"in codes \(F8_E5M2\), which are not read"):
+        convert(source, tmp_path / "found")

@@ -5,18 +5,18 @@ Writes nothing, and does not know what the tensors mean.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from flashllm.base.checks import check_file_name
-from flashllm.base.files import drop_page_cache, read_json_object
+from flashllm.base.files import read_json_object
 from flashllm.convert.checkpoint.pickled import open_pickled
-from flashllm.convert.checkpoint.source import ADAPTER, ADAPTER_HINT, Checkpoint, WeightFile, companion_files
+from flashllm.convert.checkpoint.source import ADAPTER, ADAPTER_HINT, Checkpoint, OpenFile, companion_files
 from flashllm.errors import FormatError, UsageError
 from flashllm.format.manifest import MANIFEST
 from flashllm.format.model_files import CONFIG
-from flashllm.format.safetensors import SafetensorsFile, TensorInfo, open_safetensors
+from flashllm.format.safetensors import open_safetensors
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -24,7 +24,7 @@ PICKLED_SINGLE = "pytorch_model.bin"
 PICKLED_INDEX = "pytorch_model.bin.index.json"
 _OTHERS = ("*.[gG][gG][uU][fF]", "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
 
-OpenFiles = Callable[[Sequence[Path], ExitStack], list[WeightFile]]
+OpenFiles = Callable[[Sequence[Path], ExitStack], list[OpenFile]]
 
 
 @contextmanager
@@ -80,27 +80,12 @@ def what_lies_there(directory: Path) -> str:
     return f"; {others[0]} has another name or kind: load it with transformers and save it with save_pretrained()"
 
 
-class _Safetensors:
-    """A safetensors file that leaves nothing in the page cache."""
-
-    def __init__(self, file: SafetensorsFile) -> None:
-        self._file = file
-        self.path: Path = file.header.path
-        self.tensors: Mapping[str, TensorInfo] = file.header.tensors
-
-    def read_into(self, info: TensorInfo, start: int, buffer: memoryview) -> None:
-        self._file.read_into(info, start, buffer)
-        drop_page_cache(self._file.fd, info.offset + start, len(buffer))
-
-    def extent(self, info: TensorInfo) -> int | None:
-        return info.offset
+def _open_safetensors(paths: Sequence[Path], stack: ExitStack) -> list[OpenFile]:
+    files = [stack.enter_context(open_safetensors(path)) for path in paths]
+    return [OpenFile(file.fd, file.header.path, file.header.tensors) for file in files]
 
 
-def _open_safetensors(paths: Sequence[Path], stack: ExitStack) -> list[WeightFile]:
-    return [_Safetensors(stack.enter_context(open_safetensors(path))) for path in paths]
-
-
-def _open_shards(directory: Path, index: str, open_files: OpenFiles, stack: ExitStack) -> dict[str, WeightFile]:
+def _open_shards(directory: Path, index: str, open_files: OpenFiles, stack: ExitStack) -> dict[str, OpenFile]:
     """Tensor -> its file. The index decides; tensors it does not list count too, as they do for transformers."""
     weight_map = _read_index(directory / index)
     names = sorted(set(weight_map.values()))

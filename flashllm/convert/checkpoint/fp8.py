@@ -8,9 +8,7 @@ DeepSeek V3, MiniMax-M2, Qwen and Mistral publish so (transformers, integrations
 inputs of products (`activation_scale`) are left out: inputs stay whole here.
 """
 
-import dataclasses
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -86,12 +84,11 @@ def widened(checkpoint: Checkpoint) -> Checkpoint:
         scales = tensors.pop(name + _SCALE, None)
         files.pop(name + _SCALE, None)
         matrix = _matrix(checkpoint, info, scales, block)
-        nbytes = math.prod(info.shape) * 4
-        tensors[name] = dataclasses.replace(info, dtype="F32", offset=0, nbytes=nbytes)
+        tensors[name] = TensorInfo.made(name, "F32", info.shape)
         files[name] = MadeTensor(files[name], matrix.rows)
     config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
-    whole = (info.dtype for name, info in tensors.items() if name.endswith("embed_tokens.weight"))
-    return checkpoint.changed(tensors, files, config, preferred_dtype=WEIGHT_DTYPE_BY_CODE[next(whole, "BF16")].name)
+    wide = checkpoint.changed(tensors, files, config)
+    return replace(wide, preferred_dtype=wide.embedding_dtype or "bfloat16")
 
 
 def _block(said: dict[str, Any], checkpoint: Checkpoint) -> tuple[int, int] | None:

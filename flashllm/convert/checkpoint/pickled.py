@@ -15,9 +15,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from flashllm.base.files import drop_page_cache, file_status, open_for_reading, pread_bytes, pread_into
+from flashllm.base.files import file_status, open_for_reading, pread_bytes
 from flashllm.convert.checkpoint.child import ChildFailed, ask_child
-from flashllm.convert.checkpoint.source import WeightFile, check_start
+from flashllm.convert.checkpoint.source import OpenFile, check_start
 from flashllm.errors import FlashIOError, FormatError, UnsupportedModelError, needing
 from flashllm.format.safetensors import ITEMSIZES, TensorInfo
 
@@ -27,24 +27,7 @@ _RESAVE = "load the model with transformers and save it with save_pretrained(), 
 _LOCAL_HEADER_NBYTES = 30  # of an archive's record, before its name and its extra field
 
 
-class PickledFile:
-    """An open `.bin` file whose tensors are known."""
-
-    def __init__(self, fd: int, path: Path, tensors: Mapping[str, TensorInfo]) -> None:
-        self._fd = fd
-        self.path = path
-        self.tensors = tensors
-
-    def read_into(self, info: TensorInfo, start: int, buffer: memoryview) -> None:
-        at = info.position(start, len(buffer))
-        pread_into(self._fd, buffer, at, self.path)
-        drop_page_cache(self._fd, at, len(buffer))
-
-    def extent(self, info: TensorInfo) -> int | None:
-        return info.offset
-
-
-def open_pickled(paths: Sequence[Path], stack: ExitStack) -> list[WeightFile]:
+def open_pickled(paths: Sequence[Path], stack: ExitStack) -> list[OpenFile]:
     """The files `paths`, closed by `stack`.
 
     FormatError for one that is empty, truncated, damaged or a git-LFS pointer; UnsupportedModelError for one that holds
@@ -61,7 +44,7 @@ def open_pickled(paths: Sequence[Path], stack: ExitStack) -> list[WeightFile]:
     except ChildFailed as error:
         raise FormatError(f"{paths[0]}: torch cannot read it: {error}; get the file again") from error
     return [
-        PickledFile(fd, path, _checked(found, file_status(fd, path).st_size, path))
+        OpenFile(fd, path, _checked(found, file_status(fd, path).st_size, path))
         for fd, path, found in zip(fds, paths, described, strict=True)
     ]
 

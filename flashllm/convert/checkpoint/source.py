@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, cast
+from flashllm.base.files import drop_page_cache, pread_into
 from flashllm.errors import FlashIOError, FormatError
 from flashllm.format.model_files import CONFIG
 from flashllm.format.safetensors import TensorInfo, read_start
@@ -114,6 +115,23 @@ class WeightFile(TensorFile, Protocol):
         """The tensors in it, by name."""
 
 
+@dataclass(frozen=True, slots=True)
+class OpenFile:
+    """A `WeightFile` in which tensors lie as they are."""
+
+    fd: int
+    path: Path
+    tensors: Mapping[str, TensorInfo]
+
+    def read_into(self, info: TensorInfo, start: int, buffer: memoryview) -> None:
+        at = info.position(start, len(buffer))
+        pread_into(self.fd, buffer, at, self.path)
+        drop_page_cache(self.fd, at, len(buffer))
+
+    def extent(self, info: TensorInfo) -> int | None:
+        return info.offset
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
     """An open checkpoint: its config.json, where each tensor is, and the files that go with the weights."""
@@ -163,6 +181,13 @@ class Checkpoint:
         file = self._files[name]
         offset = file.extent(self.tensors[name])
         return None if offset is None else (file.path, offset)
+
+    @property
+    def embedding_dtype(self) -> str | None:
+        """The name of the embedding's dtype; None where that is none of weights."""
+        codes = (info.dtype for name, info in self.tensors.items() if name.endswith("embed_tokens.weight"))
+        found = WEIGHT_DTYPE_BY_CODE.get(next(codes, ""))
+        return None if found is None else found.name
 
     def where(self, name: str) -> str:
         """The tensor and its file, for messages."""

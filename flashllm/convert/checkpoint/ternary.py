@@ -9,7 +9,6 @@ its value (transformers, integrations/bitnet.py). Reads the rows that are asked 
 them, for the mean, and of a down projection, whose vectors are columns.
 """
 
-import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -139,16 +138,12 @@ def ternary(checkpoint: Checkpoint) -> Checkpoint:
         shape = (info.shape[0] * (_A_BYTE if packed else 1), info.shape[1])
         factor = None if form is Form.MASTER else _scale(checkpoint, info, form)
         matrix = _Matrix(checkpoint, info, shape, transposed=name.endswith(_DOWN), factor=factor)
-        nbytes = shape[0] * shape[1] * 4
-        tensors[name] = dataclasses.replace(info, dtype="F32", shape=shape, offset=0, nbytes=nbytes)
+        tensors[name] = TensorInfo.made(name, "F32", shape)
         files[name], quantised[name] = MadeTensor(files[name], matrix.rows), matrix
     for name in [name for name in tensors if name.endswith("_proj.weight_scale")]:
         del tensors[name], files[name]
-    whole = [info.dtype for name, info in checkpoint.tensors.items() if name.endswith("embed_tokens.weight")]
-    preferred = WEIGHT_DTYPE_BY_CODE[whole[0]].name if whole and whole[0] in WEIGHT_DTYPE_BY_CODE else None
-    return checkpoint.changed(
-        tensors, files, quantised=quantised, preferred_dtype=checkpoint.preferred_dtype or preferred
-    )
+    preferred = checkpoint.preferred_dtype or checkpoint.embedding_dtype
+    return checkpoint.changed(tensors, files, quantised=quantised, preferred_dtype=preferred)
 
 
 def _error(checkpoint: Checkpoint, info: TensorInfo, what: str) -> FormatError:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
-from flashllm.base.codes.carried import SCALE_FORMS, WHOLE, Quantised, ScaleForm, zero_of
+from flashllm.base.codes.carried import PACKED_AS, SCALE_FORMS, WHOLE, CarriedCode, Quantised, ScaleForm, zero_of
 
 _ONE = 127  # a scale of MXFP4: that of zeros that have no usual one
 _SCALES = np.dtype(  # of a block; those that its kind has, the first of sixteen
@@ -34,6 +34,11 @@ class Kind:
     weights: int  # of a block
     nbytes: int  # of a block
     of_codebook: bool = False  # its codes take more bytes than its blocks
+
+    @property
+    def packed_as(self) -> CarriedCode:
+        """The code in which its weights are stored."""
+        return next(code for code in PACKED_AS.values() if (code.bits, code.form) == (self.bits, self.form))
 
     def quantised(self, raw: NDArray[np.uint8], scale: float = 1.0) -> Quantised:
         """Rows of blocks, uint8 [n, bytes], of a tensor whose weights are multiplied by `scale`, where the form has one

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flashllm.base.codes.carried import PACKED_AS, CarriedCode
+from flashllm.base.codes.carried import CarriedCode
 from flashllm.convert.checkpoint.gguf.file import GgufContent, StoredTensor
 from flashllm.convert.kept.blocks import KINDS
 from flashllm.errors import FormatError
@@ -30,9 +30,7 @@ class _Factor:
     def code(self) -> CarriedCode | None:
         """How it is stored; None: as floats."""
         kind = KINDS.get(self.stored.kind)
-        if kind is None:
-            return None
-        return next(code for code in PACKED_AS.values() if (code.bits, code.form) == (kind.bits, kind.form))
+        return None if kind is None else kind.packed_as
 
     @property
     def entry(self) -> tuple[str, str, tuple[int, ...]]:

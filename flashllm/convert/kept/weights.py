@@ -76,7 +76,7 @@ class KeptWeights:
             if (kind := KINDS.get(tensor.kind)) is not None and kind.of_codebook:
                 blocks = math.prod(self._claims[name].shape) // kind.weights
                 stored[kind.name] += blocks * kind.nbytes
-                coded += blocks * PACKED_AS[_encoded_as(kind)].vector_nbytes(kind.weights)
+                coded += blocks * kind.packed_as.vector_nbytes(kind.weights)
         return tuple(sorted(stored)), coded / max(1, stored.total())
 
     def vectors(self, name: str) -> Vectors | None:
@@ -307,8 +307,4 @@ def _encoding(tensor: QuantisedTensor) -> str | None:
     """How its vectors are stored; None where they cannot be."""
     if tensor.kind in PACKED_AS:
         return tensor.kind
-    return None if (kind := KINDS.get(tensor.kind)) is None else _encoded_as(kind)
-
-
-def _encoded_as(kind: Kind) -> str:
-    return next(code.name for code in PACKED_AS.values() if (code.bits, code.form) == (kind.bits, kind.form))
+    return None if (kind := KINDS.get(tensor.kind)) is None else kind.packed_as.name

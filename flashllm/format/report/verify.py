@@ -81,7 +81,7 @@ class _Verification:
         self._done_nbytes = 0
         self._total_nbytes = sum(entry.nbytes for entry in manifest.files.values())
         if manifest.in_place is not None:
-            self._total_nbytes += manifest.in_place.expert_nbytes * manifest.architecture.experts
+            self._total_nbytes += manifest.in_place.nbytes
         self._problems: list[Problem] = []
 
     def run(self) -> VerifyReport:

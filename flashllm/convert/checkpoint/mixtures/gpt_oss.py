@@ -13,7 +13,6 @@ them: a byte of scale, then value i in the low bits of byte i and value i + 16 i
 and held until the next.
 """
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -143,10 +142,7 @@ def apart(checkpoint: Checkpoint) -> Checkpoint:
     quantised = dict(checkpoint.quantised)
 
     def put(name: str, dtype: str, shape: tuple[int, ...], made: MadeTensor) -> None:
-        nbytes = int(np.prod(shape)) * (4 if dtype == "F32" else 2)
-        old = next(iter(checkpoint.tensors.values()))
-        tensors[name] = dataclasses.replace(old, name=name, dtype=dtype, shape=shape, offset=0, nbytes=nbytes)
-        files[name] = made
+        tensors[name], files[name] = TensorInfo.made(name, dtype, shape), made
 
     for found in list(checkpoint.tensors):
         name = found.removesuffix("_blocks")

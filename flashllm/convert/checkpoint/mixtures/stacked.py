@@ -8,16 +8,16 @@ expert is read whole and held until the next. Knows no model_type: the architect
 """
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashllm.arch.registry import block_spec, source_shapes, spec_of
-from flashllm.convert.checkpoint.source import Checkpoint, TensorFile
+from flashllm.convert.checkpoint.source import Checkpoint, MadeTensor, TensorFile
 from flashllm.errors import FormatError
 from flashllm.format.safetensors import TensorInfo
 
@@ -39,27 +39,6 @@ class _Slices:
     def extent(self, info: TensorInfo) -> int | None:
         start = self.file.extent(self.stack)
         return None if start is None else start + info.offset
-
-
-@dataclass(frozen=True, slots=True)
-class _Turned:
-    """The same of a stack whose experts have columns first: offsets are into what it would be with rows first."""
-
-    file: TensorFile
-    stack: TensorInfo
-    expert: Callable[[int], NDArray[np.uint8]]  # the bytes of one, rows first
-
-    @property
-    def path(self) -> Path:
-        return self.file.path
-
-    def read_into(self, info: TensorInfo, start: int, buffer: memoryview) -> None:
-        number, within = divmod(info.offset + start, self.stack.nbytes // self.stack.shape[0])
-        buffer[:] = self.expert(number)[within : within + len(buffer)].data
-
-    def extent(self, info: TensorInfo) -> int | None:
-        """As `TensorFile.extent`: they lie nowhere as they are."""
-        return None
 
 
 def unstacked(checkpoint: Checkpoint) -> Checkpoint:
@@ -86,12 +65,15 @@ def unstacked(checkpoint: Checkpoint) -> Checkpoint:
         return None
 
     @lru_cache(maxsize=2)  # of an expert's two stacks
-    def turned(name: str, expert: int) -> NDArray[np.uint8]:
+    def turned(name: str, expert: int) -> NDArray[Any]:
+        """An expert of a stack that has columns first, rows first."""
         info = checkpoint.tensors[name]
-        experts, columns, rows = info.shape
-        read = np.empty((columns, rows), f"u{info.nbytes // (experts * columns * rows)}")
+        read = np.empty(info.shape[1:], f"u{info.itemsize}")
         checkpoint.read(name, expert * read.nbytes, read)
-        return np.ascontiguousarray(read.T).reshape(-1).view(np.uint8)
+        return np.ascontiguousarray(read.T)
+
+    def part_of(name: str, expert: int, top: int, first: int, count: int) -> NDArray[Any]:
+        return turned(name, expert)[top + first :][:count]
 
     for layer in layers:
         for new, old in spec.renamed.items():
@@ -103,20 +85,21 @@ def unstacked(checkpoint: Checkpoint) -> Checkpoint:
             name, info, file = found
             expected = expected or source_shapes(checkpoint.config)
             whole = (1, *info.shape) if "{e}" not in parts[0] else info.shape
-            source: TensorFile = _Slices(file, info)
             rows, columns = expected.get(parts[0].format(i=layer, e=0), (0, 0))
-            if info.shape[1:] == (columns, rows * len(parts)) != (rows * len(parts), columns):
-                whole, source = (info.shape[0], rows * len(parts), columns), _Turned(file, info, partial(turned, name))
+            is_turned = info.shape[1:] == (columns, rows * len(parts)) != (rows * len(parts), columns)
+            if is_turned:
+                whole = (info.shape[0], rows * len(parts), columns)
             if len(whole) != 3 or whole[1] % len(parts):
                 raise FormatError(
                     f"{file.path}: tensor {name}: {list(info.shape)} are no experts of {len(parts)} matrices each"
                 )
-            experts = whole[0]
+            experts, slices = whole[0], _Slices(file, info)
             nbytes, shape = info.nbytes // (experts * len(parts)), (whole[1] // len(parts), whole[2])
             for expert in range(experts):
                 for part, pattern in enumerate(parts):
                     own = pattern.format(i=layer, e=expert)
                     offset = (expert * len(parts) + part) * nbytes
                     tensors[own] = dataclasses.replace(info, name=own, shape=shape, offset=offset, nbytes=nbytes)
-                    files[own] = source
+                    make = partial(part_of, name, expert, part * rows)
+                    files[own] = MadeTensor(file, make) if is_turned else slices
     return checkpoint.changed(tensors, files)
