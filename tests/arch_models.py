@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, PreTra
 from transformers.models.mistral4 import Mistral4Config, Mistral4ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from flashllm.arch.family import decoder_block, defaults_of
+from flashllm.arch.family import decoder_block
 from flashllm.arch.llama.names import BEFORE, BEHIND, row
 from flashllm.arch.registry import ARCHITECTURES
 from flashllm.arch.spec import SHARED_BESIDE
@@ -200,9 +200,14 @@ def _differing(config: dict[str, Any]) -> Any:
     return replace(blocks[0], layers=tuple(block.layers[i] for i, block in enumerate(blocks)))
 
 
-ARCHITECTURES["differing"] = row(
-    "differing", defaults=defaults_of("llama"), block=_differing, norms={**BEFORE, **BEHIND}
-)
+ARCHITECTURES["differing"] = replace(row("llama", block=_differing, norms={**BEFORE, **BEHIND}), model_type="differing")
+
+
+def scale(checkpoint: Path, name: str, by: float | torch.Tensor) -> None:
+    """Multiply a tensor of a checkpoint."""
+    file = checkpoint / "model.safetensors"
+    state = load_file(file)
+    save_file(state | {name: state[name] * by}, file, {"format": "pt"})
 
 
 @dataclass(frozen=True)

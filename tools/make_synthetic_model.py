@@ -83,18 +83,13 @@ class DummyCheckpoint(Checkpoint):
     def where(self, name: str) -> str:
         return f"dummy tensor {name}"
 
-    def fingerprint(self) -> list[list[object]]:
-        return [["dummy weights", self.seed, self.dtype.name]]
+    def identity(self) -> list[list[object]]:
+        return [[str(self.path.resolve())], ["dummy weights", self.seed, self.dtype.name]]
 
 
 def dummy_checkpoint(folder: Path, config: dict[str, Any], dtype: WeightDtype, seed: int) -> DummyCheckpoint:
     """The checkpoint that `config`, which lies in `folder` beside a tokenizer, describes."""
-    tensors = {
-        name: TensorInfo(
-            name=name, dtype=dtype.code, shape=shape, offset=0, nbytes=int(np.prod(shape)) * dtype.itemsize
-        )
-        for name, shape in source_shapes(config).items()
-    }
+    tensors = {name: TensorInfo.made(name, dtype.code, shape) for name, shape in source_shapes(config).items()}
     return DummyCheckpoint(
         path=folder,
         config=config,

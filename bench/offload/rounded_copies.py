@@ -55,7 +55,7 @@ def copy_in_the_papers_groups(model: Path, out: Path, bits: int) -> Path:
 
 def copy_with_feedback(model: Path, out: Path, bits: int, text: Path) -> Path:
     """`model` with the weights that `--compress weights` has, but for codes chosen by error feedback on a text."""
-    sequences = calibration_tokens(model, read_text(text), text)
+    sequences = calibration_tokens(model, read_text(text))
     with open_weights(model) as source:
         packing = weight_packing(source, bits)
         calibration = Calibration(source, sequences, threads=num_cores(), span=SPAN)

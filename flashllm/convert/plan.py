@@ -118,24 +118,16 @@ class ConversionPlan(Storage):
 
     def identity(self) -> dict[str, Any]:
         """The identity that a partial directory must have to be resumed: the source, the options, the layout."""
-        headers = hashlib.sha256(self.ffn_header + self.resident_header).hexdigest()
-        source = [str(self.checkpoint.path.resolve()), self.checkpoint.fingerprint()]
-        encodings = [self.layout.encoding, self.layout.down, self.resident_encoding]
-        coded: dict[str, Any] = (
-            {"encodings": encodings} if encodings != [self.dtype.name, self.dtype.name, None] else {}
-        )
-        coded |= {"other_encodings": dict(self.other_encodings)} if self.other_encodings else {}
-        rank: dict[str, Any] = {"predictor_rank": self.predictor_rank} if self.predictor_rank else {}
-        rank |= {"coded_gates": True} if self.coded_gates else {}
-        own = {} if self.coded is None else {"coded": self.coded.fingerprint()}
         return {
             "version": flashllm.__version__,
-            "source": source,
+            "source": self.checkpoint.identity(),
             "dtype": self.dtype.name,
-            "headers": headers,
-            **coded,
-            **rank,
-            **own,
+            "headers": hashlib.sha256(self.ffn_header + self.resident_header).hexdigest(),
+            "encodings": [self.layout.encoding, self.layout.down, self.resident_encoding],
+            "other_encodings": dict(self.other_encodings),
+            "predictor_rank": self.predictor_rank,
+            "coded_gates": self.coded_gates,
+            "coded": None if self.coded is None else self.coded.fingerprint(),
         }
 
     def manifest(self, files: Mapping[str, FileEntry], source_name: str) -> Manifest:

@@ -10,7 +10,7 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -24,6 +24,7 @@ from flashllm.base.units import format_size
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.checkpoint.source import Checkpoint, OwnPredictors
 from flashllm.convert.choices import Choices
+from flashllm.convert.hub import Say
 from flashllm.convert.kept.in_place import slice_sums
 from flashllm.convert.known import KNOWN
 from flashllm.convert.plan import ConversionPlan, plan_conversion
@@ -37,8 +38,6 @@ from flashllm.format.manifest_values import FileEntry
 from flashllm.format.model_files import FFN, PREDICTORS, RESIDENT, TABLE, TABLE_CHECKSUMS
 from flashllm.format.partial import PartialDirectory, check_space, open_partial
 from flashllm.format.rows import CODED_ENCODINGS, checksum_rows, row_checksums
-
-Say = Callable[[str], None]
 
 
 def convert(

@@ -7,7 +7,6 @@ the states of the calibrating tokens, and for sums x xᵀ and their inverse 28 b
 import hashlib
 import os
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -19,9 +18,10 @@ from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, cast
 from flashllm.base.files import Progress, read_bounded
 from flashllm.base.group_codes import GROUP_CODES, Bytes, Floats, GroupCode
 from flashllm.base.machine import num_cores
-from flashllm.convert.checkpoint.opened import open_checkpoint
+from flashllm.convert.checkpoint.opened import identity, open_checkpoint
 from flashllm.convert.choices import Choices
-from flashllm.convert.run import Say, check_destination, convert
+from flashllm.convert.hub import Say
+from flashllm.convert.run import check_destination, convert
 from flashllm.convert.tokenizer import MAX_NBYTES, TOKENIZER, make_tokenizer, parse_tokenizer
 from flashllm.errors import UsageError
 from flashllm.format.manifest import Manifest
@@ -29,11 +29,10 @@ from flashllm.offload.runtime.tiers.source import WeightSource, matrix_name, ope
 from flashllm.pack.codes import Codes, CodesFolder
 from flashllm.pack.feedback import code_columns, code_rows
 from flashllm.pack.layers import NEAREST, Calibration, Layer, Sums
-from flashllm.pack.score import read_text
+from flashllm.pack.score import Windows, read_text, windows_of
 
 WINDOW = 256  # tokens of a calibrating sequence
 MAX_TOKENS = 12_288  # of the text that are used
-MIN_TOKENS = 64
 SPAN = 4096  # inputs of a matrix whose errors make up for each other
 _FFN = ("up", "gate", "down")
 _FLOAT32 = WEIGHT_DTYPE_BY_CODE["F32"]
@@ -62,9 +61,9 @@ def convert_calibrated(
     if not any(codes.values()):
         raise UsageError("--calibrate chooses codes of 8 or 4 bits: give --bits or --resident-bits")
     check_destination(dst)
-    sequences = calibration_tokens(src, read_text(text), text)
+    sequences = calibration_tokens(src, read_text(text))
     record = {
-        "source": _identity(src),
+        "source": identity(src),
         "tokens": hashlib.sha256(np.asarray(sequences, np.int64).tobytes()).hexdigest(),
         "encodings": encodings,
     }
@@ -94,10 +93,10 @@ def convert_calibrated(
     return manifest
 
 
-def calibration_tokens(src: Path, text: str, where: Path) -> list[list[int]]:
-    """Sequences of equally many tokens of the text, by the tokenizer of the checkpoint `src`.
+def calibration_tokens(src: Path, text: str) -> Windows:
+    """Windows of the text's tokens, by the tokenizer of the checkpoint `src`.
 
-    UsageError for a model without a tokenizer, or a text of fewer than MIN_TOKENS tokens.
+    UsageError for a model without a tokenizer, or a text of too few tokens.
     """
     with open_checkpoint(src) as checkpoint:
         raw, context = checkpoint.made.get(TOKENIZER), block_spec(checkpoint.config).context
@@ -110,10 +109,7 @@ def calibration_tokens(src: Path, text: str, where: Path) -> list[list[int]]:
     if raw is None:
         raise UsageError(f"{src}: has no tokenizer, so no text can calibrate it")
     ids = parse_tokenizer(raw, src).encode(text, add_special_tokens=False).ids[:MAX_TOKENS]
-    if len(ids) < MIN_TOKENS:
-        raise UsageError(f"{where}: has {len(ids)} tokens; at least {MIN_TOKENS} are needed to choose codes by")
-    length = min(WINDOW, context, max(MIN_TOKENS // 2, len(ids) // 8))
-    return [ids[first : first + length] for first in range(0, len(ids) - length + 1, length)]
+    return windows_of(ids, context, WINDOW)
 
 
 def _code_layer(calibration: Calibration, layer: Layer, number: int, codes: dict[str, GroupCode | None]) -> Codes:
@@ -161,8 +157,3 @@ def _apply(source: WeightSource, layer: Layer, number: int, coded: Codes, codes:
             continue
         weights: NDArray[Any] = code.decode(stored, array.shape[0] if name == "down" else array.shape[1])
         array[...] = cast(weights.T if name == "down" else weights, _FLOAT32, source.dtype)
-
-
-def _identity(src: Path) -> list[Sequence[object]]:
-    with open_checkpoint(src) as checkpoint:
-        return [[str(checkpoint.path.resolve())], *checkpoint.fingerprint()]

@@ -19,9 +19,10 @@ from flashllm._core import KV_BLOCK
 from flashllm.arch.registry import bundle_names
 from flashllm.arch.tensors import attentions
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, cast
+from flashllm.errors import UnsupportedModelError
 from flashllm.offload.runtime.host_ops import HostOps, Watch
 from flashllm.offload.runtime.ops import Matrix, Projected, Tensors
-from flashllm.offload.runtime.tiers.source import WeightSource
+from flashllm.offload.runtime.tiers.source import WeightSource, matrix_name
 from flashllm.offload.runtime.tiers.states import LentStates, floats
 from flashllm.offload.runtime.tiers.weight_plan import is_vector
 
@@ -87,7 +88,8 @@ class _Inputs:
         first = 0
         for total in self._sums:
             part = x[:, first : first + len(total)]
-            np.add(total, part.T @ part, out=total)
+            with np.errstate(over="ignore", invalid="ignore"):  # sums that are not finite are refused
+                np.add(total, part.T @ part, out=total)
             first += len(total)
         self._tokens += len(x)
 
@@ -140,7 +142,8 @@ class Calibration:
         return {name: cast_type(Floats, self._source.vector(name)) for name in names}
 
     def round(self, layer: Layer, rounder: Rounder) -> None:
-        """Change the layer's matrices by `rounder`, which sees what goes into each."""
+        """Change the layer's matrices by `rounder`, which sees what goes into each. UnsupportedModelError for one that
+        it cannot round, or whose inputs are not finite."""
         widths = {bundle + name: array.shape[1] for bundle, name, array in layer.parts()}
 
         def inputs(bundle: str, *names: str) -> dict[str, _Inputs]:
@@ -186,18 +189,26 @@ class Calibration:
             taken = inputs.get(bundle + same.get(name, name))
             if taken is not None and (name in NEAREST or taken.width == array.shape[1]):
                 values = np.ascontiguousarray(cast(array, dtype, wide), np.float32)
-                array[...] = cast(rounder(bundle + name, values, taken.sums), wide, dtype)
+                try:
+                    array[...] = cast(rounder(bundle + name, values, taken.sums), wide, dtype)
+                except (OverflowError, ValueError) as error:
+                    raise UnsupportedModelError(
+                        f"{matrix_name(layer.number, bundle + name)}: {error}; leave these weights at 16 bits, or "
+                        "convert without --calibrate"
+                    ) from error
 
     def advance(self, layer: Layer) -> None:
         """Put the calibration tokens through a layer as it now is."""
         tensors = layer.tensors()
         self._states = [self._run(layer.number, tensors, states) for states in self._states]
 
-    def logits(self, sequence: int) -> Floats:
-        """fp32 logits [tokens, vocab] of a sequence that has been put through every layer."""
+    def logits(self) -> Iterator[Floats]:
+        """fp32 logits [tokens, vocab] of each sequence, after all have been put through every layer."""
         names = ("project_out", "embedding" if self._block.tied_head else "head")
         vectors = self._vectors(lambda name: name.startswith(("final_norm.", "head.")))
-        return self._ops.logits(self._ends(names, vectors), self._states[sequence])
+        ends = self._ends(names, vectors)
+        for states in self._states:
+            yield self._ops.logits(ends, states)
 
     def _run(self, number: int, tensors: Tensors, states: Array, watch: Watch | None = None) -> Array:
         attention, sinks = self._attention[number], tensors.vectors.get("sinks")

@@ -8,13 +8,11 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
 from flashllm.format.model_dir import ModelDir
 from flashllm.generate.tokenizer import Tokenizer
-from flashllm.pack.score import mean_surprise, piece_tokens, read_text
+from flashllm.pack.score import mean_surprise, perplexity_of, piece_tokens, read_text
 
 TOKENS = 128
 GARBAGE = 0.75  # of the loss of a uniform guess
@@ -34,7 +32,7 @@ class Loss:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.mean) if self.mean < 700 else math.inf  # NaN: inf
+        return perplexity_of(self.mean)
 
 
 def measure_loss(directory: Path, text: Path, *, memory: int | None = None) -> Loss:
@@ -46,6 +44,4 @@ def measure_loss(directory: Path, text: Path, *, memory: int | None = None) -> L
     tokens = max(2, min(TOKENS, block.context, piece_tokens(block.vocab_size)))
     ids = Tokenizer.load(directory).encode(read_text(text))[:tokens]
     with Model.open(directory, RunConfig(memory=memory, context=tokens, mode="dense")) as model:
-        with np.errstate(all="ignore"):
-            mean = mean_surprise(model, [ids])
-        return Loss(mean=mean, tokens=len(ids), vocab_size=model.vocab_size)
+        return Loss(mean=mean_surprise(model, [ids]), tokens=len(ids), vocab_size=model.vocab_size)

@@ -4,10 +4,7 @@ The source runs a layer at a time, in its own dtype; the model as it will run, d
 """
 
 import gc
-import math
 from pathlib import Path
-
-import numpy as np
 
 from flashllm.base.files import Progress
 from flashllm.base.machine import num_cores
@@ -20,13 +17,14 @@ from flashllm.format.model_dir import ModelDir
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.offload.runtime.tiers.source import open_weights
 from flashllm.pack.layers import Calibration
-from flashllm.pack.score import Windows, perplexity, read_text, split_windows, surprise
+from flashllm.pack.score import Windows, check_finite, perplexity, perplexity_of, read_text, split_windows, surprise
 
 
 def measure_quality(src: Path, directory: Path, text: Path, *, progress: Progress | None = None) -> Manifest:
     """Compare the model directory with the checkpoint `src` on every other window of `text`; its new manifest.
 
-    Errors as `Tokenizer.load`, `split_windows`, `open_weights` and `Model.open`.
+    FlashError where either computes no finite loss; errors as `Tokenizer.load`, `split_windows`, `open_weights` and
+    `Model.open`.
     """
     ids = Tokenizer.load(directory).encode(read_text(text), add_special=False)
     _, scored = split_windows(ids, ModelDir.open(directory).block.context)
@@ -34,6 +32,7 @@ def measure_quality(src: Path, directory: Path, text: Path, *, progress: Progres
     gc.collect()  # a layer and the head of the source
     with Model.open(directory, RunConfig(mode="dense")) as model:
         found = perplexity(model, scored)
+    check_finite(text, source, found)
     quality = Quality(
         perplexity=found,
         source_perplexity=source,
@@ -44,7 +43,7 @@ def measure_quality(src: Path, directory: Path, text: Path, *, progress: Progres
 
 
 def source_perplexity(src: Path, windows: Windows, name: str, *, progress: Progress | None = None) -> float:
-    """exp of the mean negative log-likelihood of every token but each window's first; all windows are equally long."""
+    """The perplexity of every token but each window's first; all windows are equally long."""
     total = 0.0
     with open_weights(src) as source:
         states = Calibration(source, windows, threads=num_cores())
@@ -52,6 +51,6 @@ def source_perplexity(src: Path, windows: Windows, name: str, *, progress: Progr
             states.advance(states.read(number))
             if progress is not None:
                 progress(name, number + 1, source.num_layers)
-        for number, window in enumerate(windows):
-            total += surprise(np.asarray(states.logits(number)[:-1], np.float32), window[1:])
-    return math.exp(total / sum(len(window) - 1 for window in windows))
+        for logits, window in zip(states.logits(), windows, strict=True):
+            total += surprise(logits[:-1], window[1:])
+    return perplexity_of(total / sum(len(window) - 1 for window in windows))

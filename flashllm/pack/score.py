@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm.engine.model import Model
-from flashllm.errors import UsageError
+from flashllm.errors import FlashError, UsageError
 
 WINDOW = 512  # tokens that are computed together, each window from an empty context
 MAX_TOKENS = 8192  # of a text that are used: one half to calibrate, the other to score
@@ -29,16 +29,24 @@ def read_text(path: Path) -> str:
         raise UsageError(f"{path}: cannot be read as text: {error}") from error
 
 
+def windows_of(ids: Sequence[int], context: int, longest: int) -> Windows:
+    """A text's tokens in windows of one length: `longest`, or what a context or an eighth of the text allows.
+
+    UsageError for a text of fewer than MIN_TOKENS tokens.
+    """
+    if len(ids) < MIN_TOKENS:
+        raise UsageError(f"the text has {len(ids)} tokens; at least {MIN_TOKENS} are needed")
+    length = min(longest, context, max(MIN_TOKENS // 2, len(ids) // 8))
+    return [list(ids[first : first + length]) for first in range(0, len(ids) - length + 1, length)]
+
+
 def split_windows(ids: Sequence[int], context: int) -> tuple[Windows, Windows]:
     """(windows to calibrate on, windows to score) of a text's tokens, in turn, so that both are of all its parts.
 
     UsageError for a text of fewer than MIN_TOKENS tokens.
     """
-    if len(ids) < MIN_TOKENS:
-        raise UsageError(f"the text has {len(ids)} tokens; at least {MIN_TOKENS} are needed to choose thresholds by")
-    length = min(WINDOW, context, max(MIN_TOKENS // 2, len(ids) // 8))
-    windows = [list(ids[first : first + length]) for first in range(0, len(ids) - length + 1, length)]
-    most = max(2, MAX_TOKENS // length)
+    windows = windows_of(ids, context, WINDOW)
+    most = max(2, MAX_TOKENS // len(windows[0]))
     chosen = [windows[i] for i in np.linspace(0, len(windows) - 1, min(most, len(windows))).astype(int)]
     return chosen[::2], chosen[1::2]
 
@@ -87,8 +95,21 @@ class Zeros:
 def perplexity(
     model: Model, windows: Windows, *, observer: Inputs | Zeros | None = None, done: Callable[[], None] | None = None
 ) -> float:
-    """exp of `mean_surprise`."""
-    return math.exp(mean_surprise(model, windows, observer=observer, done=done))
+    """The perplexity of every token but each window's first. `done` is called after each window."""
+    return perplexity_of(mean_surprise(model, windows, observer=observer, done=done))
+
+
+def perplexity_of(mean: float) -> float:
+    """exp of a mean negative log-likelihood; infinite where that is no number, or too large."""
+    return math.exp(mean) if mean < 700 else math.inf
+
+
+def check_finite(text: Path, *perplexities: float) -> None:
+    """FlashError where one is infinite."""
+    if not all(map(math.isfinite, perplexities)):
+        raise FlashError(
+            f"the model computes no finite loss on {text.name}: numbers overflow in its dtype, or weights are damaged"
+        )
 
 
 def piece_tokens(vocab_size: int) -> int:
@@ -119,10 +140,11 @@ def mean_surprise(
 
 
 def surprise(logits: Floats, targets: Sequence[int]) -> float:
-    """The sum of -log softmax(logits)[target], in double precision."""
+    """The sum of -log softmax(logits)[target], in double precision; NaN where a logit is not finite."""
     total = 0.0
-    for row, target in zip(logits, targets, strict=True):
-        values = row.astype(np.float64)
-        highest = values.max()
-        total += math.log(np.exp(values - highest).sum()) + highest - values[target]
+    with np.errstate(invalid="ignore"):
+        for row, target in zip(logits, targets, strict=True):
+            values = row.astype(np.float64)
+            highest = values.max()
+            total += math.log(np.exp(values - highest).sum()) + highest - values[target]
     return float(total)

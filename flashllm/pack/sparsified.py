@@ -8,23 +8,26 @@ Writes the manifest, the margins of gates in 4 bits, and how often each neuron i
 import dataclasses
 import gc
 import itertools
+import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Unpack
 
 import numpy as np
 
-from flashllm.base.files import CHUNK_NBYTES, Progress, fsync_directory
+from flashllm.base.files import Progress, fsync_directory, iterate_chunks, read_json_object, write_atomically
 from flashllm.base.machine import available_nbytes, process_nbytes
 from flashllm.config import RunConfig
+from flashllm.convert.checkpoint.opened import identity
 from flashllm.convert.choices import Choices
-from flashllm.convert.run import Say, check_destination, convert
+from flashllm.convert.hub import Say
+from flashllm.convert.run import check_destination, convert
 from flashllm.engine.model import Model
 from flashllm.errors import UsageError
 from flashllm.format.install import install_files
-from flashllm.format.manifest import Manifest, open_model_dir, predictor_ranks
+from flashllm.format.manifest import Manifest, predictor_ranks
 from flashllm.format.manifest_values import Sparsity
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import POPULARITY, PREDICTORS
@@ -33,9 +36,10 @@ from flashllm.format.predictors import margin_above
 from flashllm.format.safetensors import read_header
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.pack.gates import Gates
-from flashllm.pack.score import SAMPLES, Inputs, Zeros, perplexity, read_text, split_windows
+from flashllm.pack.score import SAMPLES, Inputs, Zeros, check_finite, perplexity, read_text, split_windows
 from flashllm.plan.resolve import resolve
 
+_MADE_FROM = ".made_from"  # in the dense model: what it was converted from, and how
 GATE_RECALL = 0.995  # of the neurons that fire on the calibrating text, named by gates in 4 bits
 
 
@@ -56,7 +60,8 @@ def sparsify(path: Path, share: float, text: Path, *, progress: Progress | None 
     """Cut the share `share` of the gate's activations in the model directory `path`; its new manifest.
 
     `text`: a file, by which cuts are chosen and judged. Memory: as a run without a limit, and the FFN inputs of SAMPLES
-    tokens. UsageError for a share that cannot be, a model or a text that does not serve; errors of `Model.open`.
+    tokens. UsageError for a share that cannot be, a model or a text that does not serve; FlashError where the model
+    computes no finite loss; errors of `Model.open`.
     """
     if not (math.isfinite(share) and 0 < share < 1):
         raise UsageError(f"--sparsify must be a share of zeros between 0 and 1, not {share}")
@@ -78,6 +83,7 @@ def sparsify(path: Path, share: float, text: Path, *, progress: Progress | None 
     with _loaded(directory, RunConfig(mode="dense")) as model:
         perplexity(model, calibrating, observer=inputs, done=done)
         dense = perplexity(model, scored, done=done)
+        check_finite(text, dense)
         cuts, margins, popularity = _chosen(Gates(model), inputs, layers, share, coded=coded)
         tokens = len(inputs.of(0))
     del inputs
@@ -106,6 +112,7 @@ def sparsify(path: Path, share: float, text: Path, *, progress: Progress | None 
     if coded:
         with _loaded(directory, RunConfig(mode="sparse", prompts="sparse")) as model:
             found = perplexity(model, scored, done=done)
+    check_finite(text, found)
     sparsity = dataclasses.replace(sparsity, zeros=zeros.zeros / zeros.values, perplexity=found)
     named = encode_popularity(popularity, tokens=tokens, measured_on=text.name)
     return install_files(path, {POPULARITY: named}, sparsity=sparsity)
@@ -135,18 +142,15 @@ def convert_sparsified(
     gate = choices.get("gate", "resident")
     if gate == "rows":
         raise UsageError("--sparsify needs gates that name the active neurons: --gate resident or 4bit, not rows")
-    if work.exists():
-        manifest = open_model_dir(work)
-        name = source_name if source_name is not None else os.path.basename(os.path.abspath(src))
-        other = manifest.source.name != name or manifest.dtype != (choices.get("dtype") or manifest.dtype)
-        other = other or manifest.rows.encoding != (choices.get("encoding") or manifest.dtype)
-        other = other or manifest.resident_encoding != choices.get("resident_encoding")
-        if other or manifest.resident_gate != (gate == "resident"):
-            raise UsageError(f"{work}: is left from another conversion; remove it, then try again")
-    else:
-        wanted: Choices = {**choices, "gate": gate, "predictors": True}
+    wanted: Choices = {**choices, "gate": gate, "predictors": True}
+    made_from, record = {"source": identity(src), "name": source_name, "choices": wanted}, work / _MADE_FROM
+    if not work.exists():
         convert(src, work, source_name=source_name, say=say, progress=progress, **wanted)
+        write_atomically(record, json.dumps(made_from).encode())
+    elif not record.exists() or read_json_object(record) != made_from:
+        raise UsageError(f"{work}: is left from another conversion; remove it, then try again")
     manifest = sparsify(work, share, text, progress=scoring)
+    record.unlink()
     os.rename(work, dst)
     fsync_directory(dst.parent)
     return manifest
@@ -178,20 +182,11 @@ def _chosen(
 
 
 def _patched(path: Path, changes: Mapping[int, bytes]) -> Iterator[bytes]:
-    """The file's bytes with those at some offsets replaced."""
-    with open(path, "rb") as file:
-        for offset in sorted(changes):
-            yield from _up_to(file.read, offset - file.tell())
-            yield changes[offset]
-            file.seek(len(changes[offset]), 1)
-        while chunk := file.read(CHUNK_NBYTES):
-            yield chunk
-
-
-def _up_to(read: Callable[[int], bytes], nbytes: int) -> Iterator[bytes]:
-    while nbytes > 0:
-        chunk = read(min(nbytes, CHUNK_NBYTES))
-        if not chunk:
-            return
-        nbytes -= len(chunk)
-        yield chunk
+    """The file's bytes with those at some offsets replaced, none of which lie in two chunks."""
+    first = 0
+    for chunk in map(bytearray, iterate_chunks(path)):
+        for offset, stored in changes.items():
+            if 0 <= (at := offset - first) < len(chunk):
+                chunk[at : at + len(stored)] = stored
+        first += len(chunk)
+        yield bytes(chunk)

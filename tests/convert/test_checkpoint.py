@@ -182,11 +182,11 @@ def test_companions_are_plain_files_and_never_weights(copy):
 
 def test_a_fingerprint_changes_with_any_weight_file(copy):
     with open_checkpoint(copy) as checkpoint:
-        before = checkpoint.fingerprint()
+        before = checkpoint.identity()
     _shards(copy)[0].touch()
     with open_checkpoint(copy) as checkpoint:
-        assert checkpoint.fingerprint() != before
-        assert len(before) == len(_shards(copy)) + 1
+        assert checkpoint.identity() != before
+        assert len(before) == len(_shards(copy)) + 2  # the path, and the config
 
 
 _IN_4_BITS = {"quantization_config": {"load_in_4bit": True}}

@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from arch_models import VARIANTS, make_checkpoint
+from arch_models import VARIANTS, make_checkpoint, scale
 from gguf_files import write_gguf
 
 from flashllm.config import RunConfig
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
-from flashllm.errors import UsageError
+from flashllm.errors import UnsupportedModelError, UsageError
 from flashllm.format.model_files import FFN
 from flashllm.format.report.verify import verify
 from flashllm.offload.runtime.tiers.source import open_weights
@@ -57,7 +57,7 @@ def test_codes_chosen_on_a_text_lose_less_on_it(tmp_path, text, name, share):
         {} if manifest.architecture.model_type in ("opt", "bloom", "youtu", "lfm2") else {"head.weight": "int8_32"}
     )
     assert not (tmp_path / "chosen.codes").exists()
-    sequences = [ids[:60] for ids in calibration_tokens(source, text.read_text(), text)[:3]]
+    sequences = [ids[:60] for ids in calibration_tokens(source, text.read_text())[:3]]
     chosen, nearest, wide = (logits(tmp_path / each, sequences) for each in ("chosen", "nearest", "wide"))
     assert np.square(chosen - wide).mean() < share * np.square(nearest - wide).mean()
 
@@ -83,6 +83,21 @@ def test_a_gguf_file_is_calibrated_as_its_folder(tmp_path, text, llama):
     folder = convert_calibrated(llama, tmp_path / "one", text, encoding="int4_64", dtype="float32")
     converted = convert_calibrated(file, tmp_path / "two", text, encoding="int4_64", dtype="float32")
     assert converted.files[FFN] == folder.files[FFN]
+
+
+@pytest.mark.parametrize(
+    ("by", "message"),
+    [
+        ({"mlp.up_proj": 1e8}, "scale is outside the range"),
+        ({"post_attention_layernorm": 1e20, "mlp.up_proj": 1e-20, "mlp.gate_proj": 1e-20}, "inputs are not finite"),
+    ],
+)
+def test_what_no_codes_can_be_chosen_for_is_refused(tmp_path, text, by, message):
+    source = make_checkpoint(tmp_path / "hf", VARIANTS["llama"])
+    for name, factor in by.items():
+        scale(source, f"model.layers.1.{name}.weight", factor)
+    with pytest.raises(UnsupportedModelError, match=rf"layers\.1\.\w+\.weight: .*{message}.*; leave these weights at"):
+        convert_calibrated(source, tmp_path / "model", text, **BITS)
 
 
 def test_what_cannot_be_is_refused(tmp_path, text, llama):
@@ -113,7 +128,7 @@ def test_codes_of_experts_are_chosen_by_the_tokens_routed_to_them(tmp_path, name
     assert verify(tmp_path / "chosen").ok
     convert(source, tmp_path / "nearest", encoding="int4_32")
     convert(source, tmp_path / "wide")
-    sequences = [ids[:60] for ids in calibration_tokens(source, words(1, 500), text)]
+    sequences = [ids[:60] for ids in calibration_tokens(source, words(1, 500))]
     chosen, nearest, wide = (logits(tmp_path / each, sequences) for each in ("chosen", "nearest", "wide"))
     assert np.square(chosen - wide).mean() < 0.8 * np.square(nearest - wide).mean()
     monkeypatch.setattr("flashllm.pack.layers._SUMS_NBYTES", 1)  # an expert at a time

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from arch_models import LAYERS, VARIANTS, make_checkpoint
+from arch_models import LAYERS, VARIANTS, make_checkpoint, scale
 from arch_reference import ReferenceDecoder
 from tiny_models import SENTENCES
 
@@ -13,7 +13,7 @@ from flashllm.cli import main
 from flashllm.config import RunConfig
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
-from flashllm.errors import FormatError, UnsupportedModelError, UsageError
+from flashllm.errors import FlashError, FormatError, UnsupportedModelError, UsageError
 from flashllm.format.manifest import MANIFEST, Manifest
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.popularity import read_popularity
@@ -22,7 +22,7 @@ from flashllm.format.report.verify import verify
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.offload.runtime.tiers.source import open_weights
 from flashllm.pack.score import split_windows
-from flashllm.pack.sparsified import convert_sparsified, sparsify
+from flashllm.pack.sparsified import _patched, convert_sparsified, sparsify
 
 IDS = np.random.default_rng(5).integers(4, 300, 90).tolist()
 
@@ -47,6 +47,10 @@ def models(tmp_path_factory, source, text):
     for gate in ("resident", "4bit"):
         convert_sparsified(source, root / gate, 0.5, text, source_name="tiny", gate=gate)
     return {gate: root / gate for gate in ("resident", "4bit")}
+
+
+def fails(*args, **kwargs):
+    raise KeyboardInterrupt
 
 
 def run(directory, mode, ids=IDS, **config):
@@ -126,11 +130,8 @@ def test_the_command_prints_the_cost(source, text, tmp_path, capsys):
 
 
 def test_an_interrupted_run_goes_on_from_the_dense_model(source, text, tmp_path, monkeypatch):
-    def fail(*args, **kwargs):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patched:
-        patched.setattr("flashllm.pack.sparsified.sparsify", fail)
+        patched.setattr("flashllm.pack.sparsified.sparsify", fails)
         with pytest.raises(KeyboardInterrupt):
             convert_sparsified(source, tmp_path / "model", 0.3, text, source_name="tiny")
     dense = tmp_path / "model.dense"
@@ -139,11 +140,53 @@ def test_an_interrupted_run_goes_on_from_the_dense_model(source, text, tmp_path,
         convert_sparsified(source, tmp_path / "model", 0.3, text, source_name="other")
     with pytest.raises(UsageError, match="left from another conversion"):
         convert_sparsified(source, tmp_path / "model", 0.3, text, source_name="tiny", gate="4bit")
-    monkeypatch.setattr("flashllm.pack.sparsified.convert", fail)  # not again
+    monkeypatch.setattr("flashllm.pack.sparsified.convert", fails)  # not again
     assert convert_sparsified(source, tmp_path / "model", 0.3, text, source_name="tiny").sparsity is not None
     assert not dense.exists()
     with pytest.raises(UsageError, match="exists"):
         convert_sparsified(source, tmp_path / "model", 0.3, text, source_name="tiny")
+
+
+def test_a_dense_model_of_other_weights_is_not_gone_on_with(text, tmp_path, monkeypatch):
+    """Though their folder has the same name."""
+    one, two = (make_checkpoint(tmp_path / name / "hf", VARIANTS["llama"]) for name in ("one", "two"))
+    with monkeypatch.context() as patched:
+        patched.setattr("flashllm.pack.sparsified.sparsify", fails)
+        with pytest.raises(KeyboardInterrupt):
+            convert_sparsified(one, tmp_path / "model", 0.3, text)
+    with pytest.raises(UsageError, match="left from another conversion"):
+        convert_sparsified(two, tmp_path / "model", 0.3, text)
+    convert_sparsified(one, tmp_path / "model", 0.3, text)
+    assert not (tmp_path / "model" / ".made_from").exists()
+
+
+def test_a_model_that_12_bits_cannot_hold_is_gone_on_with(text, tmp_path, monkeypatch):
+    source = make_checkpoint(tmp_path / "hf", VARIANTS["llama"], dtype="bfloat16")
+    scale(source, "model.layers.0.mlp.up_proj.weight", torch.logspace(-30, 0, 64, dtype=torch.bfloat16))
+    with monkeypatch.context() as patched:
+        patched.setattr("flashllm.pack.sparsified.sparsify", fails)
+        with pytest.raises(KeyboardInterrupt):
+            convert_sparsified(source, tmp_path / "model", 0.3, text, encoding="bf12")
+    assert Manifest.load(tmp_path / "model.dense").rows.encoding == "bfloat16"
+    assert convert_sparsified(source, tmp_path / "model", 0.3, text, encoding="bf12").sparsity is not None
+
+
+def test_a_model_without_a_finite_loss_is_refused(text, tmp_path):
+    source = make_checkpoint(tmp_path / "hf", VARIANTS["llama"])
+    scale(source, "lm_head.weight", 1e6)
+    with pytest.raises(FlashError, match=r"computes no finite loss on sample\.txt"):
+        convert_sparsified(source, tmp_path / "model", 0.3, text)
+
+
+@pytest.mark.parametrize("chunk", [16, 64, 1 << 20])
+def test_bytes_are_replaced_in_any_chunk(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr("flashllm.base.files.CHUNK_NBYTES", chunk)
+    content = bytearray(range(200))
+    (tmp_path / "file").write_bytes(content)
+    found = b"".join(_patched(tmp_path / "file", {198: b"ab", 0: b"cd", 14: b"ef", 64: b"gh"}))
+    for offset, stored in ((198, b"ab"), (0, b"cd"), (14, b"ef"), (64, b"gh")):
+        content[offset : offset + 2] = stored
+    assert found == content
 
 
 def test_dense_stays_the_default(source, tmp_path):

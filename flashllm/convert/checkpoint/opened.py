@@ -53,6 +53,12 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
         raise UsageError(f"{path}: there is no such directory")
 
 
+def identity(path: Path) -> list[list[object]]:
+    """A list that another checkpoint, or one whose files change, has other values of. Errors as `open_checkpoint`."""
+    with open_checkpoint(path) as checkpoint:
+        return checkpoint.identity()
+
+
 def _check_whole(checkpoint: Checkpoint) -> None:
     """UnsupportedModelError for a folder of codes: AWQ, GPTQ, bitsandbytes, other FP8. What the config does not say,
     the tensors do."""

@@ -193,12 +193,13 @@ class Checkpoint:
         """The tensor and its file, for messages."""
         return f"{self._files[name].path}: tensor {name}"
 
-    def fingerprint(self) -> list[list[object]]:
-        """Name, size and modification time of every weight file and of the config: changes when the source does."""
+    def identity(self) -> list[list[object]]:
+        """Its path; name, size and modification time of every weight file and of the config."""
         paths = {file.path for file in self._files.values()}
         if self.path.is_dir():
             paths.add(self.path / CONFIG)
-        return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(paths)]
+        files = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(paths)]
+        return [[str(self.path.resolve())], *files]
 
 
 def companion_files(directory: Path) -> list[Path]:
