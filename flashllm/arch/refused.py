@@ -12,19 +12,11 @@ _STATES = ("mamba_", "ssm_", "linear_", "lru_", "conv_L", "conv_kernel", "state_
 _STATE_LAYERS = {"linear_attention", "conv", "mamba", "recurrent"}
 _SENSES = ("vision", "visual", "image", "audio", "speech", "video", "codec", "thinker", "acoustics")
 
-# A model_type that runs: those that are the same under another name.
-SAME = {"llama": "iquestcoder internlm3", "gpt2": "gpt-sw3"}
-
 # A model_type that runs: those that its models had before transformers knew them.
 _NEWER = {"falcon": "RefinedWeb RefinedWebModel", "phi": "phi-msft mixformer-sequential", "stablelm": "stablelm_epoch"}
 
 # By model_type: what it is, and what would help.
 DESCRIBED = {
-    **{
-        name: f"{runs} under another name: set model_type to {runs} in its config.json"
-        for runs, names in SAME.items()
-        for name in names.split()
-    },
     **{
         name: f"a {runs} in the format of before transformers knew it; a newer copy has model_type {runs} and runs"
         for runs, names in _NEWER.items()

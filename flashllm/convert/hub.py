@@ -17,6 +17,7 @@ from flashllm.arch.registry import resolve
 from flashllm.base.files import read_json_object
 from flashllm.base.units import format_size
 from flashllm.convert.checkpoint.source import ADAPTER, ADAPTER_HINT, COPIED_SUFFIXES
+from flashllm.convert.checkpoint.text_part import text_config
 from flashllm.errors import FlashError, FlashIOError, FormatError, UnsupportedModelError, UsageError
 from flashllm.format.model_files import CONFIG
 
@@ -156,7 +157,8 @@ class Hub:
             hint = ADAPTER_HINT if ADAPTER in sizes else ""
             raise FormatError(f"{model}: has no {CONFIG}, so it is no model that transformers could load{hint}")
         try:
-            resolve(read_json_object(self._fetch(model, CONFIG)))
+            config = self._fetch(model, CONFIG)
+            resolve(text_config(read_json_object(config), config.parent))
             names = needed_files(sizes)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{model}: {error}") from error

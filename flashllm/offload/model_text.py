@@ -12,6 +12,7 @@ from flashllm.api.prompts import PromptEncoder
 from flashllm.arch.registry import block_spec, complete_config
 from flashllm.base.files import naming, open_for_reading, parse_json_object, read_bounded
 from flashllm.convert.checkpoint.source import companion_files
+from flashllm.convert.checkpoint.text_part import text_config
 from flashllm.convert.locate import find_folder
 from flashllm.convert.tokenizer import TOKENIZER, make_tokenizer
 from flashllm.errors import UsageError
@@ -49,7 +50,7 @@ class ModelText:
         if not (path / CONFIG).exists():
             raise UsageError(f"{path}: has no {CONFIG}; give a Hugging Face folder or a flashllm directory")
         raw = read_bounded(path / CONFIG, _MAX_CONFIG_NBYTES)
-        config = complete_config(parse_json_object(raw, str(path / CONFIG)))
+        config = complete_config(text_config(parse_json_object(raw, str(path / CONFIG)), path))
         block = block_spec(config)
         name = path.resolve().name
         tokenizer = _tokenizer(path)

@@ -19,6 +19,7 @@ from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.files import is_there, read_json_object
 from flashllm.convert.checkpoint.gguf.file import SUFFIX
 from flashllm.convert.checkpoint.opened import open_checkpoint
+from flashllm.convert.checkpoint.text_part import text_config
 from flashllm.convert.outline import find_well_known
 from flashllm.convert.plan import plan_conversion
 from flashllm.errors import FormatError, UnsupportedModelError, UsageError
@@ -345,7 +346,11 @@ def load_shape(model: str) -> ModelShape:
         stored = plan.dtype.name, plan.resident_encoding, plan.layout.encoding, plan.other_encodings
         return _in_codes(shape, plan.layout, lambda name: resident_encoding(name, *stored), scales)
     name = path.parent.name if path.name == CONFIG else path.stem
-    return shape_in(path.parent, read_json_object(path), name=name)
+    config = read_json_object(path)
+    text = text_config(config, path.parent)
+    if text != config:  # a whole's config leaves out what is usual
+        text = {**spec_of(text).defaults, **text}
+    return shape_in(path.parent, text, name=name)
 
 
 def shape_in(folder: Path, config: dict[str, Any], *, name: str) -> ModelShape:

@@ -315,6 +315,10 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
+TEXT = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96}
+PICTURES = {"model_type": "gemma3", "text_config": {**TEXT, "model_type": "gemma3_text"}, "vision_config": {}}
+
+
 @pytest.fixture
 def server(checkpoint, tmp_path):
     (checkpoint / "README.md").write_text("not needed")
@@ -323,6 +327,8 @@ def server(checkpoint, tmp_path):
         "gpt": {"config.json": b'{"model_type": "xlnet"}', "model.safetensors": b"x" * 1000},
         "tensorflow": {"config.json": config, "tf_model.h5": b"x"},
         "empty": {},
+        "pictures": {"config.json": json.dumps(PICTURES).encode(), "model.safetensors": b"x" * 1000},
+        "vendor": {"config.json": b'{"model_type": "kimi_k2"}', "model.safetensors": b"x" * 1000},
         "adapter": dict.fromkeys(("adapter_config.json", "adapter_model.safetensors"), b"{}"),
         "gguf": {
             name: name.encode() for name in ("x-00001-of-00002.gguf", "x-00002-of-00002.gguf", "y.gguf", "Z.GGUF")
@@ -364,6 +370,12 @@ def test_an_unsupported_model_costs_no_download(server, tmp_path):
         with pytest.raises(error, match=message):
             hub.download(HubModel(repo=repo), lambda line: None)
     assert not any("safetensors" in request or ".h5" in request for request in server.requests)
+
+
+@pytest.mark.parametrize("name", ["pictures", "vendor"])
+def test_a_model_whose_text_alone_runs_is_downloaded(server, tmp_path, name):
+    folder = Hub(server.endpoint, tmp_path / "hub").download(HubModel(repo=f"some/{name}"), lambda line: None)
+    assert (folder / "model.safetensors").stat().st_size == 1000
 
 
 def test_a_gguf_file_of_the_hubs_comes_alone_or_with_its_other_parts(server, tmp_path):

@@ -1,5 +1,6 @@
 """The language model out of a checkpoint that holds pictures and drafting layers too: as converted on its own."""
 
+import dataclasses
 import json
 import shutil
 
@@ -17,6 +18,8 @@ from flashllm.convert.run import convert
 from flashllm.engine.model import Model
 from flashllm.errors import FormatError, UnsupportedModelError
 from flashllm.format.manifest import Manifest
+from flashllm.offload.model_text import ModelText
+from flashllm.offload.shape import load_shape
 
 _QWEN = ("model.visual.blocks.0.attn.qkv.weight", "model.visual.merger.norm.bias", "mtp.fc.weight")
 _GEMMA = ("model.vision_tower.a.weight", "model.embed_vision.b.weight", "model.audio_tower.c.weight")
@@ -123,6 +126,17 @@ def test_the_text_model_is_that_of_its_own_checkpoint(variant, variant_of, tmp_p
     assert config_of(tmp_path / "model")["model_type"] == config_of(source)["model_type"]
 
 
+def test_offload_takes_the_text_of_a_larger_model(variant_of, tmp_path):
+    (source, _), (whole, others, _) = variant_of("qwen3"), NAMES["qwen3"]
+    path = wrapped(source, tmp_path / "hf", whole, others)
+    expected = dataclasses.replace(load_shape(str(source)), name="hf")
+    assert load_shape(str(path)) == ModelText.load(path).shape == expected
+    text = config_of(path)["text_config"]
+    del text["vocab_size"]  # as published configs leave out what is usual
+    change_config(path, text_config=text)
+    assert load_shape(str(path)).vocab == CONFIG_MAPPING["qwen3"]().vocab_size
+
+
 _ENCODER = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
 WHOLE = {  # what the picture encoder's config says
     "gemma3": _ENCODER | {"image_size": 28, "patch_size": 14},
@@ -226,9 +240,15 @@ def test_layers_that_draft_under_names_of_their_own(variant, names, variant_of, 
     assert found.files == Manifest.load(alone).files
 
 
-@pytest.mark.parametrize(("variant", "name"), [("deepseek_v3", "kimi_k2"), ("bailing_moe", "bailing_moe_v2")])
+@pytest.mark.parametrize(
+    ("variant", "name"),
+    [
+        *(("deepseek_v3", "kimi_k2"), ("bailing_moe", "bailing_moe_v2")),
+        *(("llama", "iquestcoder"), ("llama", "internlm3"), ("gpt2", "gpt-sw3")),
+    ],
+)
 def test_a_vendors_name_of_the_same(variant, name, variant_of, tmp_path):
-    """Kimi K2 and Ling 2.0 open by themselves."""
+    """Kimi K2, Ling 2.0 and others open by themselves."""
     source, alone = variant_of(variant)
     found = convert(with_tensors(source, tmp_path / "hf", (), model_type=name), tmp_path / "model")
     assert config_of(tmp_path / "model") == config_of(source)

@@ -6,6 +6,7 @@ prefix. What is left out is said.
 
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from flashllm.arch.refused import DESCRIBED
@@ -28,6 +29,9 @@ _TEXT_OF = {  # by the model_type of the whole, where the text's config says non
 _SAME = {  # the same under another name; positions in three dimensions are plain ones in text
     "kimi_k2": "deepseek_v3",
     "bailing_moe_v2": "bailing_moe",
+    "iquestcoder": "llama",
+    "internlm3": "llama",
+    "gpt-sw3": "gpt2",
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
@@ -40,6 +44,7 @@ _QWEN2_VL = (
     | {"num_attention_heads": 64, "num_key_value_heads": 8, "max_window_layers": 80}
     | {"rope_theta": 1e6, "rms_norm_eps": 1e-5}
 )
+_CODER = {"rms_norm_eps": 1e-5, "head_dim": 128}
 _QWEN3_VL = {"rope_theta": 500_000.0, "max_position_embeddings": 128_000}
 _DEFAULTS: dict[str, dict[str, Any]] = {  # other than the plain type's, by the text's name or the whole's
     "qwen2_vl_text": _QWEN2_VL,
@@ -51,6 +56,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {  # other than the plain type's, by the 
     "glm4v_text": {"rms_norm_eps": 1e-5, "max_position_embeddings": 32_768},
     "glm4v_moe_text": {"attention_bias": True, "vocab_size": 151_424, "max_position_embeddings": 65_536},
     **{name: {"rms_norm_eps": 1e-5} for name in ("idefics3", "smolvlm")},
+    "iquestcoder": _CODER
+    | {"vocab_size": 76_800, "hidden_size": 5120, "intermediate_size": 27_648, "num_hidden_layers": 80}
+    | {"num_attention_heads": 40, "num_key_value_heads": 8, "max_position_embeddings": 131_072},
+    "internlm3": _CODER
+    | {"vocab_size": 128_512, "intermediate_size": 10_240, "num_hidden_layers": 48, "num_key_value_heads": 2}
+    | {"max_position_embeddings": 32_768},
 }
 _PREFIXES = {  # -> what the text's own checkpoint has
     **dict.fromkeys(("model.language_model.", "model.text_model."), "model."),
@@ -88,7 +99,7 @@ def text_part(checkpoint: Checkpoint) -> Checkpoint:
     As it is where it holds nothing else, or no text model that runs. FormatError for a config without the text's, and
     for a tensor that is there twice.
     """
-    config = _text_config(checkpoint)
+    config = text_config(checkpoint.config, checkpoint.path)
     model_type = config["model_type"]
     is_other = model_type != checkpoint.config.get("model_type")
     if not is_other and model_type not in (*_DRAFTING, *_BEHIND, *_SHARING):
@@ -118,11 +129,11 @@ def text_part(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint.changed(tensors, files, config if is_other else None, assumed=assumed)
 
 
-def _text_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The config of the text alone: the checkpoint's own where there is no larger model, or none whose text runs."""
-    config = dict(checkpoint.config)
+def text_config(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The config of the text alone, of a checkpoint `path` with this config: its own where there is no larger model, or
+    none whose text runs. FormatError for a config without the text's."""
     whole = str(config.get("model_type"))
-    said = {**config, "model_type": _SAME.get(whole, config.get("model_type"))}
+    said = {**_DEFAULTS.get(whole, {}), **config, "model_type": _SAME.get(whole, config.get("model_type"))}
     if whole in (*ARCHITECTURES, *DESCRIBED):  # of the latter the text does not speak by itself
         return said
     text = next((config[key] for key in _WITHIN if isinstance(config.get(key), dict)), None)
@@ -130,7 +141,7 @@ def _text_config(checkpoint: Checkpoint) -> dict[str, Any]:
         text = {key: value for key, value in config.items() if key not in ("model_type", "vision_config")}
     if text is None:
         if whole in _TEXT_OF:
-            raise FormatError(f"{checkpoint.path / CONFIG}: has no text_config, which {whole} models have")
+            raise FormatError(f"{path / CONFIG}: has no text_config, which {whole} models have")
         return said
     name = str(text.get("model_type", _TEXT_OF.get(whole)))
     if _SAME.get(name, name) not in ARCHITECTURES:
