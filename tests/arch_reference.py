@@ -361,10 +361,10 @@ class ReferenceDecoder:
         made = torch.stack(mixed) + self.tensors[at + "skip"][:, None] * value
         made, gate = made.flatten(1), silu(part("out_gate"))
         made = made * gate if mixer.gate_first else made
-        if mixer.normed:
+        if (norm := self.tensors.get(at + "mixed_norm.weight")) is not None:
             groups = made.view(len(x), self.norm_groups or mixer.key_heads, -1)
             groups = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.block.norm_epsilon)
-            made = groups.flatten(1) * self.tensors[at + "mixed_norm.weight"]
+            made = groups.flatten(1) * norm
         return self._linear(at + "out", made if mixer.gate_first else made * gate) * mixer.out_scale
 
     def _rounded(self, x):

@@ -160,7 +160,6 @@ def decoder(
     model_type: str,
     *,
     block: Callable[[Config], BlockSpec],
-    defaults: Mapping[str, Any] | None = None,
     matrices: Mapping[str, str],
     attention: tuple[ResidentTensor, ...],
     norms: Mapping[str, tuple[str, When]],
@@ -177,7 +176,6 @@ def decoder(
     """A table with these tensors, and Llama's names where `names` (base, embedding, embedding_norm, positions, layer,
     final_norm) says nothing else. `norms`: canonical name -> state_dict name within a layer, and the models that have
     it there, in those layers that have it; a name with a dot behind it is the same norm under another name.
-    `defaults`: of a type that is not in `defaults.json`.
     `final_norm`: the models whose last norm has a weight.
     `ffn_tensors`: more of the FFN that is resident, by its name within a layer."""
     named = {"base": "model.", "embedding": "embed_tokens", "layer": "layers.{i}.", "final_norm": "norm"}
@@ -216,7 +214,7 @@ def decoder(
             ResidentTensor(name="head.weight", source="lm_head.weight", when=is_untied),
             ResidentTensor(name="head.bias", source="lm_head.bias", when=head_bias),
         ),
-        defaults=defaults_of(model_type) if defaults is None else defaults,
+        defaults=defaults_of(model_type),
         block=block,
         **others,
     )

@@ -25,7 +25,7 @@ from flashllm.arch.family import (
     projections,
     says,
 )
-from flashllm.arch.llama.names import BEFORE, ONE_BEFORE, row
+from flashllm.arch.llama.names import BEFORE, HEAD_LAYERNORMS, ONE_BEFORE, row
 from flashllm.arch.mixers import check_size
 from flashllm.arch.spec import BlockSpec, Config, check_usual
 from flashllm.arch.tensors import ArchitectureSpec, Part, ResidentTensor
@@ -69,7 +69,7 @@ PERSIMMON = row(
     matrices=_4H,
     attention=_interleaved("self_attn.query_key_value", "self_attn.dense", always),
     norm_bias=always,
-    head_norms={"query_norm": "self_attn.q_layernorm", "key_norm": "self_attn.k_layernorm"},
+    head_norms=HEAD_LAYERNORMS,
     ffn_bias=always,
     names={"final_norm": "final_layernorm"},
 )
@@ -89,7 +89,7 @@ PHI = row(
     attention=projections(always, always, names=("q_proj", "k_proj", "v_proj", "dense")),
     norms=ONE_BEFORE,
     norm_bias=always,
-    head_norms={"query_norm": "self_attn.q_layernorm", "key_norm": "self_attn.k_layernorm"},
+    head_norms=HEAD_LAYERNORMS,
     ffn_bias=always,
     names={"final_norm": "final_layernorm"},
     head_bias=always,

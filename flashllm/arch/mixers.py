@@ -342,12 +342,11 @@ class StateSpace(HeadStates):
         S += key (step * value);                 mixed = query S + skip * value
 
     What goes on is rms_norm(mixed * silu(out_gate(x))), the norm over the heads of a key head together, or, where
-    the gate is not first, rms_norm(mixed) * silu(out_gate(x)), or without its norm.
+    the gate is not first, rms_norm(mixed) * silu(out_gate(x)). A model may lack the norm.
     """
 
     kind: ClassVar[str] = "state_space"
 
-    normed: bool = True
     gate_first: bool = True
     # What the projections' outputs, but for the convolution's bias, are multiplied by.
     gate_scale: float = 1.0

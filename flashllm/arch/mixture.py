@@ -75,8 +75,3 @@ class ExpertsSpec:
     @property
     def neurons(self) -> int:
         return self.count * self.size + self.shared
-
-    @property
-    def active(self) -> int:
-        """Neurons of the experts that a token goes to, and the shared ones."""
-        return self.chosen * self.size + self.shared

@@ -23,7 +23,7 @@ from flashllm.arch.llama.windowed import WINDOWED
 from flashllm.arch.opt import OPT
 from flashllm.arch.refused import describe_refused
 from flashllm.arch.spec import SHARED_BESIDE, Architecture, BlockSpec, with_shared_beside
-from flashllm.arch.tensors import TOKEN_TABLE, ArchitectureSpec, Part, ResidentTensor, Shape, tensor_shape
+from flashllm.arch.tensors import TOKEN_TABLE, ArchitectureSpec, Part, ResidentTensor, Shape, tensor_shape, whole
 from flashllm.base.checks import check_int
 from flashllm.errors import FormatError, UnsupportedModelError
 
@@ -121,24 +121,13 @@ def resolve(config: Mapping[str, Any]) -> Architecture:
         raise FormatError(f"config.json: {error}") from error
 
 
-def resident_sources(config: Mapping[str, Any]) -> dict[str, str]:
-    """Canonical name -> state_dict name of every tensor that stays in DRAM; layer tensors are grouped by layer."""
-    return {name: source for name, source, _, _ in _resident(config)}
-
-
 def resident_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
-    """Canonical name -> shape of every tensor that stays in DRAM."""
-    return {name: shape for name, _, shape, _ in _resident(config)}
-
-
-def _resident(config: Mapping[str, Any]) -> list[tuple[str, str, Shape, ResidentTensor]]:
-    """(canonical name, state_dict name, shape, entry of the table) of every tensor that stays in DRAM; those of a layer
-    follow each other."""
-    return [each for each in _outside_ffn(config) if each[0] != TOKEN_TABLE]
+    """Canonical name -> shape of every tensor that stays in DRAM; those of a layer follow each other."""
+    return {name: shape for name, _, shape, _ in _outside_ffn(config) if name != TOKEN_TABLE}
 
 
 def _outside_ffn(config: Mapping[str, Any]) -> list[tuple[str, str, Shape, ResidentTensor]]:
-    """The same with the table that lies on flash."""
+    """(canonical name, state_dict name, shape, entry of the table) of those, and of the table that lies on flash."""
     block, present = block_spec(config), spec_of(config).present(complete_config(config))
     first = next((at for at, tensor in enumerate(present) if "{i}" in tensor.name), len(present))
     layered = [tensor for tensor in present if "{i}" in tensor.name]
@@ -180,7 +169,7 @@ def claims(config: Mapping[str, Any]) -> dict[str, Claim]:
             name: Claim(name=name, source=source, part=tensor.part(full), shape=shape)
             for name, source, shape, tensor in resident
         }
-        matrix_parts = {matrix: spec.matrix_part(matrix, full) for matrix in spec.matrices}
+        matrix_parts = {matrix: spec.matrix_parts.get(matrix, whole)(full) for matrix in spec.matrices}
     except ValueError as error:
         raise FormatError(f"config.json: {error}") from error
     for layer in range(architecture.num_layers):

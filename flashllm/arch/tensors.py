@@ -22,10 +22,6 @@ def is_wide(name: str) -> bool:
     return name.endswith((".wide_router.weight", ".choice.bias", ".decay_log", ".decay_bias", ".skip"))
 
 
-def _always(config: Config) -> bool:
-    return True
-
-
 # Layers that have a tensor.
 
 
@@ -88,7 +84,7 @@ class ResidentTensor:
 
     name: str
     source: str
-    when: Callable[[Config], bool] = _always
+    when: Callable[[Config], bool] = lambda config: True
     layers: Callable[[LayerSpec], bool] = every_layer  # of a model that has it
     part: Callable[[Config], Part] = whole
 
@@ -145,9 +141,6 @@ class ArchitectureSpec:
     @property
     def head(self) -> str:
         return self.source_of("head.weight")
-
-    def matrix_part(self, matrix: str, config: Config) -> Part:
-        return self.matrix_parts.get(matrix, whole)(config)
 
     def present(self, config: Config) -> list[ResidentTensor]:
         """The resident tensors a model of this complete config has."""

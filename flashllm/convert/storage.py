@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from flashllm.arch.registry import Claim, bundle_names, resident_sources
+from flashllm.arch.registry import Claim, bundle_names, resident_shapes
 from flashllm.arch.spec import Architecture
 from flashllm.arch.tensors import TOKEN_TABLE, Shape
 from flashllm.base.dtypes import WeightDtype
@@ -79,7 +79,7 @@ def storage_of(sources: Sources, architecture: Architecture, target: WeightDtype
     if "bf12" in (rows, resident, tables) and target.name != "bfloat16":
         raise UsageError(f"12 bits hold bfloat16 without loss; this model would be {target.name}: use 16, 8 or 4 bits")
     table = [TOKEN_TABLE] if TOKEN_TABLE in claimed else []
-    matrices = [name for name in (*resident_sources(checkpoint.config), *table) if is_coded_matrix(name)]
+    matrices = [name for name in (*resident_shapes(checkpoint.config), *table) if is_coded_matrix(name)]
     others = {name: tables for name in TABLES if name in matrices and tables is not None and tables != resident}
 
     def fits(name: str) -> bool:
@@ -153,7 +153,7 @@ def _entries(
     """The tensors of the resident file, in its order."""
     layers, layout, kept = range(architecture.num_layers), storage.layout, storage.kept
     layouts = [layout.of_layer(layer, width) for layer, width in enumerate(architecture.every_width)]
-    stored = [*resident_sources(sources.checkpoint.config)]
+    stored = [*resident_shapes(sources.checkpoint.config)]
     if layout.matrices != architecture.matrices:
         stored += [gate_tensor(layer) for layer in layers]
     entries = []

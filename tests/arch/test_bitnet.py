@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import change_config
 from transformers import AutoConfig, BitNetForCausalLM, BitNetQuantConfig
 
-from flashllm.arch.registry import resident_sources
+from flashllm.arch.registry import claims
 from flashllm.config import RunConfig
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
@@ -144,8 +144,8 @@ def test_they_are_not_without_the_rounding(made, tmp_path):
 def load_whole(directory):
     """The tensors of the checkpoint a directory was made from, matrices as they are multiplied by."""
     reference = ReferenceDecoder(directory)
-    names = resident_sources(reference.model.config)
-    tensors = {source: reference.tensors[name] for name, source in names.items()}
+    claimed = claims(reference.model.config)
+    tensors = {claim.source: reference.tensors[name] for name, claim in claimed.items() if name in reference.tensors}
     for layer, matrices in enumerate(reference.ffn):
         for part, matrix in matrices.items():
             tensors[f"model.layers.{layer}.mlp.{part}_proj.weight"] = matrix.T if part == "down" else matrix

@@ -21,7 +21,7 @@ from weights_of_folders import tensors_of
 
 import flashllm.convert.run
 import flashllm.format.partial
-from flashllm.arch.registry import resident_sources
+from flashllm.arch.registry import claims, resident_shapes
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.convert.run import convert
 from flashllm.errors import FlashIOError, FormatError, UnsupportedModelError, UsageError
@@ -40,7 +40,8 @@ def _digests(path):
 
 def _sources(folder):
     """Canonical name -> state_dict name of a Hugging Face folder's resident tensors."""
-    return resident_sources(config_of(folder))
+    config = config_of(folder)
+    return {name: claims(config)[name].source for name in resident_shapes(config)}
 
 
 def _bits(tensor):

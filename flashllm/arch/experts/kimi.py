@@ -8,7 +8,7 @@ from typing import Any
 from flashllm.arch.experts.plain import W
 from flashllm.arch.experts.row import grouped_router, in_layer, matrices, mixture_block, row
 from flashllm.arch.family import attending, keeping, num_layers, turning
-from flashllm.arch.llama.delta import of_rule
+from flashllm.arch.llama.delta import CONVOLVED, of_rule
 from flashllm.arch.llama.latent import LATENT, LATENT_NORMS, latent_block
 from flashllm.arch.mixers import DeltaRule, check_size
 from flashllm.arch.spec import BlockSpec, Config, check_usual
@@ -76,21 +76,11 @@ _ROW = row(
         *attending(LATENT),
         *of_rule(
             {
-                "query.weight": "q_proj.weight",
-                "key.weight": "k_proj.weight",
-                "value.weight": "v_proj.weight",
-                "conv_query.weight": "q_conv1d.weight",
-                "conv_key.weight": "k_conv1d.weight",
-                "conv_value.weight": "v_conv1d.weight",
                 "decay_down.weight": "f_a_proj.weight",
                 "decay.weight": "f_b_proj.weight",
-                "decay_log": "A_log",
-                "decay_bias": "dt_bias",
-                "beta.weight": "b_proj.weight",
                 "gate_down.weight": "g_a_proj.weight",
                 "out_gate.weight": "g_b_proj.weight",
-                "mixed_norm.weight": "o_norm.weight",
-                "out.weight": "o_proj.weight",
+                **CONVOLVED,
             },
             "self_attn",
         ),

@@ -34,14 +34,15 @@ def row(
     experts: int | None,
     router: str = "mlp.gate",
     is_wide: bool = False,
+    stack: str = "mlp.experts",
     choice: str | None = None,
     newer_choice: str | None = None,
     derived: Callable[[Config], Mapping[str, Any]] = lambda config: {},
     **others: Any,
 ) -> ArchitectureSpec:
     """A model_type whose config says how many experts there are, or means `experts`. Names within a layer: of the
-    `router`, which computes in fp32 where it `is_wide`, and of the bias of the `choice`, if there is one, which
-    transformers 5 may call `newer_choice`."""
+    `router`, which computes in fp32 where it `is_wide`, of the bias of the `choice`, if there is one, which
+    transformers 5 may call `newer_choice`, and of what has the `stack` of all experts' matrices."""
 
     def counted(config: Config) -> Mapping[str, Any]:
         given = (config.get(key) for key in _COUNTS)
@@ -73,8 +74,8 @@ def row(
             "ignored": ("model.layers.*.self_attn.rotary_emb.inv_freq",),
             "renamed": renamed,
             "stacked": {  # as transformers 5 has them in memory
-                "model.layers.{i}.mlp.experts.gate_up_proj": halves,
-                "model.layers.{i}.mlp.experts.down_proj": (one["down"],),
+                f"model.layers.{{i}}.{stack}.gate_up_proj": halves,
+                f"model.layers.{{i}}.{stack}.down_proj": (one["down"],),
             },
             **values,
         },

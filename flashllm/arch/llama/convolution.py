@@ -14,6 +14,7 @@ from flashllm.arch.family import (
     attending,
     decoder_block,
     equal_part,
+    fused_tensors,
     keeping,
     linear_tensors,
     never,
@@ -21,7 +22,7 @@ from flashllm.arch.family import (
     projections,
     says,
 )
-from flashllm.arch.llama.names import row
+from flashllm.arch.llama.names import HEAD_LAYERNORMS, row
 from flashllm.arch.mixers import ShortConvolution, check_size
 from flashllm.arch.mixture import RouterSpec
 from flashllm.arch.spec import BlockSpec, Config, check_number
@@ -32,11 +33,7 @@ def _tensors() -> tuple[ResidentTensor, ...]:
     at, biased = "layers.{i}.state.", says("conv_bias")
     attention = projections(never, never, names=("q_proj", "k_proj", "v_proj", "out_proj"))
     convolution = (
-        *(
-            tensor
-            for part, name in enumerate(("key", "query", "value"))
-            for tensor in linear_tensors(at + name, "conv.in_proj", bias=biased, part=equal_part(part))
-        ),
+        *fused_tensors("conv.in_proj", equal_part, bias=biased, names=("state.key", "state.query", "state.value")),
         ResidentTensor(name=f"{at}conv.weight", source="conv.conv.weight"),
         ResidentTensor(name=f"{at}conv.bias", source="conv.conv.bias", when=biased),
         *linear_tensors(f"{at}out", "conv.out_proj", bias=biased),
@@ -79,7 +76,7 @@ def _neurons(config: Config) -> int:
 _NAMED: dict[str, Any] = {
     "attention": _tensors(),
     "norms": {"attention_norm": ("operator_norm", always), "ffn_norm": ("ffn_norm", always)},
-    "head_norms": {"query_norm": "self_attn.q_layernorm", "key_norm": "self_attn.k_layernorm"},
+    "head_norms": HEAD_LAYERNORMS,
     "names": {"final_norm": "embedding_norm"},
     "derived": _derived,
 }
@@ -117,13 +114,8 @@ LFM2_MOE = mixture(
     block=_mixture,
     matrices=_of("feed_forward.experts.{e}"),
     dense_matrices=in_layer(_of("feed_forward")),
+    stack="feed_forward.experts",
     renamed={},
-    stacked={
-        "model.layers.{i}.feed_forward.experts.gate_up_proj": tuple(
-            in_layer(_of("feed_forward.experts.{e}"))[matrix] for matrix in ("gate", "up")
-        ),
-        "model.layers.{i}.feed_forward.experts.down_proj": (in_layer(_of("feed_forward.experts.{e}"))["down"],),
-    },
     **_NAMED,
 )
 

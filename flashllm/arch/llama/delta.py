@@ -96,6 +96,14 @@ def of_rule(names: Mapping[str, str], owner: str = "linear_attn") -> tuple[Resid
 
 
 _OF_DECAY = {"decay_log": "A_log", "decay_bias": "dt_bias"}
+CONVOLVED = {  # where each of query, key and value has a convolution
+    **{f"{part}.weight": f"{part[0]}_proj.weight" for part in ("query", "key", "value")},
+    **{f"conv_{part}.weight": f"{part[0]}_conv1d.weight" for part in ("query", "key", "value")},
+    **_OF_DECAY,
+    "beta.weight": "b_proj.weight",
+    "mixed_norm.weight": "o_norm.weight",
+    "out.weight": "o_proj.weight",
+}
 _DELTA = of_rule(
     {"conv.weight": "conv1d.weight", **_OF_DECAY, "mixed_norm.weight": "norm.weight", "out.weight": "out_proj.weight"}
 )
@@ -217,18 +225,7 @@ OLMO_HYBRID = dense(
     block=_olmo,
     attention=(
         *attending(BIASED),
-        *of_rule(
-            {
-                **{f"{part}.weight": f"{part[0]}_proj.weight" for part in ("query", "key", "value")},
-                "decay.weight": "a_proj.weight",
-                "beta.weight": "b_proj.weight",
-                "out_gate.weight": "g_proj.weight",
-                "out.weight": "o_proj.weight",
-                **{f"conv_{part}.weight": f"{part[0]}_conv1d.weight" for part in ("query", "key", "value")},
-                **_OF_DECAY,
-                "mixed_norm.weight": "o_norm.weight",
-            }
-        ),
+        *of_rule({"decay.weight": "a_proj.weight", "out_gate.weight": "g_proj.weight", **CONVOLVED}),
     ),
     norms={**BEFORE, **BEHIND},
     renamed={  # as OLMo's own checkpoints have them

@@ -22,6 +22,7 @@ AROUND = {
     "ffn_norm": ("pre_feedforward_layernorm", always),
     "ffn_output_norm": ("post_feedforward_layernorm", always),
 }
+HEAD_LAYERNORMS = {"query_norm": "self_attn.q_layernorm", "key_norm": "self_attn.k_layernorm"}
 FUSED_GATE = {"up": "mlp.gate_up_proj", "gate": "mlp.gate_up_proj", "down": "mlp.down_proj"}
 GATE_PARTS = {"gate": equal_part(0, "intermediate_size"), "up": equal_part(1, "intermediate_size")}
 

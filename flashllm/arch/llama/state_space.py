@@ -13,6 +13,7 @@ from flashllm.arch.family import (
     always,
     attending,
     decoder_block,
+    fused_tensors,
     head_size,
     keeping,
     linear_tensors,
@@ -78,20 +79,18 @@ def _tensors(
     """Tensors of the mixer of this name within a layer, in whose input projection the rows of the gate, values, keys,
     queries and decay lie one behind the other. The biases are of those models whose configs say so."""
 
-    def rows_of(name: str) -> Callable[[Config], Part]:
+    order = ("out_gate", "value", "key", "query", "decay")
+
+    def part_of(number: int) -> Callable[[Config], Part]:
         def part(config: Config) -> Part:
-            rows, order = space(config).rows, ("out_gate", "value", "key", "query", "decay")
-            return Part(first=sum(rows[each] for each in order[: order.index(name)]), count=rows[name])
+            counts = [space(config).rows[name] for name in order[: number + 1]]
+            return Part(first=sum(counts[:-1]), count=counts[-1])
 
         return part
 
-    at, biased = "layers.{i}.state.", says(bias)
+    at, names = "layers.{i}.state.", [f"state.{name}" for name in order]
     tensors = (
-        *(
-            tensor
-            for name in ("out_gate", "value", "key", "query", "decay")
-            for tensor in linear_tensors(at + name, f"{source}.in_proj", bias=biased, part=rows_of(name))
-        ),
+        *fused_tensors(f"{source}.in_proj", part_of, bias=says(bias), names=names),
         ResidentTensor(name=f"{at}conv.weight", source=f"{source}.conv1d.weight"),
         ResidentTensor(name=f"{at}conv.bias", source=f"{source}.conv1d.bias", when=says(convolution_bias)),
         ResidentTensor(name=f"{at}decay_log", source=f"{source}.A_log"),
@@ -260,7 +259,6 @@ def _falcon_space(config: Config) -> StateSpace:
         raise UnsupportedModelError("mamba_proj_bias with an ssm_in_multiplier is not supported for falcon_h1")
     return replace(
         _space(config, config["mamba_d_ssm"]),
-        normed=bool(config["mamba_rms_norm"]),
         gate_first=not config["mamba_norm_before_gate"],
         gate_scale=gate * by,
         value_scale=value * by,
