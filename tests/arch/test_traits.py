@@ -108,7 +108,11 @@ def normed(decoder):
     width = decoder.block.layers[0].recurrent.mixed_dim
     for layer in range(len(decoder.block.layers)):
         decoder.tensors[f"layers.{layer}.state.mixed_norm.weight"] = torch.ones(width)
-    state(normed=True)(decoder)
+
+
+def unnormed(decoder):
+    for layer in range(len(decoder.block.layers)):
+        del decoder.tensors[f"layers.{layer}.state.mixed_norm.weight"]
 
 
 def exchanged(decoder):
@@ -452,7 +456,7 @@ OTHERWISE = {
     "falcon_h1 gate first": {
         "the gate behind the norm": state(gate_first=False),
         "one group's norm": one_group,
-        "no norm": state(normed=False),
+        "no norm": unnormed,
     },
     "bamba": {**SPACE, "heads are not turned": attention(rotary=None)},
 }
