@@ -44,7 +44,7 @@ _QWEN2_VL = (
     | {"num_attention_heads": 64, "num_key_value_heads": 8, "max_window_layers": 80}
     | {"rope_theta": 1e6, "rms_norm_eps": 1e-5}
 )
-_CODER = {"rms_norm_eps": 1e-5, "head_dim": 128}
+_NEWER_LLAMA = {"rms_norm_eps": 1e-5, "head_dim": 128}
 _QWEN3_VL = {"rope_theta": 500_000.0, "max_position_embeddings": 128_000}
 _DEFAULTS: dict[str, dict[str, Any]] = {  # other than the plain type's, by the text's name or the whole's
     "qwen2_vl_text": _QWEN2_VL,
@@ -56,10 +56,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {  # other than the plain type's, by the 
     "glm4v_text": {"rms_norm_eps": 1e-5, "max_position_embeddings": 32_768},
     "glm4v_moe_text": {"attention_bias": True, "vocab_size": 151_424, "max_position_embeddings": 65_536},
     **{name: {"rms_norm_eps": 1e-5} for name in ("idefics3", "smolvlm")},
-    "iquestcoder": _CODER
+    "iquestcoder": _NEWER_LLAMA
     | {"vocab_size": 76_800, "hidden_size": 5120, "intermediate_size": 27_648, "num_hidden_layers": 80}
     | {"num_attention_heads": 40, "num_key_value_heads": 8, "max_position_embeddings": 131_072},
-    "internlm3": _CODER
+    "internlm3": _NEWER_LLAMA
     | {"vocab_size": 128_512, "intermediate_size": 10_240, "num_hidden_layers": 48, "num_key_value_heads": 2}
     | {"max_position_embeddings": 32_768},
 }
