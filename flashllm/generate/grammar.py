@@ -139,7 +139,9 @@ class Matcher:
             self._thinking = True
         elif self._thinking and self._reasoning is not None:
             self._thought.append(token_id)
-            self._thinking = self._reasoning.close not in self._reasoning.decoder.decode(self._thought[-_MARK_TOKENS:])
+            thought = self._reasoning.decoder.decode(self._thought[-_MARK_TOKENS:])
+            # The tokens that end it belong to it, also those behind the mark: the form begins after them.
+            self._thinking = bool(self.forced) or self._reasoning.close not in thought
         elif self._state is not None:
             self._state.consume_token(token_id)
             self.ended = self._state.is_stopped()

@@ -31,7 +31,7 @@ from flashllm.serve.bodies import Asked, parse
 from flashllm.serve.forms import Form, Memory
 from flashllm.serve.http import RETRY_AFTER_S, ApiError, EventStream
 from flashllm.serve.metrics import Metrics
-from flashllm.serve.worker import Began, Chosen, Ended, Event, Finished, Job, QueueFull, Worker
+from flashllm.serve.worker import Began, Chosen, Ended, Event, Finished, Job, QueueFull, Stopping, Worker
 
 Kind = Literal["chat", "completion"]
 Document = Mapping[str, Any]
@@ -159,6 +159,8 @@ class Api:
             except QueueFull as error:
                 code = "queue_full"
                 raise ApiError(429, str(error), code=code, headers={"Retry-After": str(RETRY_AFTER_S)}) from None
+            except Stopping as error:
+                raise _failure(Finished(str(error), 503)) from None
 
         def cancel() -> None:
             self._worker.cancel(job)

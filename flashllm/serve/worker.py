@@ -32,8 +32,15 @@ from flashllm.serve.conversations import Conversations, Place, digest, turns_of
 USUAL_ANSWER = 1024  # tokens
 
 
+_STOPPING = "the server is stopping"
+
+
 class QueueFull(Exception):
     """As many jobs wait as may."""
+
+
+class Stopping(Exception):
+    """No job is taken any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +166,10 @@ class Worker(Closing):
         return len(self._conversations)
 
     def submit(self, job: Job) -> None:
-        """Let `job` wait for its turn. Raises QueueFull."""
+        """Let `job` wait for its turn. Raises QueueFull, Stopping."""
         with self._changed:
             if self._closing:
-                raise QueueFull("the server is stopping")
+                raise Stopping(_STOPPING)
             if len(self._waiting) >= self._max_waiting:
                 raise QueueFull(f"{len(self._waiting)} requests are waiting already; try again later")
             self._waiting.append(job)
@@ -211,9 +218,11 @@ class Worker(Closing):
                 with contextlib.suppress(Cancelled), self._shared.member(job.cancelled):
                     self._answer(job)
                 if self._closing and job.cancelled.is_set():
-                    finished = Finished("the server is stopping", 503)
-            except (ContextFull, FormError) as error:
+                    finished = Finished(_STOPPING, 503)
+            except ContextFull as error:
                 finished = Finished(str(error), 400)
+            except FormError as error:
+                finished = Finished(str(error), 500)
             except FlashError as error:
                 say(str(error))
                 finished = Finished(f"the model failed ({type(error).__name__}); the server's output says more", 500)

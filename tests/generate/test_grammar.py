@@ -236,8 +236,9 @@ def test_reasoning_comes_before_the_form():
     assert all(set(text.strip()) <= set("ab") for text in allowed)
 
 
-def test_reasoning_has_a_budget():
-    close = TINY.encode("!", add_special=False)
+@pytest.mark.parametrize("behind", ["", "\n\n"])
+def test_reasoning_has_a_budget(behind):
+    close = [token for text in ("!", behind) for token in TINY.encode(text, add_special=False)]
     reasoning = Reasoning(decoder=TINY, close="!", close_ids=tuple(close), opened=True, most=3)
     matcher = grammars().compile(Constraint("regex", "a")).start(reasoning)
     for token_id in TINY.encode("any text", add_special=False)[:3]:

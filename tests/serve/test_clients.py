@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 import torch
+from serving import running
 
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.session import Session, TokenRecord
@@ -218,6 +219,14 @@ def test_the_queue_is_bounded(served, slow, client, held):
         held.close()
         slow.runs.set()
     assert all(each.result().choices for each in answers)
+
+
+def test_a_server_that_stops_says_so(tiny, model):
+    with running(model, tiny().path()) as (address, worker):
+        worker.cancel_all()
+        response = httpx.post(f"{address}/v1/completions", json={"prompt": "It was"})
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "stopping")
+    assert "retry-after" not in response.headers
 
 
 def test_a_long_prompt_is_waited_for_with_comments(http, slow, monkeypatch):

@@ -183,8 +183,8 @@ def test_bad_fields(http, path, fields, message):
 
 def test_a_form_that_explodes_in_the_answer(http):
     body = {"prompt": "hello", "response_format": {"type": "regex", "regex": "((a{99}){99}){99}"}}
-    error = assert_is_error(_post(http, COMPLETION, json.dumps(body).encode()), 400, "too complex here")
-    assert error["type"] == "invalid_request_error"
+    error = assert_is_error(_post(http, COMPLETION, json.dumps(body).encode()), 500, "too complex here")
+    assert (error["type"], error["code"]) == ("server_error", "generation_failed")
 
 
 def _post(http, path, body, **headers):
