@@ -109,9 +109,9 @@ class ParkingFolder:
                 raise FormatError(f"{entry.path}: was replaced")
         except ContextFull:
             return False
-        except (FlashError, OSError):
+        except (FlashError, OSError) as error:
             session.reset()
-            self._drop(entry)
+            self._drop(entry, keep_file=not isinstance(error, FormatError))  # a drive may answer another time
             return False
         _touch(entry.path, self._clock())
         return True

@@ -91,13 +91,15 @@ class Conversations:
         budget: int,
         held: Callable[[], int],
         is_prompt: Callable[[int], bool],
+        context: int,
         parking: ParkingFolder | None = None,
     ) -> None:
         """`new_session` makes an empty one, `held` counts the bytes of all there are, what they share once.
 
-        What is kept holds at most `budget` bytes; what leaves memory goes to `parking`. `is_prompt`: the model's.
+        What is kept holds at most `budget` bytes; what leaves memory goes to `parking`. `is_prompt`, `context`: the
+        model's.
         """
-        self._parking = parking
+        self._parking, self._context = parking, context
         self._new_session, self._budget, self._held = new_session, budget, held
         self._is_prompt = is_prompt
         self._kept: list[_Kept] = []
@@ -231,6 +233,8 @@ class Conversations:
             return
 
         def spared(entry: Entry) -> int:
+            if entry.computed > self._context:  # of a server that had more
+                return 0
             goes_on = wanted.goes_on(entry.tokens, entry.after)
             tokens = wanted.reusable(entry.tokens, entry.computed, entry.pure, goes_on=goes_on)
             return tokens if entry.in_parts or tokens == entry.computed else 0
@@ -262,13 +266,17 @@ def _covers(one: _Kept, other: _Kept) -> bool:
     return not other.is_beginning or one.session.can_keep(computed) == computed
 
 
-def digest(messages: Sequence[Mapping[str, Any]]) -> bytes:
-    """A conversation's identity. White space around a message does not count: clients cut it; nor does reasoning."""
-    plain = [
-        (each["role"], (each["content"] or "").strip(), each.get("name", ""), _calls(each.get("tool_calls", ())))
-        for each in messages
-    ]
-    return hashlib.sha256(json.dumps(plain).encode()).digest()
+def turns_of(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
+    """Digests of the conversations that `messages` may go on from: those that end with an answer. White space around a
+    message does not count: clients cut it; nor does reasoning."""
+    said, found = hashlib.sha256(), []
+    for each in messages:
+        calls = _calls(each.get("tool_calls", ()))
+        plain = (each["role"], (each["content"] or "").strip(), each.get("name", ""), calls)
+        said.update(json.dumps(plain).encode())
+        if each["role"] == "assistant":
+            found.append(said.digest())
+    return found
 
 
 def _calls(calls: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
@@ -283,9 +291,3 @@ def _same(arguments: str) -> str:
         return json.dumps(load(arguments), sort_keys=True)
     except ValueError:
         return arguments
-
-
-def turns_of(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
-    """Digests of the conversations that `messages` may go on from: those that end with an answer."""
-    ends = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
-    return [digest(messages[: at + 1]) for at in ends]

@@ -27,7 +27,7 @@ from flashllm.generate.speculation import Speculation
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.parked.folder import ParkingFolder
 from flashllm.replies.parser import Event as Said
-from flashllm.serve.conversations import Conversations, Place, digest, turns_of
+from flashllm.serve.conversations import Conversations, Place, turns_of
 
 USUAL_ANSWER = 1024  # tokens
 
@@ -137,7 +137,12 @@ class Worker(Closing):
         self._speculation = speculation
         self._keeping = threading.Lock()  # of the conversations
         self._conversations = Conversations(
-            self._new_session, budget=keep, held=lambda: model.state_nbytes, is_prompt=model.is_prompt, parking=parking
+            self._new_session,
+            budget=keep,
+            held=lambda: model.state_nbytes,
+            is_prompt=model.is_prompt,
+            context=model.context,
+            parking=parking,
         )
         self._telling = threading.Lock()
         self._changed = threading.Condition()
@@ -266,15 +271,16 @@ class Worker(Closing):
                 with self._new_session() as session:
                     self._generate(job, index, Place(session=session, keep=0), [])
                 continue
+            turns = turns_of(messages)
             with self._keeping:
-                place = self._conversations.take(ids, turns_of(messages), request.marks)
+                place = self._conversations.take(ids, turns, request.marks)
             said: list[Said] = []
             try:
                 self._generate(job, index, place, said)
             finally:
-                answer = chat_message(said)
+                after = turns_of([*messages, chat_message(said)])[-1] if messages and said else None
                 with self._keeping:
-                    self._conversations.give_back(place, digest([*messages, answer]) if messages and said else None)
+                    self._conversations.give_back(place, after)
 
     def _generate(self, job: Job, index: int, place: Place, said: list[Said]) -> None:
         """Choice `index` of `job`, at `place`. What it says goes to `said` as it comes."""

@@ -293,6 +293,23 @@ def test_a_damaged_file_is_dropped_and_its_prompt_computed(opened, directory, tm
     assert not path.exists()
 
 
+def test_a_file_that_cannot_be_read_now_stays(opened, directory, tmp_path, monkeypatch):
+    def fail(*arguments, **options):
+        raise FlashIOError("the read did not end")
+
+    model = opened()
+    folder = ParkingFolder(tmp_path, identity(directory, model.plan.mode), max_nbytes=BIG, daily_nbytes=BIG)
+    with session_of(model) as session:
+        run(session.stream_ids(ids_of(70)))
+        assert folder.park(session, after=None)
+        (path,) = tmp_path.glob("*.kv")
+        monkeypatch.setattr("flashllm.parked.folder.read_parked", fail)
+        assert not folder.load(folder.entries[0], session)
+        assert session.tokens == []
+    assert not folder.entries
+    assert path.exists()
+
+
 def answer(worker, ids):
     """(reused tokens, ids) of a request, as the server makes it."""
     ((found, reused, _),) = answered(worker, [ids], count=5)
@@ -302,14 +319,15 @@ def answer(worker, ids):
 def test_a_server_takes_conversations_up_after_a_restart(opened, directory, tmp_path):
     prompts = [ids_of(80, seed) for seed in range(3)]
 
-    def served(model):
+    def served(**options):
+        model = opened(**options)
         folder = ParkingFolder(tmp_path, identity(directory, model.plan.mode), max_nbytes=BIG, daily_nbytes=BIG)
         block = model.plan.memory.kv_block_nbytes
         return Worker(
             model, TOKENIZER, max_waiting=4, keep=3 * block + 10_000, on_event=lambda event: None, parking=folder
         )
 
-    with served(opened()) as worker:
+    with served() as worker:
         first = [answer(worker, ids) for ids in prompts]
         assert [reused for reused, _ in first] == [0, 0, 0]
         # One conversation stays in memory; the others come back from disk.
@@ -317,7 +335,11 @@ def test_a_server_takes_conversations_up_after_a_restart(opened, directory, tmp_
         long = [*prompts[0], *first[0][1], *ids_of(12, 9)]
         expected = answer(worker, long)
     assert expected[0] >= 84
-    with served(opened()) as worker:
+    files = set(tmp_path.glob("*.kv"))
+    with served(context=70) as worker:  # what is longer than its context waits for another
+        assert answer(worker, prompts[0][:60])[0] == 0
+    assert files <= set(tmp_path.glob("*.kv"))
+    with served() as worker:
         again = [answer(worker, ids) for ids in prompts]
         assert [reused for reused, _ in again] == [79, 79, 79]
         assert [ids for _, ids in again] == [ids for _, ids in first]

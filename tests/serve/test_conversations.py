@@ -20,7 +20,7 @@ from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.session import Session
 from flashllm.generate.templates.chat_template import ChatTemplate
 from flashllm.generate.tokenizer import Tokenizer
-from flashllm.serve.conversations import Conversations, digest, turns_of
+from flashllm.serve.conversations import Conversations, turns_of
 from flashllm.serve.worker import Worker
 
 FEW = 8
@@ -123,7 +123,11 @@ def worker_of(model, *, keep=200 * BYTES, tokenizer=None):
 def store(model, tokens):
     budget = (tokens + 1) * BYTES
     return Conversations(
-        lambda: Session(model, Letters()), budget=budget, held=lambda: model.state_nbytes, is_prompt=model.is_prompt
+        lambda: Session(model, Letters()),
+        budget=budget,
+        held=lambda: model.state_nbytes,
+        is_prompt=model.is_prompt,
+        context=model.context,
     )
 
 
@@ -334,9 +338,32 @@ def test_an_answer_never_lacks_memory_that_kept_conversations_hold():
 
 def test_digests():
     one = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    assert turns_of(one) == [digest(one[:2])]
-    assert digest(one) != digest([{**one[0], "content": "ab"}, {**one[1], "content": ""}, one[2]])
+    assert turns_of(one) == turns_of(one[:2])
+    assert turns_of(one) != turns_of([{**one[0], "content": "ab"}, {**one[1], "content": ""}, one[2]])
     assert turns_of(one[:1]) == []
+    assert turns_of([*one, *one]) == [*turns_of(one), turns_of([*one, *one[:2]])[-1]]
+
+
+def test_digests_read_each_message_once(monkeypatch):
+    """And nobody waits for them."""
+    read = []
+
+    class Message(dict):
+        def get(self, *name):
+            read.append(name)
+            return super().get(*name)
+
+    turns_of([Message(role=role, content="") for role in ("user", "assistant") * 50])
+    assert len(read) == 2 * 100
+
+    def unlocked(messages):
+        assert not worker._keeping.locked()
+        return turns_of(messages)
+
+    monkeypatch.setattr("flashllm.serve.worker.turns_of", unlocked)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with worker_of(PlacesModel()) as worker:
+        answered(worker, [list(range(20))], kind="chat", messages=messages)
 
 
 def test_digests_of_calls():
@@ -344,11 +371,11 @@ def test_digests_of_calls():
 
     def called(arguments, **more):
         call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-        return digest([{"role": "assistant", "content": "", "tool_calls": [call], **more}])
+        return turns_of([{"role": "assistant", "content": "", "tool_calls": [call], **more}])
 
     assert called('{"a": [1], "b": 2}') == called({"b": 2, "a": [1]}, reasoning_content="so", content=None)
     assert called('{"a": 1}') != called('{"a": 2}')
-    assert called('{"a": ') == called('{"a": ') != digest([{"role": "assistant", "content": ""}])
+    assert called('{"a": ') == called('{"a": ') != turns_of([{"role": "assistant", "content": ""}])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
