@@ -11,6 +11,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import queue
 import stat
@@ -278,6 +279,12 @@ def parse_json(raw: bytes, what: str) -> Any:
     def reject_constant(name: str) -> Any:
         raise FormatError(f"{what}: {name} is not JSON")
 
+    def finite(number: str) -> float:
+        value = float(number)
+        if math.isinf(value):
+            raise FormatError(f"{what}: {number[:80]} is more than a number can be")
+        return value
+
     if sum(raw.count(mark) for mark in (b",", b"[", b"{")) > _MAX_JSON_VALUES:  # an upper bound, before any is made
         raise FormatError(f"{what}: holds more than {_MAX_JSON_VALUES} values")
     try:
@@ -285,7 +292,7 @@ def parse_json(raw: bytes, what: str) -> Any:
     except UnicodeDecodeError as error:
         raise FormatError(f"{what}: is not UTF-8 at byte {error.start}") from error
     try:
-        return json.loads(text, object_pairs_hook=reject_duplicates, parse_constant=reject_constant)
+        return json.loads(text, object_pairs_hook=reject_duplicates, parse_constant=reject_constant, parse_float=finite)
     except RecursionError as error:
         raise FormatError(f"{what}: {_JSON_DEPTH_ERROR}") from error
     except json.JSONDecodeError as error:

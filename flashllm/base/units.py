@@ -23,7 +23,7 @@ def parse_size(text: str) -> int:
 def format_size(nbytes: float) -> str:
     """`nbytes` with three significant digits and a decimal unit: 1.23 GB."""
     for unit in ("B", "kB", "MB", "GB"):
-        if abs(nbytes) < 1000:
+        if abs(nbytes) < 999.5:  # more is 1000 in three digits
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.3g} {unit}"
         nbytes /= 1000
     return f"{nbytes:.3g} TB"

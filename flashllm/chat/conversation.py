@@ -175,6 +175,10 @@ class Chat:
                 return one_line(str(error))
             self._reset()
             return f"{one_line(str(error))}; a new conversation"
+        except KeyboardInterrupt:
+            if not self.session.tokens:
+                self._reset()
+            raise
         self.stats = TurnStats()
         self.session.system = note.get("system")
         self.session.messages = [dict(message) for message in note.get("messages", [])]

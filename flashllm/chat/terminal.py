@@ -57,7 +57,11 @@ class TerminalChat:
             if not text.strip():
                 continue
             if is_command(text):
-                if (reply := self._chat.command(text)) is None:
+                try:
+                    reply = self._chat.command(text)
+                except KeyboardInterrupt:
+                    reply = "stopped"
+                if reply is None:
                     return 0
                 self._note(reply)
             else:

@@ -82,6 +82,8 @@ def main(args: argparse.Namespace) -> int:
     limits: dict[str, int] = {} if args.park_size is None else {"parking_nbytes": args.park_size}
     if limits and args.park is None:
         raise UsageError("--park-size is the limit of a folder: name it with --park DIR")
+    if args.park is not None and args.keep == 0:
+        raise UsageError("--park is for conversations that leave memory, and with --keep 0 none is there")
     path = find_model(args)
     with contextlib.ExitStack() as stack:
         sock = stack.enter_context(contextlib.closing(listen(args.host, args.port)))

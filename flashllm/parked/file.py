@@ -99,9 +99,11 @@ def write_parked(path: Path, session: Session, model: str, note: dict[str, Any])
             nbytes = writer.position
         os.rename(temporary, path)
         fsync_directory(path.parent)
-    except OSError as error:
+    except BaseException as error:  # ctrl-C too
         with contextlib.suppress(OSError):
             temporary.unlink()
+        if not isinstance(error, OSError):
+            raise
         raise FlashIOError(f"{path}: cannot be written: {error.strerror}; make room, or use another place") from error
     return nbytes
 

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from flashllm.base.files import is_there
 from flashllm.errors import FlashIOError, UsageError
 from flashllm.generate.session import Session
 from flashllm.parked.file import read_parked, write_parked
@@ -24,7 +25,7 @@ class Shelf:
         path = self._path(name)
         if session.computed == 0:
             raise UsageError("nothing has been said yet")
-        if path.exists():
+        if is_there(path):
             raise UsageError(f"{name} exists; choose another name, or delete {path}")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -38,7 +39,7 @@ class Shelf:
         Raises UsageError where there is no such name; FormatError, FlashIOError, ContextFull: `session` is then empty.
         """
         path = self._path(name)
-        if not path.exists():
+        if not is_there(path):
             names = ", ".join(sorted(each.stem for each in self._folder.glob(f"*{_SUFFIX}"))[:20])
             raise UsageError(f"there is no {name}; saved are: {names or 'none'}")
         return read_parked(path, session, self._model).note

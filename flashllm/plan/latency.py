@@ -57,7 +57,7 @@ class DenseEstimate:
 
     @property
     def read_s(self) -> float:
-        """Rate of the reads; 0 where nothing is read."""
+        """Seconds of the reads; 0 where nothing is read."""
         return self.bytes_read / self.read_bps if self.bytes_read else 0.0
 
     @property

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from flashllm.base.checks import check_keys, check_list, check_str, from_json, to_json
-from flashllm.base.files import locked_directory, read_json_object, write_atomically
+from flashllm.base.files import is_there, locked_directory, read_json_object, write_atomically
 from flashllm.base.machine import num_cores
 from flashllm.base.user_dirs import user_cache_dir
 from flashllm.errors import FlashError, FormatError
@@ -103,7 +103,7 @@ def update_profile(
 
 
 def _load(store: Path) -> dict[DeviceKey, Profile]:
-    if not store.exists():
+    if not is_there(store):
         return {}
     try:
         document = check_keys(read_json_object(store), ("format_version", "devices"), "the store")

@@ -302,8 +302,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        origin = headers.get("origin", "")
-        shared = dict(self._shared(origin, scope["method"]))
+        shared = dict(self._shared(headers, scope["method"]))
 
         async def send_shared(message: Any) -> None:
             if shared and message["type"] == "http.response.start":
@@ -334,15 +333,16 @@ class Guard:
         message = "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
         return ApiError(401, message, headers={"WWW-Authenticate": "Bearer"})
 
-    def _shared(self, origin: str, method: str) -> Iterator[tuple[str, str]]:
-        """CORS headers, for an origin that may."""
+    def _shared(self, headers: Headers, method: str) -> Iterator[tuple[str, str]]:
+        """CORS headers, for an origin that may: with whatever headers it likes, as clients send some of their own."""
+        origin = headers.get("origin", "")
         if origin not in self._origins and not ("*" in self._origins and origin):
             return
         yield "Access-Control-Allow-Origin", origin
         yield "Vary", "Origin"
         if method == "OPTIONS":
             yield "Access-Control-Allow-Methods", "GET, POST"
-            yield "Access-Control-Allow-Headers", "Authorization, Content-Type, X-Api-Key"
+            yield "Access-Control-Allow-Headers", headers.get("access-control-request-headers", "")
 
 
 class ErrorsAreAnswers:

@@ -24,6 +24,7 @@ from flashllm.base.files import (
     read_json_object,
     write_atomically,
 )
+from flashllm.base.units import format_size
 from flashllm.errors import FlashIOError, FormatError
 
 
@@ -248,6 +249,7 @@ def test_a_directory_is_locked_once(tmp_path):
         (b'{"x":{"b":1,"b":1}}', "'b' occurs twice"),
         (b'{"a":NaN}', "NaN is not JSON"),
         (b'{"a":-Infinity}', "-Infinity is not JSON"),
+        (b'{"a":-1e999}', "-1e999 is more than a number can be"),
         (b"\xef\xbb\xbf{}", "is not JSON"),
         (b'{"a":"\xff"}', "is not UTF-8 at byte 6"),
         (b"[" * 100_000, "nested too deeply"),
@@ -271,3 +273,10 @@ def test_json_files_are_objects_of_bounded_size(tmp_path):
     assert read_json_object(path) == {"a": 1}
     with pytest.raises(FormatError, match="8 bytes; at most 7"):
         read_json_object(path, max_nbytes=7)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(0, "0 B"), (999, "999 B"), (999_499, "999 kB"), (999_600, "1 MB"), (1.234e12, "1.23 TB")]
+)
+def test_sizes_have_three_digits(nbytes, text):
+    assert format_size(nbytes) == text

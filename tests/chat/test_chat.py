@@ -319,6 +319,23 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(tmp_path):
     assert chat.session.closed == 2
 
 
+@pytest.mark.parametrize(("before", "left"), [(True, 2), (False, 0)])
+def test_ctrl_c_stops_a_command_and_the_chat_goes_on(tmp_path, before, left):
+    """The conversation does too, where nothing of the other one was read."""
+
+    class Shelf:
+        def load(self, name, session):
+            if not before:
+                session.reset()
+            raise KeyboardInterrupt
+
+    chat = make_chat()
+    chat.shelf = Shelf()
+    _, out = run_terminal(chat, "one\r/load other\r\x04", tmp_path)
+    assert "ONE\nstopped\n" in out
+    assert len(chat.transcript) == left
+
+
 def test_errors_and_limits_leave_the_chat_running(tmp_path):
     chat = make_chat(context_limit=20, answers={"bad": FlashIOError("row\x1b[31m 3")})
     _, out = run_terminal(chat, "bad\r" + "x" * 30 + "\r/nope\r\rok\r\x04", tmp_path)

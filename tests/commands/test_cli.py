@@ -96,6 +96,7 @@ def test_options_are_few():
         ["serve", "--allow-origin", "foo"],
         ["serve", "--allow-origin", "https://example.org/"],
         ["serve", "--park-size", "1GB"],
+        ["serve", "--park", "parked", "--keep", "0"],
         ["chat", "qwen3-4b"],
         ["plan", "/no/such/dir"],
         ["verify", "no-such-dir"],

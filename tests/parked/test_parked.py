@@ -259,9 +259,11 @@ def test_what_a_killed_server_was_writing(tmp_path):
 
 
 def test_the_name_of_what_is_being_written(opened, directory, tmp_path, monkeypatch):
-    """By which a start knows it: the writer ends in the middle."""
+    """By which a start knows it, where the writer was killed; ctrl-C leaves nothing."""
+    begun = []
 
-    def ends(*arguments):
+    def ends(source, target):
+        begun.append(source)
         raise KeyboardInterrupt
 
     model = opened()
@@ -271,8 +273,8 @@ def test_the_name_of_what_is_being_written(opened, directory, tmp_path, monkeypa
         monkeypatch.setattr(os, "rename", ends)
         with pytest.raises(KeyboardInterrupt):
             write_parked(tmp_path / f"{'c' * 64}.kv", session, name, {})
-    (path,) = tmp_path.iterdir()
-    assert path.suffix == ".tmp"
+    assert list(tmp_path.iterdir()) == []
+    begun[0].write_bytes(b"as a killed writer leaves it")
     folder = ParkingFolder(tmp_path, name, max_nbytes=BIG, daily_nbytes=BIG)
     assert (folder.entries, list(tmp_path.iterdir())) == ([], [])
 
@@ -352,3 +354,6 @@ def test_names_are_refused_before_anything_is_touched(tmp_path):
     with pytest.raises(UsageError, match="a name has"):
         shelf.load("../x", None)
     assert not (tmp_path / "none").exists()
+    (tmp_path / "none").mkdir()
+    with pytest.raises(UsageError, match="name too long"):  # of wide letters no file system takes so many
+        shelf.load("漢" * 100, None)

@@ -51,6 +51,12 @@ def test_the_calibration_of_the_drive_is_found_also_for_what_is_not_there_yet(tm
     assert find_profile(tmp_path / "not" / "there", store) == (profile_of(), None)
 
 
+def test_a_store_that_no_file_can_be_is_said(tmp_path):
+    profile, problem = find_profile(tmp_path, tmp_path / ("x" * 300))
+    assert profile is None
+    assert "the profiles cannot be used: " in problem
+
+
 def test_what_was_asked_for_wins_then_the_calibration_then_the_default():
     costs = profile_of(reader(depth=8), reader("io_uring", 64, request_s=(5e-6, 20e-6)))
     buffered = profile_of(direct=False)

@@ -165,6 +165,7 @@ def test_tokens_are_counted(http, say):
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_call_id"),
         ({"tools": [{"name": "a b"}]}, "needs a name"),
         ({"tool_choice": {"type": "other"}}, "tool_choice: the type 'other' is unknown"),
+        ({"tool_choice": {"type": []}}, "tool_choice: the type [] is unknown"),
         ({"tool_choice": {"type": "any"}}, "tool_choice: needs tools"),
         ({"thinking": {"type": "enabled", "budget_tokens": "x"}}, "thinking.budget_tokens must be an integer"),
         ({"top_k": "x"}, "top_k"),
@@ -178,6 +179,14 @@ def test_what_is_wrong_is_said_in_anthropics_form(http, fields, says):
     document = response.json()
     assert (document["type"], document["error"]["type"]) == ("error", "invalid_request_error")
     assert says in document["error"]["message"]
+
+
+def test_a_number_that_none_can_be(http):
+    call = '{"type": "tool_use", "id": "1", "name": "f", "input": {"x": 1e999}}'
+    body = f'{{"max_tokens": 1, "messages": [{{"role": "assistant", "content": [{call}]}}]}}'
+    response = http.post("/v1/messages", content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code == 400
+    assert "1e999 is more than a number can be" in response.json()["error"]["message"]
 
 
 def test_the_key_of_anthropics_clients(http):
@@ -254,6 +263,8 @@ def test_ollamas_prompts(http, say, seen):
     raw = {"prompt": "It", "raw": True, "stream": False, "options": {"temperature": 0, "num_predict": 500}}
     answer = http.post("/api/generate", json=raw).json()
     assert (answer["response"], answer["done_reason"]) == ("It rains.", "stop")  # as a completion
+    say("It <think>rains.")
+    assert http.post("/api/generate", json={**raw, "think": False}).json()["response"] == "It rains."
     assert len(seen) == 2
     for wrong, says in (({"context": [1]}, "'context' is unknown"), ({"prompt": None}, "prompt must be a text")):
         response = http.post("/api/generate", json={**body, **wrong})

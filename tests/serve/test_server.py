@@ -66,11 +66,12 @@ def test_other_names_are_refused(guarded):
 
 def test_only_named_origins_may_read(guarded):
     good, bad = {"Origin": "https://good.example"}, {"Origin": "https://evil.example"}
-    preflight = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    sent = "authorization,content-type,x-stainless-lang"
+    preflight = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": sent}
     allowed = guarded.options("/v1/chat/completions", headers={**good, **preflight})
     assert allowed.status_code == 204
     assert allowed.headers["access-control-allow-origin"] == "https://good.example"
-    assert "Authorization" in allowed.headers["access-control-allow-headers"]
+    assert allowed.headers["access-control-allow-headers"] == sent
     assert guarded.get("/v1/models", headers=good).headers["access-control-allow-origin"] == "https://good.example"
     for response in (guarded.options("/v1/models", headers={**bad, **preflight}), guarded.get("/health", headers=bad)):
         assert not [name for name in response.headers if name.startswith("access-control")]

@@ -173,12 +173,13 @@ def _tools(body: Mapping[str, Any]) -> Document:
             tools.append({"type": "function", "function": function | {"parameters": tool.get("input_schema")}})
     choice = mapping("tool_choice", body.get("tool_choice", {"type": "auto"}))
     values: Document = {"tools": tools} if tools else {}
-    if choice.get("type") == "tool":
+    kind = choice.get("type")
+    if kind == "tool":
         values["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
-    elif choice.get("type") in _CHOICES:
-        values["tool_choice"] = _CHOICES[choice["type"]]
+    elif isinstance(kind, str) and kind in _CHOICES:
+        values["tool_choice"] = _CHOICES[kind]
     else:
-        raise BadRequest(f"tool_choice: the type {short(choice.get('type'))} is unknown", param="tool_choice")
+        raise BadRequest(f"tool_choice: the type {short(kind)} is unknown", param="tool_choice")
     if choice.get("disable_parallel_tool_use") is True:
         values["parallel_tool_calls"] = False
     return values

@@ -216,12 +216,11 @@ def _asked(body: dict[str, Any], kind: Literal["chat", "completion"], defaults: 
     if ours.get("max_tokens") in (-1, -2):  # as many as there is room for
         del ours["max_tokens"]
     stream = flag(body, "stream", True)
-    if "think" in body:
-        thinks = body.pop("think")
-        if isinstance(thinks, str):
-            ours["reasoning_effort"] = thinks
-        else:
-            ours["chat_template_kwargs"] = {"enable_thinking": thinks}
+    thinks = body.pop("think", None)
+    if kind == "chat" and isinstance(thinks, str):
+        ours["reasoning_effort"] = thinks
+    elif kind == "chat" and thinks is not None:
+        ours["chat_template_kwargs"] = {"enable_thinking": thinks}
     if isinstance(body.get("messages"), list):
         body["messages"] = _messages(body["messages"])
     if (form := body.pop("format", "")) != "":
