@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         options = SamplingOptions(max_new_tokens=args.tokens, repetition_penalty=args.penalty)
         for schema in schemas_of(args.suite, args.schemas):
             try:
-                matcher = grammars.compile(Constraint.of_schema(schema)).start()
+                matcher = grammars.start(Constraint.of_schema(schema))
             except UsageError as error:
                 became["refused"] += 1
                 refused[str(error).split(": ", 1)[-1][:40]] += 1

@@ -112,7 +112,7 @@ def forced(model: TracedModel, path: Path, args: argparse.Namespace) -> dict[str
     """The answer with and without passes over forced tokens, in turns."""
     tokenizer = Tokenizer.load(path)
     grammars = Grammars(tokenizer.backend, tokenizer.end_ids, model.vocab_size)
-    grammar = grammars.compile(Constraint.of_schema(SCHEMA))
+    form = Constraint.of_schema(SCHEMA)
     options = SamplingOptions(max_new_tokens=args.tokens)
     usual = Decoding.after
 
@@ -124,7 +124,7 @@ def forced(model: TracedModel, path: Path, args: argparse.Namespace) -> dict[str
         for name in list(answers)[:: 1 if turn % 2 == 0 else -1]:
             Decoding.after = usual if name == "forced together" else one_by_one  # type: ignore[method-assign]
             with Session(model, tokenizer, options) as session:
-                session.choose_by(options, matcher=grammar.start())
+                session.choose_by(options, matcher=grammars.start(form))
                 began = time.perf_counter()
                 records = list(session.stream("An address book as JSON:"))
                 seconds = time.perf_counter() - began

@@ -60,8 +60,8 @@ class PromptEncoder:
     def encode(self, request: Request) -> list[int]:
         """The prompt's token ids.
 
-        BadRequest where it cannot be tokens of this model at all, Unanswerable where the template refuses it or the
-        context cannot hold it with its new tokens.
+        BadRequest where it cannot be tokens of this model at all, or its answer cannot have the form that it must;
+        Unanswerable where the template refuses it or the context cannot hold it with its new tokens.
         """
         steps = self.steps(request)
         while True:
@@ -69,12 +69,12 @@ class PromptEncoder:
                 next(steps)
             except StopIteration as end:
                 ids: list[int] = end.value
+                self.matcher(request, ids)
                 return ids
 
     def steps(self, request: Request) -> Generator[None, None, list[int]]:
-        """As `encode`, in steps: a text longer than the context is given up in the midst of it."""
+        """As `encode`, in steps, but for the form: a text longer than the context is given up in the midst of it."""
         ids = yield from self._ids(request)
-        self.matcher(request, ids)
         new = request.options.max_new_tokens if request.max_new_given else 1
         if len(ids) + new > self.context:
             wanted = f"{new} new tokens" if request.max_new_given else "a new token"
@@ -144,12 +144,11 @@ class PromptEncoder:
         if self.grammars is None:
             raise BadRequest(f"{param} needs the model's tokenizer, which is missing", param=param)
         try:
-            grammar = self.grammars.compile(self._constraint(self.grammars, request, param))
+            return self.grammars.start(self._constraint(self.grammars, request, param), self._reasoning(request, ids))
         except UsageError as error:
             raise BadRequest(f"{param}: {error}", param=param) from None
         except BudgetError as error:
             raise Unanswerable(f"{param}: {error}") from None
-        return grammar.start(self._reasoning(request, ids))
 
     def _constraint(self, grammars: Grammars, request: Request, param: str) -> Constraint:
         """The form of the whole answer: of its text, or calls, in the model's way of writing."""

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from flashllm.base.text import inert, one_line, valid_unicode
 from flashllm.base.units import format_size, parse_size
+from flashllm.chat.statistics import TurnStats
 from flashllm.errors import FlashError
 from flashllm.generate.session import Session, TokenRecord
-from flashllm.generate.statistics import TurnStats
 from flashllm.parked.shelf import Shelf
 
 COMMANDS = {

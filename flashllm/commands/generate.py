@@ -14,10 +14,10 @@ from flashllm.commands import options
 from flashllm.commands.asked import find_model, loading
 
 if TYPE_CHECKING:
+    from flashllm.chat.statistics import TurnStats
     from flashllm.engine.model import Model
     from flashllm.generate.grammar import Constraint
     from flashllm.generate.session import PrefillRecord, Session, TokenRecord
-    from flashllm.generate.statistics import TurnStats
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,8 +62,8 @@ def main(args: argparse.Namespace) -> int:
 
 def _show(records: "Iterable[PrefillRecord | TokenRecord]") -> "TurnStats":
     """Print the text as it comes. A line is ended also where an interrupt or an error ends the text."""
+    from flashllm.chat.statistics import TurnStats
     from flashllm.generate.session import TokenRecord
-    from flashllm.generate.statistics import TurnStats
 
     stats = TurnStats()
     try:

@@ -1,11 +1,6 @@
-"""Loads the model that the arguments describe, as a session, for the verbs that run one.
-
-The tokenizer is loaded before the model, so that the memory plan counts it with the libraries; so begins the process of
-the chat template, which imports what it needs while weights are read.
-"""
+"""Loads the model that the arguments describe, as a session, for the verbs that run one."""
 
 import argparse
-import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,12 +13,10 @@ from flashllm.engine.model import Model
 from flashllm.errors import FlashError
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.rows import measured_as
-from flashllm.generate.draft_model import opened_draft
 from flashllm.generate.grammar import Constraint, Grammars
+from flashllm.generate.opening import opened_model
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.session import Session
-from flashllm.generate.speculation import speculation_of
-from flashllm.generate.templates.chat_template import opened_template
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.plan.latency import dense_token
 from flashllm.plan.resolve import resolve
@@ -50,23 +43,16 @@ def open_session(
     matcher = None
     if constraint is not None:  # before the model, so that the plan counts its memory
         grammars = Grammars(tokenizer.backend, tokenizer.end_ids, ModelDir.open(path).block.vocab_size)
-        matcher = grammars.compile(constraint).start()
+        matcher = grammars.start(constraint)
     config = run_config(args)
     profile_drive(args, path, config, notice=notice, waiting=waiting)
-    with contextlib.ExitStack() as stack:
-        template = stack.enter_context(opened_template(tokenizer)) if chat else None
-        draft = stack.enter_context(opened_draft(path, config))
-        model = stack.enter_context(Model.open(path, config, process=draft.process_nbytes))
-        for reason in model.plan.reasons:
-            explained(args)(reason)
-        for line in model.notices:
-            notice(line)
-        if template is not None:
-            template.check()
-        speculation = speculation_of(config, model, draft.drafter)
-        with Session(model, tokenizer, options, template=template, speculation=speculation) as session:
-            session.matcher = matcher
-            yield session, model
+    opened = opened_model(path, config, tokenizer, chat=chat, notice=notice, explain=explained(args))
+    with (
+        opened as (model, template, speculation),
+        Session(model, tokenizer, options, template=template, speculation=speculation) as session,
+    ):
+        session.matcher = matcher
+        yield session, model
 
 
 def profile_drive(

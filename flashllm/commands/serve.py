@@ -12,7 +12,7 @@ from pathlib import Path
 
 from flashllm.base.command_line import say, size, whole
 from flashllm.commands import options
-from flashllm.commands.asked import find_model, loading, run_config
+from flashllm.commands.asked import explained, find_model, loading, run_config
 from flashllm.errors import UsageError
 
 _MIN_KEY_CHARS = 16
@@ -107,7 +107,7 @@ def main(args: argparse.Namespace) -> int:
                 defaults=SamplingOptions(**{**sampling_defaults(path), **options.given_sampling(args)}),
                 **limits,
             )
-            app, worker = stack.enter_context(open_app(path, config, server_options))
+            app, worker = stack.enter_context(open_app(path, config, server_options, explain=explained(args)))
         if key is None and not ipaddress.ip_address(sock.getsockname()[0]).is_loopback:
             say("whoever reaches this address can use the server; --api-key-file makes it ask for a key")
         try:

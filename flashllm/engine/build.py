@@ -34,7 +34,6 @@ from flashllm.profile.costs import ReaderChoice
 class Parts:
     """The parts that `build` makes."""
 
-    pool: _core.ThreadPool
     ffns: list[_core.FfnLayer]  # of the layers of which a token does not compute every neuron
     caches: Sequence[NeuronCache]  # of each layer
     stream: _core.RowStream  # every layer's rows, in the order of ids
@@ -42,7 +41,6 @@ class Parts:
     reader: ReaderChoice  # in use
     file: _core.DirectFile  # that rows are streamed from
     table_file: _core.DirectFile | None  # of rows by token's id
-    direct_io: bool
     notices: list[str]
 
 
@@ -108,7 +106,6 @@ class _Builder:
                 if ffn is not None:
                     ffn.guess_by_router(self._prefetch_buffers[layer % 2])
         return Parts(
-            pool=self._pool,
             ffns=cached,
             caches=[ffn or self._keep_rows(stream, layer) for layer, ffn in enumerate(native.ffns)],
             stream=stream,
@@ -116,7 +113,6 @@ class _Builder:
             reader=self._reader_in_use,
             file=self._file,
             table_file=self._table_file,
-            direct_io=self._file.direct,
             notices=self._notices,
         )
 

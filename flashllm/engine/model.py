@@ -41,7 +41,7 @@ class Model(OneProcess, Closing):
         self.meter = Meter()
         self._parts: Parts | None = build(directory, plan, config, self.meter.native)
         self.notices = self._parts.notices
-        self.reader, self.direct_io = self._parts.reader, self._parts.direct_io
+        self.reader, self.direct_io = self._parts.reader, self._parts.file.direct
         shape = state_shape(directory.manifest, directory.block, plan.memory.context, config.cache_bits)
         self._memory = StateMemory(plan.memory, self._parts.caches, _core.StatePool(shape))
         self._memory_limit = self._asked_limit = plan.memory.limit_nbytes
@@ -108,11 +108,6 @@ class Model(OneProcess, Closing):
         return self._memory.pool.nbytes
 
     @property
-    def kept_nbytes(self) -> int:
-        """Bytes of sequences that a server may keep between requests."""
-        return self.plan.memory.kept_nbytes
-
-    @property
     def arithmetic(self) -> str:
         """Choices that decide bits, with the model and the tokens: the mode, whether prompts are computed as it does,
         the bits of keys and values."""
@@ -132,10 +127,6 @@ class Model(OneProcess, Closing):
     def vocab_size(self) -> int:
         """Ids are smaller than this."""
         return self.directory.block.vocab_size
-
-    @property
-    def closed(self) -> bool:
-        return self._parts is None
 
     @property
     def parts(self) -> Parts:

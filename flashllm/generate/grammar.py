@@ -17,6 +17,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
+from flashllm.base.text import one_line
 from flashllm.errors import FormError, UsageError
 from flashllm.generate.detokenizer import Decoder
 from flashllm.replies.written import bounded
@@ -159,17 +160,7 @@ class Matcher:
 
     def _check(self) -> None:
         if self._state is not None and self._state.is_error():
-            raise FormError(f"the answer's form is too complex here: {_one_line(self._state.get_error())}")
-
-
-class Grammar:
-    """A compiled constraint."""
-
-    def __init__(self, state: "LLMatcher", vocab: int, end_ids: Sequence[int]) -> None:
-        self._state, self._vocab, self._end_ids = state, vocab, end_ids
-
-    def start(self, reasoning: Reasoning | None = None) -> Matcher:
-        return Matcher(self._state.deep_copy(), self._vocab, self._end_ids, reasoning)
+            raise FormError(f"the answer's form is too complex here: {one_line(self._state.get_error())}")
 
 
 class Grammars:
@@ -184,40 +175,40 @@ class Grammars:
         *,
         make_room: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
-        """`vocab`: the model's. `make_room` is told of bytes before they are taken; it may raise BudgetError."""
+        """`vocab`: the model's. `make_room` is told of bytes before they are taken, and may raise BudgetError; negative
+        ones are given back."""
         self._backend, self._end_ids = backend, sorted(end_ids)
         self.vocab = vocab
         self._make_room = make_room
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[Constraint, Grammar] = OrderedDict()
+        self._compiled: OrderedDict[Constraint, LLMatcher] = OrderedDict()
 
     def marks(self) -> dict[str, int]:
         """The tokens that no text is made of, which a grammar names by their ids."""
         added = self._backend.get_added_tokens_decoder()
         return {token.content: index for index, token in added.items() if self._tables().is_special_token(index)}
 
-    def compile(self, constraint: Constraint) -> Grammar:
-        """The grammar of `constraint`. UsageError that says what is wrong in it, and where; BudgetError."""
-        grammar = self._compiled.pop(constraint, None)
-        if grammar is None:
-            refused = f"{_NAMES[constraint.kind]} cannot be the form of an answer"
-            if len(constraint.text) > MOST_CHARS:
-                raise UsageError(f"{refused}: it has more than {MOST_CHARS} characters")
-            state = self._state(constraint.kind, constraint.text)
-            if error := state.get_error():
-                said = _one_line(error).replace(
-                    "Enable 'coerce_one_of' option to approximate oneOf with anyOf", "Use anyOf"
-                )
-                raise UsageError(f"{refused}{self._place(constraint, error)}: {said}")
-            grammar = Grammar(state, self.vocab, self._end_ids)
-            try:
-                grammar.start().masked(np.zeros(self.vocab, np.float32))
-            except FormError:
-                raise UsageError(f"{refused}: no answer has it, or it is too complex") from None
-        self._compiled[constraint] = grammar
+    def start(self, constraint: Constraint, reasoning: Reasoning | None = None) -> Matcher:
+        """A matcher of `constraint`. UsageError that says what is wrong in it, and where; BudgetError."""
+        state = self._compiled.pop(constraint, None) or self._compile(constraint)
+        self._compiled[constraint] = state
         if len(self._compiled) > _KEPT:
             self._compiled.popitem(last=False)
-        return grammar
+        return Matcher(state.deep_copy(), self.vocab, self._end_ids, reasoning)
+
+    def _compile(self, constraint: Constraint) -> "LLMatcher":
+        refused = f"{_NAMES[constraint.kind]} cannot be the form of an answer"
+        if len(constraint.text) > MOST_CHARS:
+            raise UsageError(f"{refused}: it has more than {MOST_CHARS} characters")
+        state = self._state(constraint.kind, constraint.text)
+        if error := state.get_error():
+            said = one_line(error).replace("Enable 'coerce_one_of' option to approximate oneOf with anyOf", "Use anyOf")
+            raise UsageError(f"{refused}{self._place(constraint, error)}: {said}")
+        try:
+            Matcher(state.deep_copy(), self.vocab, self._end_ids).masked(np.zeros(self.vocab, np.float32))
+        except FormError:
+            raise UsageError(f"{refused}: no answer has it, or it is too complex") from None
+        return state
 
     def _state(self, kind: Kind, text: str) -> "LLMatcher":
         from llguidance import LLMatcher, LLParserLimits
@@ -244,12 +235,14 @@ class Grammars:
             from llguidance import LLTokenizer
 
             vocab = max(self.vocab, self._backend.get_vocab_size(with_added_tokens=True))
-            self._make_room(_TOKEN_NBYTES * vocab + _KEPT * _GRAMMAR_NBYTES)
+            nbytes = _TOKEN_NBYTES * vocab + _KEPT * _GRAMMAR_NBYTES
+            self._make_room(nbytes)
             try:
                 self._tokenizer = LLTokenizer(self._backend.to_str(), n_vocab=vocab, eos_token=self._end_ids or None)
             except ValueError as error:
+                self._make_room(-nbytes)
                 raise UsageError(
-                    f"this model's tokenizer can hold answers to no form: {_one_line(str(error))}"
+                    f"this model's tokenizer can hold answers to no form: {one_line(str(error))}"
                 ) from None
             self.vocab = vocab
         return self._tokenizer
@@ -280,7 +273,3 @@ def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(inner := schema.get(name), Sequence):
             yield from ((f"/{name}/{at}", each) for at, each in enumerate(inner))
     yield from ((f"/{name}", schema[name]) for name in _INNER if name in schema)
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:300]

@@ -7,17 +7,17 @@ import torch
 from transformers.generation.logits_process import LogitsProcessor
 
 from flashllm.errors import FlashError
-from flashllm.generate.grammar import Grammar, Matcher
+from flashllm.generate.grammar import Matcher
 
 _Ids = tuple[int, ...]
 
 
 class GrammarLogits(LogitsProcessor):
-    """Lets only those tokens come that go on as `grammar` demands, after a prompt of so many columns."""
+    """Lets only those tokens come that go on as a matcher demands, after a prompt of so many columns."""
 
-    def __init__(self, grammar: Grammar, prompt_columns: int, end_ids: frozenset[int]) -> None:
-        """`end_ids`: of those one must come where an answer is complete."""
-        self._grammar, self._start, self._end_ids = grammar, prompt_columns, sorted(end_ids)
+    def __init__(self, first: Matcher, prompt_columns: int, end_ids: frozenset[int]) -> None:
+        """`first`: an answer's, before its first token. `end_ids`: of those one must come where it is complete."""
+        self._first, self._start, self._end_ids = first, prompt_columns, sorted(end_ids)
         self._matchers: dict[_Ids, Matcher] = {}  # of the rows of the last call, by their tokens
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
@@ -38,7 +38,7 @@ class GrammarLogits(LogitsProcessor):
     def _matcher(self, ids: _Ids) -> Matcher:
         """The matcher after `ids`: beams go on from one another."""
         before = self._matchers.get(ids[:-1]) if ids else None
-        matcher, rest = (self._grammar.start(), ids) if before is None else (before.copy(), ids[-1:])
+        matcher, rest = (self._first.copy(), ids) if before is None else (before.copy(), ids[-1:])
         for token_id in rest:
             if not matcher.ended:  # behind the end there is padding
                 with contextlib.suppress(FlashError):  # where beams are short of tokens, one takes what may not come

@@ -168,8 +168,8 @@ class FlashModel(FixedModel, Closing):  # type: ignore[no-untyped-call]
     def _held_to(self, schema: Mapping[str, Any], prompt_columns: int) -> GrammarLogits:
         tokenizer = Tokenizer.load(self.engine.directory.path)
         grammars = Grammars(tokenizer.backend, tokenizer.end_ids, self.engine.vocab_size)
-        grammar = grammars.compile(Constraint.of_schema(dict(schema)))
-        return GrammarLogits(grammar, prompt_columns, tokenizer.end_ids)
+        matcher = grammars.start(Constraint.of_schema(dict(schema)))
+        return GrammarLogits(matcher, prompt_columns, tokenizer.end_ids)
 
     def close(self) -> None:
         """Release threads, files and memory. The model cannot be used afterwards; once more is harmless."""

@@ -1,7 +1,7 @@
 """From a model directory to the application that serves it: model, worker, endpoints, closed in turn at the end."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +14,12 @@ from flashllm.base.command_line import say, say_bug
 from flashllm.base.machine import process_nbytes
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
-from flashllm.generate.draft_model import opened_draft
+from flashllm.errors import BudgetError
 from flashllm.generate.grammar import Grammars
+from flashllm.generate.opening import opened_model
 from flashllm.generate.sampling import SamplingOptions
-from flashllm.generate.speculation import Speculation, speculation_of
-from flashllm.generate.templates.chat_template import ChatTemplate, opened_template
+from flashllm.generate.speculation import Speculation
+from flashllm.generate.templates.chat_template import ChatTemplate
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.parked.file import identity
 from flashllm.parked.folder import ParkingFolder
@@ -57,19 +58,14 @@ class ServerOptions:
 
 
 @contextmanager
-def open_app(path: Path, config: RunConfig, options: ServerOptions) -> Iterator[tuple[Starlette, Worker]]:
-    """The application over the model directory `path`, and its worker. Raises what `Model.open` raises."""
+def open_app(
+    path: Path, config: RunConfig, options: ServerOptions, *, explain: Callable[[str], None] = lambda line: None
+) -> Iterator[tuple[Starlette, Worker]]:
+    """The application over the model directory `path`, and its worker. `explain` hears why the model is run as it is.
+    Raises what `Model.open` raises."""
     tokenizer = Tokenizer.load(path)
-    with (
-        opened_template(tokenizer) as template,
-        opened_draft(path, config) as draft,
-        Model.open(path, config, process=draft.process_nbytes) as model,
-    ):
-        for notice in model.notices:
-            say(notice)
-        if template is not None:
-            template.check()
-        else:
+    with opened_model(path, config, tokenizer, explain=explain) as (model, template, speculation):
+        if template is None:
             say("no chat template: the model continues a conversation as one text")
         if options.name is None:
             options = dataclasses.replace(options, name=_name(path, model))
@@ -82,7 +78,6 @@ def open_app(path: Path, config: RunConfig, options: ServerOptions) -> Iterator[
                 max_nbytes=options.parking_nbytes,
                 daily_nbytes=options.parking_daily_nbytes,
             )
-        speculation = speculation_of(config, model, draft.drafter)
         with app_of(
             model, tokenizer, template, options, limit=limit, speculation=speculation, parking=parking
         ) as opened:
@@ -101,7 +96,17 @@ def app_of(
     parking: ParkingFolder | None = None,
 ) -> Iterator[tuple[Starlette, Worker]]:
     """The application over a loaded model. `limit`: bytes that the process may hold, to be told to clients."""
-    keep = model.kept_nbytes if options.keep is None else options.keep
+    keep = model.plan.memory.kept_nbytes if options.keep is None else options.keep
+
+    def make_room(nbytes: int) -> None:
+        """Let the model do without `nbytes` more. Conversations that are kept go before a request is refused."""
+        while True:
+            try:
+                return model.keep_to(model.memory_limit - nbytes)
+            except BudgetError:
+                if not worker.make_room():
+                    raise
+
     served = Served(
         name=options.name or "model",
         encoder=PromptEncoder(
@@ -111,12 +116,7 @@ def app_of(
             context=model.context,
             vocab=model.vocab_size,
             answers=find(tokenizer.says_of_answers, options.tool_format),
-            grammars=Grammars(
-                tokenizer.backend,
-                tokenizer.end_ids,
-                model.vocab_size,
-                make_room=lambda nbytes: model.keep_to(model.memory_limit - nbytes),
-            ),
+            grammars=Grammars(tokenizer.backend, tokenizer.end_ids, model.vocab_size, make_room=make_room),
             shares=keep > 0,
             plain_chat=True,
         ),

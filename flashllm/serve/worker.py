@@ -133,7 +133,7 @@ class Worker(Closing):
         self._max_waiting, self._on_event, self._tokenizer = max_waiting, on_event, tokenizer
         self._together = together
         self._model = model
-        self._shared = SharedModel(model, self._make_room)
+        self._shared = SharedModel(model, self.make_room)
         self._speculation = speculation
         self._keeping = threading.Lock()  # of the conversations
         self._conversations = Conversations(
@@ -156,10 +156,6 @@ class Worker(Closing):
     @property
     def waiting(self) -> int:
         return len(self._waiting)
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._running)
 
     @property
     def alive(self) -> bool:
@@ -212,7 +208,8 @@ class Worker(Closing):
     def _new_session(self) -> Session:
         return Session(cast(Model, self._shared), self._tokenizer, speculation=self._speculation)
 
-    def _make_room(self) -> bool:
+    def make_room(self) -> bool:
+        """As that of the conversations, from any thread."""
         with self._keeping:
             return self._conversations.make_room()
 

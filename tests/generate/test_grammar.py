@@ -66,15 +66,15 @@ class SingleSteps(PrefixModel):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_answers_have_the_form(seed):
-    grammar = grammars().compile(Constraint.of_schema(SCHEMA))
-    records, stopped = answer(SingleSteps(400), TINY, grammar.start(), temperature=1.0, seed=seed)
+    matcher = grammars().start(Constraint.of_schema(SCHEMA))
+    records, stopped = answer(SingleSteps(400), TINY, matcher, temperature=1.0, seed=seed)
     assert stopped == "stop"
     assert is_valid(json.loads(text_of(records)))
 
 
 @pytest.mark.parametrize("schema", [{"type": "integer"}, {"type": ["null", "integer"], "exclusiveMinimum": 1}])
 def test_an_integer_has_64_bits_where_its_schema_says_nothing(schema):
-    matcher = grammars().compile(Constraint.of_schema({"properties": {"n": schema}})).start()
+    matcher = grammars().start(Constraint.of_schema({"properties": {"n": schema}}))
     written = ""
     for text in ['{"n": ', *"9" * 40]:
         ids = TINY.encode(text, add_special=False)
@@ -96,15 +96,15 @@ def test_an_integer_has_64_bits_where_its_schema_says_nothing(schema):
     ],
 )
 def test_regular_expressions_and_grammars(kind, text, pattern):
-    grammar = grammars().compile(Constraint(kind, text))
-    records, stopped = answer(SingleSteps(400), TINY, grammar.start(), temperature=1.0, seed=3)
+    matcher = grammars().start(Constraint(kind, text))
+    records, stopped = answer(SingleSteps(400), TINY, matcher, temperature=1.0, seed=3)
     assert stopped in ("stop", "eos")
     assert re.fullmatch(pattern, text_of(records))
 
 
 def test_an_answer_may_end_where_its_form_is_complete():
-    grammar = grammars().compile(Constraint("regex", "a+"))
-    found = {answer(SingleSteps(400), TINY, grammar.start(), temperature=1.0, seed=seed)[1] for seed in range(5)}
+    matcher = grammars().start(Constraint("regex", "a+"))
+    found = {answer(SingleSteps(400), TINY, matcher.copy(), temperature=1.0, seed=seed)[1] for seed in range(5)}
     assert found == {"eos"}
 
 
@@ -131,10 +131,10 @@ class Alone:
 def test_forced_tokens_computed_together_change_nothing(demo, sampling, drafts):
     model, tokenizer = demo
     assert model.plan.mode == "sparse"
-    grammar = grammars(tokenizer, model.vocab_size).compile(Constraint.of_schema(SCHEMA))
-    alone, stopped = answer(Alone(model), tokenizer, grammar.start(), logprobs=2, **sampling)
+    matcher = grammars(tokenizer, model.vocab_size).start(Constraint.of_schema(SCHEMA))
+    alone, stopped = answer(Alone(model), tokenizer, matcher.copy(), logprobs=2, **sampling)
     speculation = Speculation(PromptLookup(), model.most_drafted) if drafts else None
-    together, ended = answer(model, tokenizer, grammar.start(), logprobs=2, speculation=speculation, **sampling)
+    together, ended = answer(model, tokenizer, matcher, logprobs=2, speculation=speculation, **sampling)
     assert stopped == ended == "stop"
     assert is_valid(json.loads(text_of(together)))
     assert [(each.token_id, each.logprobs, each.text) for each in together] == [
@@ -162,7 +162,7 @@ def test_forced_tokens_computed_together_change_nothing(demo, sampling, drafts):
 )
 def test_what_no_answer_can_be_held_to(kind, text, says):
     with pytest.raises(UsageError) as error:
-        grammars().compile(Constraint.of_schema(json.loads(text)) if kind == "json" else Constraint(kind, text))
+        grammars().start(Constraint.of_schema(json.loads(text)) if kind == "json" else Constraint(kind, text))
     assert says in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -170,7 +170,7 @@ def test_what_no_answer_can_be_held_to(kind, text, says):
 def test_a_token_that_the_model_has_no_logits_for_never_comes():
     for letter in "abcdefghij":  # at any bit of a byte
         (token,) = TINY.encode(letter, add_special=False)
-        matcher = grammars().compile(Constraint("regex", letter)).start()
+        matcher = grammars().start(Constraint("regex", letter))
         assert matcher.masked(np.zeros(token + 1, np.float32)).argmax() == token
         with pytest.raises(FormError, match="no token of the model"):
             matcher.masked(np.zeros(token, np.float32))
@@ -190,7 +190,7 @@ def test_schemas_that_explode_end_soon():
     ):
         began = time.process_time()
         try:
-            matcher = made.compile(Constraint.of_schema(schema)).start()
+            matcher = made.start(Constraint.of_schema(schema))
             matcher.masked(np.zeros(300, np.float32))
         except UsageError:
             pass
@@ -198,7 +198,7 @@ def test_schemas_that_explode_end_soon():
 
 
 def test_a_form_that_explodes_behind_its_beginning_ends_the_answer():
-    matcher = grammars().compile(Constraint("regex", "((a{99}){99}){99}")).start()
+    matcher = grammars().start(Constraint("regex", "((a{99}){99}){99}"))
 
     def go_on():
         for _ in range(10_000):
@@ -209,23 +209,36 @@ def test_a_form_that_explodes_behind_its_beginning_ends_the_answer():
         go_on()
 
 
-def test_compiled_grammars_are_kept_and_their_memory_is_asked_for():
+def test_compiled_grammars_are_kept_and_their_memory_is_asked_for(monkeypatch):
     asked = []
     made = grammars(make_room=asked.append)
-    first = made.compile(Constraint("regex", "a"))
-    assert made.compile(Constraint("regex", "a")) is first
-    for number in range(20):
-        made.compile(Constraint("regex", f"b{number}"))
-    assert made.compile(Constraint("regex", "a")) is not first
+    state, compiled = made._state, []
+    monkeypatch.setattr(made, "_state", lambda kind, text: (compiled.append(text), state(kind, text))[1])
+    for text in ("a", "a", *(f"b{number}" for number in range(20)), "a"):
+        made.start(Constraint("regex", text))
+    assert compiled == ["a", *(f"b{number}" for number in range(20)), "a"]
     assert len(asked) == 1
     assert asked[0] > 300 * 100
 
 
+def test_memory_of_tables_that_cannot_be_made_is_given_back(monkeypatch):
+    def fail(*given, **named):
+        raise ValueError("no such\ntokenizer")
+
+    asked = []
+    made = grammars(make_room=asked.append)
+    monkeypatch.setattr("llguidance.LLTokenizer", fail)
+    for _ in range(2):
+        with pytest.raises(UsageError, match="can hold answers to no form: no such tokenizer"):
+            made.start(Constraint("regex", "a"))
+    assert sum(asked) == 0
+    assert len(asked) == 4
+
+
 def test_reasoning_comes_before_the_form():
-    grammar = grammars().compile(Constraint("regex", "[ab]+"))
     close = TINY.encode("!", add_special=False)
     reasoning = Reasoning(decoder=TINY, close="!", close_ids=tuple(close), opened=True)
-    matcher, free = grammar.start(reasoning), np.zeros(300, np.float32)
+    matcher, free = grammars().start(Constraint("regex", "[ab]+"), reasoning), np.zeros(300, np.float32)
     for token_id in TINY.encode("any text, of any kind", add_special=False):
         assert np.flatnonzero(np.isinf(matcher.masked(free))).tolist() == sorted(TINY.end_ids)
         matcher.accept(token_id)
@@ -240,7 +253,7 @@ def test_reasoning_comes_before_the_form():
 def test_reasoning_has_a_budget(behind):
     close = [token for text in ("!", behind) for token in TINY.encode(text, add_special=False)]
     reasoning = Reasoning(decoder=TINY, close="!", close_ids=tuple(close), opened=True, most=3)
-    matcher = grammars().compile(Constraint("regex", "a")).start(reasoning)
+    matcher = grammars().start(Constraint("regex", "a"), reasoning)
     for token_id in TINY.encode("any text", add_special=False)[:3]:
         assert not matcher.forced
         matcher.accept(token_id)

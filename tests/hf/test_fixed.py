@@ -193,5 +193,6 @@ def test_options_come_as_a_config_or_one_by_one(tiny):
     with FlashModel.from_pretrained(path, config=config, window=4, memory="6GB", store=str(path)) as flash:
         assert flash.engine.config.memory == 6 * 10**9
         assert (flash.engine.config.io_threads, flash.engine.config.window, flash.engine.config.store) == (3, 4, path)
-    assert flash.engine.closed
+    with pytest.raises(UsageError, match="the model is closed"):
+        flash.engine.new_sequence()
     flash.close()

@@ -45,9 +45,9 @@ def grammars(special):
     return tokenizer, Grammars(tokenizer.backend_tokenizer, {2}, len(tokenizer))
 
 
-def answer(tokenizer, grammar, mark, rng):
+def answer(tokenizer, matcher, mark, rng):
     """A random answer of the grammar, which ends soon: what goes on with the mark behind a value is likely."""
-    matcher, text, ids = grammar.start(), "", []
+    text, ids = "", []
     texts = [tokenizer.decode([each]) for each in range(len(tokenizer))]
     for _ in range(3000):
         if matcher.ended:
@@ -87,10 +87,9 @@ def test_calls_are_valid(form, special):
     tools = [{"type": "function", "function": {"name": name, "parameters": schemas[name]}} for name in schemas]
     behind = form.held[0].parameter.partition("VALUE")[2].strip(" ").removesuffix("\n") or form.calls[0].quote or '"'
     text = grammar_of(form, compiled.marks(), written=WRITTEN, tools=tools, one_call=special)
-    grammar = compiled.compile(Constraint("lark", text))
     found = set()
     for _ in range(6):
-        said = answer(tokenizer, grammar, behind, rng)
+        said = answer(tokenizer, compiled.start(Constraint("lark", text)), behind, rng)
         parser = Parser(form, schemas)
         events = [*parser.feed(said), *parser.finish()]
         calls = {event.index: event.text for event in events if event.kind == "call"}

@@ -172,7 +172,7 @@ def test_a_client_that_goes_away_stops_its_answer(http, slow, served):
         lines = response.iter_lines()
         while not next(lines).startswith("data:"):
             pass
-    _wait_until(lambda: not served[1].busy)
+    _wait_until(lambda: not served[1]._running)
     assert len(slow.passes) < 60
 
 
@@ -181,7 +181,7 @@ def test_a_client_that_does_not_stream_and_goes_away_stops_its_answer(served, sl
     body = {"model": "tiny", "prompt": "She was", "max_tokens": 80, "ignore_eos": True}
     with pytest.raises(httpx.ReadTimeout), httpx.Client(base_url=served[0], timeout=0.2) as http:
         http.post("/v1/completions", json=body)
-    _wait_until(lambda: not served[1].busy)
+    _wait_until(lambda: not served[1]._running)
     assert len(slow.passes) < 70
 
 
@@ -200,11 +200,11 @@ def test_requests_given_up_while_they_wait_leave_the_queue(served, slow, client,
         with pytest.raises(openai.APITimeoutError):
             client.with_options(timeout=0.05).completions.create(model="tiny", prompt="It was", max_tokens=60)
     _wait_until(lambda: not served[1].waiting)
-    assert served[1].busy
+    assert served[1]._running
     slow.passes.clear()
     held.close()
     slow.runs.set()
-    _wait_until(lambda: not served[1].busy)
+    _wait_until(lambda: not served[1]._running)
     assert len(slow.passes) < 50  # of the first alone it would be more
 
 
@@ -267,7 +267,7 @@ def test_many_requests_at_once_are_all_answered(served, model):
         text = answer["choices"][0]["text"]
         assert expected.setdefault((number % 7, number % 5), text) == text
     assert len({answer["id"] for answer in answers}) == 60
-    assert model.state_nbytes <= model.kept_nbytes
+    assert model.state_nbytes <= model.plan.memory.kept_nbytes
 
 
 def _wait_until(met, timeout_s=20):

@@ -103,6 +103,14 @@ def test_a_port_in_use_is_said_before_anything_is_loaded(capsys):
         listen("no.such.host.invalid", 0)
 
 
+def test_why_a_model_is_run_as_it_is_can_be_heard(variant_of, monkeypatch, capsys):
+    monkeypatch.setattr(Server, "run", lambda self, sockets: None)
+    _, path = variant_of("llama")
+    for options in ([], ["-v"]):
+        assert main(["serve", str(path), "--port", "0", "--threads", "1", *options]) == 0
+        assert ("no neuron of this model is ever exactly zero" in capsys.readouterr().err) == bool(options)
+
+
 class Process:
     """`flashllm serve` as a user starts it."""
 

@@ -214,6 +214,29 @@ def test_what_is_kept_makes_room(model, error, monkeypatch):
             shared.step([(sequence, [6])])
 
 
+def test_a_form_takes_memory_of_what_is_kept(tiny, model, monkeypatch):
+    """Its tables are made for the first one; it is refused where nothing is left to go."""
+    asked, is_full = [], False
+
+    def keep_to(nbytes):
+        asked.append(nbytes)
+        if worker.kept or is_full:
+            raise BudgetError("no memory")
+
+    monkeypatch.setattr(model, "keep_to", keep_to)
+    with served(model, tiny().path()) as (http, worker):
+        answer(http, BODIES[1])
+        assert worker.kept
+        is_full = True
+        response = http.post("/v1/completions", json=BODIES[4])
+        assert (response.status_code, "no memory" in response.text, worker.kept) == (400, True, 0)
+        answer(http, BODIES[1])
+        is_full = False
+        answer(http, BODIES[4])
+    assert len(asked) >= 4
+    assert len(set(asked)) == 1
+
+
 def test_nobody_takes_its_logits_before_the_pass_is_over(tiny, model, monkeypatch):
     """A member that wakes while others are still given theirs waits: the pass has its entries until it ends."""
     shared, passes, steps = SharedModel(model, lambda: False), [], model.step
