@@ -7,6 +7,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+_MOST_ITEMS = 2**16  # of a list
+
 
 def check_keys(value: Any, names: tuple[str, ...], where: str) -> dict[str, Any]:
     """`value` as an object with exactly the keys `names`."""
@@ -21,10 +23,10 @@ def check_keys(value: Any, names: tuple[str, ...], where: str) -> dict[str, Any]
     return dict(value)
 
 
-def check_list(value: Any, where: str, max_length: int = 2**16) -> list[Any]:
-    """`value` as a list of at most `max_length` items."""
-    if not isinstance(value, list) or len(value) > max_length:
-        raise ValueError(f"{where} must be a list of at most {max_length} items")
+def check_list(value: Any, where: str) -> list[Any]:
+    """`value` as a list of at most `_MOST_ITEMS`."""
+    if not isinstance(value, list) or len(value) > _MOST_ITEMS:
+        raise ValueError(f"{where} must be a list of at most {_MOST_ITEMS} items")
     return value
 
 

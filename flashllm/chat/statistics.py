@@ -51,12 +51,6 @@ class TurnStats:
         return len(self._later) / passes if any(record.pass_tokens > 1 for record in self._later) else None
 
     @property
-    def drafted(self) -> tuple[int, int]:
-        """(tokens drafted, those of them that were right), after the first token."""
-        drafted = sum(record.pass_tokens - 1 for record in self._later if record.pass_tokens > 0)
-        return drafted, sum(record.pass_tokens == 0 for record in self._later)
-
-    @property
     def union_growth(self) -> float | None:
         """Neurons that the tokens of a pass with drafts wanted together, over those of one of them; None: no such pass.
         Paper A, appendix C.1: 2.4 for five tokens of OPT 6.7B."""
@@ -102,7 +96,8 @@ class TurnStats:
         if self.hit_rate is not None:
             rows.append(("cache hits", f"{self.hit_rate:.1%}"))
         if self.tokens_per_pass is not None:
-            drafted, right = self.drafted
+            drafted = sum(record.pass_tokens - 1 for record in self._later if record.pass_tokens > 0)
+            right = sum(record.pass_tokens == 0 for record in self._later)
             rows.append(("drafted", f"{drafted} tokens, {right} of them right: {self.tokens_per_pass:.2f} a pass"))
             vain = sum(record.times.rejected_bytes for record in self._later)
             rows.append(("read for wrong ones", format_size(vain)))

@@ -13,6 +13,7 @@ from pathlib import Path
 from flashllm.base.command_line import say, size, whole
 from flashllm.commands import options
 from flashllm.commands.asked import explained, find_model, loading, run_config
+from flashllm.config import MOST_TOGETHER
 from flashllm.errors import UsageError
 
 _MIN_KEY_CHARS = 16
@@ -39,8 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--parallel",
         metavar="N",
-        type=whole(1, 8),
-        help="requests that are answered at once; they share passes (default: up to 8, as many as memory has room for)",
+        type=whole(1, MOST_TOGETHER),
+        help="requests that are answered at once; they share passes (default: as many as memory has room for, up to "
+        f"{MOST_TOGETHER})",
     )
     group.add_argument(
         "--keep",

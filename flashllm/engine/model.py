@@ -15,7 +15,7 @@ from flashllm import _core
 from flashllm.base.files import Closing
 from flashllm.base.machine import available_nbytes, process_nbytes
 from flashllm.base.processes import OneProcess, beside_nbytes
-from flashllm.config import RunConfig
+from flashllm.config import MOST_TOGETHER, RunConfig
 from flashllm.engine.build import Parts, build
 from flashllm.engine.group_limit import FreeMemory, GroupLimit
 from flashllm.engine.meter import Meter
@@ -24,7 +24,7 @@ from flashllm.engine.state import SequenceState, StateMemory
 from flashllm.errors import UsageError
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_dir import ModelDir
-from flashllm.plan.memory import MAX_VERIFIED, TORCH_GROWTH, state_shape
+from flashllm.plan.memory import TORCH_GROWTH, state_shape
 from flashllm.plan.resolve import Plan, resolve
 
 
@@ -121,7 +121,7 @@ class Model(OneProcess, Closing):
         a state: that of the tokens before a wrong guess would be gone."""
         if self.directory.block.recurrent:
             return 0
-        return max(0, min(self._few_tokens, MAX_VERIFIED, self.plan.memory.prompt_tokens) - 1)
+        return max(0, min(self._few_tokens, MOST_TOGETHER, self.plan.memory.prompt_tokens) - 1)
 
     @property
     def vocab_size(self) -> int:

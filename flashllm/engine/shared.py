@@ -19,12 +19,12 @@ from typing import Any, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from flashllm.config import MOST_TOGETHER
 from flashllm.engine.meter import COUNTS, StepTimes
 from flashllm.engine.model import Model
 from flashllm.engine.passes import Pass, StepOptions
 from flashllm.engine.turns import JOINED_SLICES, MOST_LONGER, PATIENCE_S, SLICE_S, Turn, Turns
 from flashllm.errors import BudgetError, Cancelled, ContextFull
-from flashllm.plan.memory import MAX_VERIFIED
 
 _EXPOSED = ("io_ms", "memory_ms", "compute_ms")
 
@@ -153,7 +153,7 @@ class SharedModel:
         """As `Model.step`; others' tokens may share the pass, or be computed before its end."""
         member: _Member = self._here.member
         tokens = sum(len(ids) for _, ids in entries)  # others join few of them; more go by slices, as a prompt's do
-        prompt = bool(options.get("as_prompt")) or self._model.is_prompt(tokens) or tokens > MAX_VERIFIED
+        prompt = bool(options.get("as_prompt")) or self._model.is_prompt(tokens) or tokens > MOST_TOGETHER
         member.entries, member.options, member.logits, member.error = entries, options, None, None
         member.length = tokens if options == {"as_prompt": True} else 0
         patience_ends = time.perf_counter() + PATIENCE_S

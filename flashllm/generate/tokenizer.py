@@ -24,7 +24,7 @@ _WITH_PICTURES = "chat_template.json"  # an older checkpoint's that takes pictur
 
 
 class Tokenizer:
-    """Text to token ids and back. `eos_id` is None where the model names no such token."""
+    """Text to token ids and back."""
 
     def __init__(
         self,
@@ -46,9 +46,8 @@ class Tokenizer:
         self.backend = backend
         self.special = dict(special or {})
         self.chat_templates = dict(chat_templates or {})
-        self.eos_id = backend.token_to_id(self.special["eos_token"]) if "eos_token" in self.special else None
-        eos = frozenset(() if self.eos_id is None else (self.eos_id,))
-        self.end_ids = eos if end_ids is None else frozenset(end_ids)
+        eos = backend.token_to_id(self.special["eos_token"]) if "eos_token" in self.special else None
+        self.end_ids = frozenset(end_ids if end_ids is not None else () if eos is None else (eos,))
         self.response_template, self.where = response_template, where
 
     def vocabulary(self) -> dict[str, int]:

@@ -21,18 +21,17 @@ from flashllm._core import KV_BLOCK
 from flashllm.arch.spec import BlockSpec
 from flashllm.base.machine import default_limit
 from flashllm.base.units import format_size
-from flashllm.config import DEFAULT_WINDOW, RunConfig
+from flashllm.config import DEFAULT_WINDOW, MOST_TOGETHER, RunConfig
 from flashllm.errors import BudgetError, UsageError
 from flashllm.format.in_place import slice_rows
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_files import PREDICTORS, RESIDENT
 from flashllm.format.rows import PAGE_NBYTES, TableLayout
-from flashllm.plan.memory_plan import MOST_PARALLEL, MemoryPlan
+from flashllm.plan.memory_plan import MemoryPlan
 from flashllm.plan.prompts import Expansion, PromptShape, prompt_shapes
 from flashllm.plan.requests import PROMPT_NBYTES, requests_nbytes
 from flashllm.plan.shares import Shares, levels_beside, levels_by_need, levels_by_popularity
 
-MAX_VERIFIED = 8  # tokens that go through an FFN together: FfnTokens::kMost (csrc/ffn/ffn_group.h)
 MAX_REQUEST = 1 << 19  # bytes of one read request: several are in flight for one streaming block
 _THROUGH_NBYTES = 64 << 10  # of a request that reads through gaps: kMaxThrough (csrc/io/request_plan.h)
 # Growth of the process besides the planned buffers: pages of libraries at their first use, the interpreter's own
@@ -40,9 +39,9 @@ _THROUGH_NBYTES = 64 << 10  # of a request that reads through gaps: kMaxThrough 
 # did not hold". A process that has loaded torch grows by TORCH_GROWTH more.
 LIBRARY_GROWTH = 16_000_000
 # Bytes of a layer's bookkeeping (csrc/cache/, csrc/ffn/): for each unit, a neuron or an expert, slot, counts, last
-# request, the token that wants it; for each of a token's units places, of MAX_VERIFIED tokens; for each slot its unit,
+# request, the token that wants it; for each of a token's units places, of MOST_TOGETHER tokens; for each slot its unit,
 # its candidate, its hole; for each unit that few tokens want together lists and reads. Of one layer at a time: for each
-# of a token's neurons, where these are units, values, of MAX_VERIFIED tokens.
+# of a token's neurons, where these are units, values, of MOST_TOGETHER tokens.
 _UNIT_NBYTES, _TOKEN_NBYTES, _SLOT_NBYTES, _WANTED_NBYTES, _VALUES_NBYTES = 17, 48, 20, 120, 32
 _CHUNK, _MOST_CHUNKS = 256, 8  # neurons, at least; of an expert (csrc/ffn/expert_products.h)
 _WANTED_TOKENS = 2.5  # times a token's neurons: what few tokens want together (paper A: 24 % in five, of 10 % in one)
@@ -246,10 +245,6 @@ def _whole(neurons: int, unit: int) -> int:
     return -(-neurons // unit) * unit
 
 
-def _table_unit_nbytes(table: TableLayout) -> int:
-    return _TABLE_UNIT_NBYTES + (0 if table.apart else _CHECKSUM_NBYTES)
-
-
 def _token_table(manifest: Manifest, block: BlockSpec) -> tuple[TableLayout | None, str]:
     """The table of rows by token's id of which only some stay in memory, and its name for people."""
     embedding = manifest.embedding_layout(block)
@@ -260,11 +255,12 @@ def _token_table(manifest: Manifest, block: BlockSpec) -> tuple[TableLayout | No
 
 def _table_parts(table: TableLayout | None, table_of: str) -> dict[str, Any]:
     """The fields of `MemoryPlan` that describe the table."""
+    of_unit = _TABLE_UNIT_NBYTES + (0 if table is None or table.apart else _CHECKSUM_NBYTES)
     return {
         "table_of": table_of,
         **dict.fromkeys(("table_rows", "min_table_rows"), 0 if table is None else min(_TABLE_ROWS, table.rows)),
         "table_row_nbytes": 0 if table is None else table.stride + _TABLE_SLOT_NBYTES,
-        "table_bookkeeping": 0 if table is None else _table_unit_nbytes(table) * table.rows,
+        "table_bookkeeping": 0 if table is None else of_unit * table.rows,
     }
 
 
@@ -275,7 +271,7 @@ def _run_parts(
     context = block.context if config.context is None else config.context
     state, io_threads = state_shape(manifest, block, context, config.cache_bits), conditions.io_threads
     marked = _MARKS * block.state_nbytes if config.serves else 0
-    verified = 1 if config.speculate == "off" else max(1, min(manifest.sparse_prefill_tokens, MAX_VERIFIED))
+    verified = 1 if config.speculate == "off" else max(1, min(manifest.sparse_prefill_tokens, MOST_TOGETHER))
     expansion = Expansion.of(manifest, block)
     of_head = (context + manifest.prefill_block_tokens + 2 * KV_BLOCK) * expansion.head_nbytes
     named_rows = 0
@@ -291,7 +287,7 @@ def _run_parts(
         + _bounce_nbytes(manifest, io_threads + min(io_threads, STREAM_THREADS))
         + (io_threads * _THROUGH_NBYTES if conditions.max_gap else 0)
         + (0 if table is None else io_threads * (table.stride + 2 * PAGE_NBYTES)),
-        "workspace": _workspace_nbytes(block, context, max(verified, MOST_PARALLEL if config.serves else 1))
+        "workspace": _workspace_nbytes(block, context, max(verified, MOST_TOGETHER if config.serves else 1))
         + _sums_nbytes(manifest)
         + expansion.fixed_nbytes
         + of_head,
@@ -364,7 +360,7 @@ def _bookkeeping_nbytes(manifest: Manifest, slots: int) -> int:
     units = -(-architecture.d_ff // unit)  # of the widest layer that has a cache
     cycle = -(-architecture.cycle // unit)
     of_token = cycle or int(share * units)
-    wanted = min(units, MAX_VERIFIED * cycle or int(_WANTED_TOKENS * of_token))
+    wanted = min(units, MOST_TOGETHER * cycle or int(_WANTED_TOKENS * of_token))
     own = slots + layers * (cycle or units // _BYPASS_SHARE)  # every layer may use the bypass slots
     layer = _UNIT_NBYTES * units + _TOKEN_NBYTES * of_token
     values = _VALUES_NBYTES * of_token if unit == 1 else 0
@@ -384,7 +380,7 @@ def _sums_nbytes(manifest: Manifest) -> int:
     if (unit := architecture.unit_rows) == 1:
         return 0
     chunks = min(-(-unit // _CHUNK), _MOST_CHUNKS) * -(-architecture.cycle // unit)
-    return 4 * MAX_VERIFIED * architecture.d_model * chunks
+    return 4 * MOST_TOGETHER * architecture.d_model * chunks
 
 
 def _refusal(plan: MemoryPlan, available: int) -> str:

@@ -96,6 +96,10 @@ def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int)
     notices += _small_cache(model, memory)
     if config.speculate != "off" and model.block.recurrent:
         notices.append("no tokens are drafted: layers keep a state, which a wrong draft would have changed for good")
+    reason = (
+        f"no neuron of this model is ever exactly zero ({model.architecture.activation}), so none can be left out: "
+        "mode dense, without predictors"
+    )
     return Plan(
         memory=memory,
         reader=reader,
@@ -106,7 +110,7 @@ def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int)
         profile=profile,
         popularity=popularity,
         notices=tuple(notices),
-        reasons=_reasons(model) if config.mode is None and mode == "dense" else (),
+        reasons=(reason,) if config.mode is None and mode == "dense" else (),
     )
 
 
@@ -115,13 +119,6 @@ def _names_the_next_layer(mode: Mode, model: ModelDir) -> bool:
     if model.architecture.unit_rows > 1:
         return True
     return mode == "sparse" and has_prefetch_predictors(model.path, model.manifest)
-
-
-def _reasons(model: ModelDir) -> tuple[str, ...]:
-    return (
-        f"no neuron of this model is ever exactly zero ({model.architecture.activation}), so none can be left out: "
-        "mode dense, without predictors",
-    )
 
 
 def _sparse_prompts(mode: Mode, model: ModelDir) -> list[str]:

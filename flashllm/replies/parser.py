@@ -37,7 +37,6 @@ class Event:
     text: str = ""  # of a call that begins: the tool's name
     index: int = 0  # of the call
     id: str = ""  # that the call's result will refer to
-    valid: bool = True  # of a call that ends: its arguments are a JSON object
 
 
 class _Malformed(Exception):
@@ -104,7 +103,7 @@ class Parser:
         self._said = False  # some of the answer's text
         self._before = ""  # what is text if the mark behind it is
         self._calls = 0
-        self._arguments: list[str] = []  # of the call that has begun
+        self._argued = False  # the call that has begun has arguments
         self._routine: Iterator[None] = self._run(thinking)
         next(self._routine)
 
@@ -503,12 +502,12 @@ class Parser:
     def _begin(self, way: Call, name: str, call_id: str | None = None) -> None:
         if not name or (name not in self._tools and not (way.open and self._tools)):
             raise _Malformed
-        self._arguments = []
+        self._argued = False
         self._tell(Event("call", name, self._calls, call_id or self._make_id()))
 
     def _argue(self, text: str) -> None:
         if text:
-            self._arguments.append(text)
+            self._argued = True
             self._tell(Event("arguments", text, self._calls))
 
     def _streamed(self) -> Wait:
@@ -517,10 +516,9 @@ class Parser:
             yield from self._stripped(self._marks, self._argue)
 
     def _end(self) -> None:
-        if not self._arguments:
+        if not self._argued:
             self._argue("{}")
-        valid = written.is_object("".join(self._arguments))
-        self._tell(Event("end", index=self._calls, valid=valid))
+        self._tell(Event("end", index=self._calls))
         self._calls += 1
 
 

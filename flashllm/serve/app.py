@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any, Protocol
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -27,13 +27,12 @@ from flashllm.generate.grammar import Matcher
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.serve import http, page
-from flashllm.serve.bodies import Asked, parse
+from flashllm.serve.bodies import Asked, Kind, parse
 from flashllm.serve.forms import Form, Memory
-from flashllm.serve.http import RETRY_AFTER_S, ApiError, EventStream
+from flashllm.serve.http import RETRY_AFTER_S, ApiError, DocumentStream, EventStream
 from flashllm.serve.metrics import Metrics
 from flashllm.serve.worker import Began, Chosen, Ended, Event, Finished, Job, QueueFull, Stopping, Worker
 
-Kind = Literal["chat", "completion"]
 Document = Mapping[str, Any]
 COMPLETION_TOKENS = 16  # of a completion that does not say; a chat's answer may fill the context
 
@@ -126,11 +125,7 @@ class Api:
             token_text=self.served.tokenizer.token_text,
             memory=self.served.memory,
         )
-        if answering.asked.stream:
-            documents = answering.documents(form.take, form.last_chunk, lambda error: error.document(request.url.path))
-            return EventStream(documents, answering.cancel, answering.waiting(form.waiting))
-        await answering.finish(request, form.take)
-        return JSONResponse(form.whole())
+        return await answering.respond(request, form, EventStream)
 
     async def begin(
         self, request: Request, kind: Kind, understand: Callable[[bytes, SamplingOptions], Asked]
@@ -234,6 +229,22 @@ def _step(steps: Generator[None, None, _Understood]) -> _Understood | None:
     return None
 
 
+class Telling(Protocol):
+    """An answer in the form of a dialect, of a job's events."""
+
+    def take(self, event: Began | Chosen | Ended) -> Document | Sequence[Document] | None:
+        """Count an event; the documents that it makes in a stream."""
+
+    def waiting(self) -> Document | None:
+        """A document that says that there will be more, if the dialect has one."""
+
+    def last(self) -> Document | Sequence[Document] | None:
+        """The documents behind the last event's."""
+
+    def whole(self) -> Document:
+        """The answer of a request that is not a stream."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Answering:
     """A job under way, as its connection sees it."""
@@ -244,27 +255,33 @@ class Answering:
     cancel: Callable[[], None]
     job: Job
 
-    async def finish(self, request: Request, take: Callable[[Began | Chosen | Ended], Any]) -> None:
-        """Give `take` all events. Cancels the job where the client goes away; ApiError where it fails."""
+    async def respond(
+        self,
+        request: Request,
+        form: Telling,
+        stream: type[DocumentStream],
+        *,
+        failed: Callable[[ApiError], Document] | None = None,
+    ) -> Response:
+        """The answer, as a `stream` where one is asked for; its document of a failure is what `failed` makes, or the
+        error's own. Cancels the job where the client goes away; ApiError where a whole answer fails."""
+        if self.asked.stream:
+            documents = self._documents(form, failed or (lambda error: error.document(request.url.path)))
+            return stream(documents, self.cancel, lambda: self._waiting(form))
         try:
             async with http.on_disconnect(request.receive, self.cancel):
                 while not isinstance(event := await self.events.get(), Finished):
-                    take(event)
+                    form.take(event)
         finally:
             self.cancel()
         if event.error is not None:
             raise _failure(event)
+        return JSONResponse(form.whole())
 
-    def documents(
-        self,
-        take: Callable[[Began | Chosen | Ended], Document | Sequence[Document] | None],
-        last: Callable[[], Document | Sequence[Document] | None],
-        failed: Callable[[ApiError], Document],
+    def _documents(
+        self, form: Telling, failed: Callable[[ApiError], Document]
     ) -> Callable[[], Awaitable[Document | None]]:
-        """A source of a stream's documents, one a call, and None after the last.
-
-        `take` makes them of an event, `last` of the end, `failed` one of a failure.
-        """
+        """A source of a stream's documents, one a call, and None after the last."""
         rest: deque[Document | None] = deque()  # what is left to say
 
         async def following() -> Document | None:
@@ -272,9 +289,9 @@ class Answering:
                 event = await self.events.get()
                 ended = isinstance(event, Finished)
                 if isinstance(event, Finished):
-                    said = last() if event.error is None else failed(_failure(event))
+                    said = form.last() if event.error is None else failed(_failure(event))
                 else:
-                    said = take(event)
+                    said = form.take(event)
                 rest.extend(said if isinstance(said, Sequence) else () if said is None else (said,))
                 if ended:
                     rest.append(None)
@@ -282,16 +299,12 @@ class Answering:
 
         return following
 
-    def waiting(self, tell: Callable[[], Document | None]) -> Callable[[], Document | None]:
-        """A source of documents that say that there will be more: those of `tell`, with how far the prompt is."""
-
-        def told() -> Document | None:
-            document, progress = tell(), self.job.progress
-            if document is None or progress is None:
-                return document
-            return {**document, "prompt_progress": dataclasses.asdict(progress)}
-
-        return told
+    def _waiting(self, form: Telling) -> Document | None:
+        """A document that says that there will be more, with how far the prompt is."""
+        document, progress = form.waiting(), self.job.progress
+        if document is None or progress is None:
+            return document
+        return {**document, "prompt_progress": dataclasses.asdict(progress)}
 
 
 def rfc3339(seconds: float) -> str:

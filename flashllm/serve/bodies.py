@@ -8,6 +8,8 @@ from flashllm.api.fields import BadRequest, flag, json_object, mapping, text
 from flashllm.api.requests import Request, parse_body
 from flashllm.generate.sampling import SamplingOptions
 
+Kind = Literal["chat", "completion"]
+
 MAX_PROMPTS = 128
 _STREAM_OPTIONS = ("include_usage", "include_timings")
 
@@ -16,7 +18,7 @@ _STREAM_OPTIONS = ("include_usage", "include_timings")
 class Asked:
     """A checked body."""
 
-    kind: Literal["chat", "completion"]
+    kind: Kind
     model: str | None  # None: it names none
     requests: tuple[Request, ...]  # one a prompt
     stream: bool
@@ -31,7 +33,7 @@ class Asked:
         return cls(kind="chat", model=model, requests=(request,), stream=stream)
 
 
-def parse(raw: bytes, kind: Literal["chat", "completion"], *, custom_id: str, defaults: SamplingOptions) -> Asked:
+def parse(raw: bytes, kind: Kind, *, custom_id: str, defaults: SamplingOptions) -> Asked:
     """Understand the body `raw`. BadRequest where it asks for nothing we can answer; it names the field."""
     body = parse_object(raw)
     stream = flag(body, "stream")

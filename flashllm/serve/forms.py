@@ -29,7 +29,7 @@ class _Choice:
 
 
 class Form:
-    """The answer to one request, of the events `take` is given."""
+    """The answer to one request, of a job's events."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Form:
             return None
         return self._chunk(0, self._choices[0], {} if self._asked.kind == "chat" else "", [])
 
-    def last_chunk(self) -> dict[str, Any] | None:
+    def last(self) -> dict[str, Any] | None:
         """The chunk with the usage, where the request asks for it. No other chunk has one: clients rely on that."""
         return {**self._head, "choices": [], "usage": self.usage()} if self._asked.include_usage else None
 

@@ -12,7 +12,7 @@ from flashllm.api.pieces import Pieces
 from flashllm.api.prompts import PromptEncoder
 from flashllm.base.command_line import say, say_bug
 from flashllm.base.machine import process_nbytes
-from flashllm.config import RunConfig
+from flashllm.config import MOST_TOGETHER, RunConfig
 from flashllm.engine.model import Model
 from flashllm.errors import BudgetError
 from flashllm.generate.grammar import Grammars
@@ -23,7 +23,6 @@ from flashllm.generate.templates.chat_template import ChatTemplate
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.parked.file import identity
 from flashllm.parked.folder import ParkingFolder
-from flashllm.plan.memory_plan import MOST_PARALLEL
 from flashllm.replies.formats import find
 from flashllm.serve.app import Api, Served, make_app
 from flashllm.serve.dialects.anthropic import Anthropic
@@ -133,7 +132,7 @@ def app_of(
         tokenizer,
         max_waiting=options.max_waiting,
         keep=keep,
-        parallel=options.parallel or MOST_PARALLEL,
+        parallel=options.parallel or MOST_TOGETHER,
         together=model.plan.memory.shared_tokens if options.parallel is None else None,
         on_event=metrics.see,
         speculation=speculation,

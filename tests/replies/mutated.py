@@ -67,14 +67,14 @@ def parsed(name, pieces, *, tools=TOOLS, thinking=False):
             case "arguments":
                 calls[event.index][2] += event.text
             case "end":
-                calls[event.index][3], is_open = event.valid, False
+                is_open = False
                 assert event.index == len(calls) - 1
     for call in calls:
         try:
             value = json.loads(call[2], parse_constant=lambda _: {}["no JSON"])
         except (ValueError, KeyError):
             value = None
-        assert isinstance(value, dict) == call[3], call
+        call[3] = isinstance(value, dict)
     return reasoning, text, calls
 
 

@@ -13,7 +13,7 @@ import pytest
 from planned import Watched, ids_of
 from serving import running
 
-from flashllm.config import RunConfig
+from flashllm.config import MOST_TOGETHER, RunConfig
 from flashllm.engine import shared as shared_module
 from flashllm.engine.model import Model
 from flashllm.engine.shared import SharedModel, ShareMeter
@@ -21,7 +21,6 @@ from flashllm.errors import BudgetError, ContextFull
 from flashllm.generate.lookup import PromptLookup
 from flashllm.generate.speculation import Speculation
 from flashllm.parked.folder import ParkingFolder
-from flashllm.plan.memory_plan import MOST_PARALLEL
 
 BODIES = [
     {"prompt": "One day", "max_tokens": 20, "temperature": 0, "logprobs": 2},
@@ -122,7 +121,7 @@ def test_prompts_that_come_together_are_read_for_once(tiny, model, monkeypatch):
 def test_by_default_as_many_requests_begin_as_the_plan_has_room_for(tiny, model):
     with running(model, tiny().path(), parallel=None) as (_, worker):
         assert worker._together == model.plan.memory.shared_tokens
-        assert len(worker._threads) == MOST_PARALLEL
+        assert len(worker._threads) == MOST_TOGETHER
     with running(model, tiny().path(), parallel=2) as (_, worker):
         assert worker._together is None
         assert len(worker._threads) == 2

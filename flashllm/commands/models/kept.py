@@ -20,12 +20,12 @@ class KeptModel:
     what: str  # its architecture and dtype, or why it cannot be used
 
 
-def kept_models(cache: Path | None = None) -> list[KeptModel]:
-    """All in `cache` (by default the user's), by name."""
-    folder = (user_cache_dir() if cache is None else cache) / "models"
+def kept_models() -> list[KeptModel]:
+    """All of them, by name."""
+    folder = user_cache_dir() / "models"
     if not folder.is_dir():
         return []
-    return sorted((_kept(path, cache) for path in folder.iterdir() if path.is_dir()), key=lambda each: each.name)
+    return sorted((_kept(path) for path in folder.iterdir() if path.is_dir()), key=lambda each: each.name)
 
 
 def find(name: str, models: list[KeptModel]) -> KeptModel:
@@ -39,7 +39,7 @@ def find(name: str, models: list[KeptModel]) -> KeptModel:
     raise UsageError(f"{name}: is not in the cache of converted models ({known}); other folders are yours to delete")
 
 
-def _kept(path: Path, cache: Path | None) -> KeptModel:
+def _kept(path: Path) -> KeptModel:
     nbytes = sum(file.lstat().st_size for file in _files(path))
     if not (path / MANIFEST).exists():
         what = "unfinished: the next use of the model goes on with it"
@@ -50,17 +50,14 @@ def _kept(path: Path, cache: Path | None) -> KeptModel:
         return KeptModel(name=str(path), path=path, nbytes=nbytes, what=str(error))
     source, kind = manifest.source.name, manifest.architecture.model_type
     return KeptModel(
-        name=source if _means(source, path, cache) else str(path),
-        path=path,
-        nbytes=nbytes,
-        what=f"{kind}, {manifest.dtype}",
+        name=source if _means(source, path) else str(path), path=path, nbytes=nbytes, what=f"{kind}, {manifest.dtype}"
     )
 
 
-def _means(source: str, path: Path, cache: Path | None) -> bool:
+def _means(source: str, path: Path) -> bool:
     """True where `source`, given as MODEL, is the model in `path`."""
     try:
-        return resolve_model(source, convert_on_first_use=False, cache=cache) == path
+        return resolve_model(source, convert_on_first_use=False) == path
     except (FlashError, OSError):
         return False
 

@@ -67,11 +67,7 @@ class Anthropic:
     async def messages(self, request: Request) -> Response:
         answering = await self._api.begin(request, "chat", self._understand)
         form = _Form(self._api.served.name, answering.asked)
-        if answering.asked.stream:
-            documents = answering.documents(form.take, form.last, lambda error: error.document(request.url.path))
-            return NamedEventStream(documents, answering.cancel, answering.waiting(lambda: {"type": "ping"}))
-        await answering.finish(request, form.take)
-        return JSONResponse(form.whole())
+        return await answering.respond(request, form, NamedEventStream)
 
     async def count_tokens(self, request: Request) -> Response:
         _, prompts, _ = await self._api.understood(request, "chat", self._understand)
@@ -196,7 +192,6 @@ class _Form:
         self._reason: str | None = None
 
     def take(self, event: Began | Chosen | Ended) -> list[Document]:
-        """Count an event; the documents that it makes."""
         match event:
             case Began(_, record):
                 self._input, self._cached = record.tokens, record.reused_tokens
@@ -209,13 +204,15 @@ class _Form:
                 self._reason = self._why(reason)
                 return documents
 
+    def waiting(self) -> Document:
+        return {"type": "ping"}
+
     def last(self) -> list[Document]:
         message = self._message()
         delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
         return [{"type": "message_delta", "delta": delta, "usage": message["usage"]}, {"type": "message_stop"}]
 
     def whole(self) -> Document:
-        """The answer of a request that is not a stream."""
         for block in self._content:
             if block["type"] == "tool_use":
                 block["input"] = written.arguments_of(block["input"])

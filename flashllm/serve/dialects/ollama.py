@@ -5,7 +5,7 @@ The same job, the same worker, the same checks; only the names differ.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -20,7 +20,7 @@ from flashllm.replies import written
 from flashllm.replies.formats import GENERIC
 from flashllm.replies.parser import Event as Said
 from flashllm.serve.app import Api, rfc3339
-from flashllm.serve.bodies import Asked, model_of, parse_object
+from flashllm.serve.bodies import Asked, Kind, model_of, parse_object
 from flashllm.serve.http import ApiError, DocumentStream
 from flashllm.serve.worker import Began, Chosen, Ended
 
@@ -101,11 +101,7 @@ class Ollama:
     ) -> Response:
         answering = await self._api.begin(request, "chat", understand)
         form = _Form(self._api.served.name, tell)
-        if answering.asked.stream:
-            documents = answering.documents(form.take, form.last, lambda error: error.document(request.url.path))
-            return DocumentStream(documents, answering.cancel, answering.waiting(form.waiting))
-        await answering.finish(request, form.take)
-        return JSONResponse({**form.last(), **tell(form.said)})
+        return await answering.respond(request, form, DocumentStream)
 
     def _details(self) -> dict[str, Any]:
         return {"format": "flashllm", "family": "flashllm", "families": ["flashllm"], "quantization_level": ""}
@@ -115,7 +111,7 @@ class _Form:
     """Ollama's answer, of a job's events."""
 
     def __init__(self, model: str, tell: Tell) -> None:
-        self.said: list[Said] = []
+        self._said: list[Said] = []
         self._tell = tell
         self._call: list[Said] = []  # that is not whole
         self._model, self._started = model, time.perf_counter_ns()
@@ -124,7 +120,6 @@ class _Form:
         self._reason = "stop"
 
     def take(self, event: Began | Chosen | Ended) -> dict[str, Any] | None:
-        """Count an event; the line that it makes, if any."""
         if isinstance(event, Ended):
             self._reason = "stop" if event.reason in ("eos", "stop") else "length"
             return self._say(event.said)
@@ -139,7 +134,7 @@ class _Form:
 
     def _say(self, said: Sequence[Said]) -> dict[str, Any] | None:
         """The line of what is said; a call comes in one when it is whole."""
-        self.said += said
+        self._said += said
         told: list[Said] = []
         for each in said:
             if each.kind in ("text", "reasoning"):
@@ -152,7 +147,6 @@ class _Form:
         return self._line(told, done=False) if told else None
 
     def waiting(self) -> dict[str, Any]:
-        """A line that says nothing yet."""
         return self._line((), done=False)
 
     def last(self) -> dict[str, Any]:
@@ -167,14 +161,17 @@ class _Form:
             "eval_duration": self._new_ns,
         }
 
+    def whole(self) -> dict[str, Any]:
+        return {**self.last(), **self._tell(self._said)}
+
     def _line(self, said: Sequence[Said], *, done: bool) -> dict[str, Any]:
         return {"model": self._model, "created_at": rfc3339(time.time()), **self._tell(said), "done": done}
 
 
 def _response(said: Sequence[Said]) -> dict[str, Any]:
-    delta = chat_delta(said)
-    thinking = {"thinking": delta["reasoning_content"]} if "reasoning_content" in delta else {}
-    return {"response": delta.get("content", ""), **thinking}
+    message = _message(said)["message"]
+    del message["role"]
+    return {"response": message.pop("content"), **message}
 
 
 def _message(said: Sequence[Said]) -> dict[str, Any]:
@@ -205,7 +202,7 @@ def _understand_prompt(raw: bytes, defaults: SamplingOptions) -> Asked:
     return _asked({**body, "messages": [*system, {"role": "user", "content": prompt}]}, "chat", defaults)
 
 
-def _asked(body: dict[str, Any], kind: Literal["chat", "completion"], defaults: SamplingOptions) -> Asked:
+def _asked(body: dict[str, Any], kind: Kind, defaults: SamplingOptions) -> Asked:
     options = mapping("options", body.pop("options", {}))
     ours: dict[str, Any] = {}
     for name, value in options.items():

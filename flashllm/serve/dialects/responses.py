@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from flashllm.api.fields import BadRequest, check_names, flag, mapping, naming_fields, objects, text
@@ -50,11 +50,7 @@ class Responses:
     async def create(self, request: Request) -> Response:
         answering = await self._api.begin(request, "chat", self._understand)
         form = _Form(self._api.served.name, answering.asked)
-        if answering.asked.stream:
-            documents = answering.documents(form.take, form.last, form.failed)
-            return NamedEventStream(documents, answering.cancel, answering.waiting(form.waiting))
-        await answering.finish(request, form.take)
-        return JSONResponse(form.last()[-1]["response"])
+        return await answering.respond(request, form, NamedEventStream, failed=form.failed)
 
     def _understand(self, raw: bytes, defaults: SamplingOptions) -> Asked:
         body = parse_object(raw)
@@ -178,7 +174,6 @@ class _Form:
         self._status, self._error = "in_progress", dict[str, str]()
 
     def take(self, event: Began | Chosen | Ended) -> list[Document]:
-        """Count an event; the documents that it makes."""
         match event:
             case Began(_, record):
                 self._input, self._cached = record.tokens + record.reused_tokens, record.reused_tokens
@@ -194,16 +189,16 @@ class _Form:
 
     def waiting(self) -> Document:
         """The document that says that there will be more. Clients give up a stream in which they see none for long."""
-        return self._event(f"response.{'in_progress' if self._number else 'created'}", response=self._whole())
+        return self._event(f"response.{'in_progress' if self._number else 'created'}", response=self.whole())
 
     def last(self) -> list[Document]:
-        return [self._event(f"response.{self._status}", response=self._whole())]
+        return [self._event(f"response.{self._status}", response=self.whole())]
 
     def failed(self, error: ApiError) -> Document:
         self._status, self._error = "failed", {"code": error.code or "server_error", "message": str(error)}
-        return self._event("response.failed", response=self._whole())
+        return self._event("response.failed", response=self.whole())
 
-    def _whole(self) -> Document:
+    def whole(self) -> Document:
         ended = self._status != "in_progress"
         usage = {
             "input_tokens": self._input,

@@ -13,7 +13,7 @@ from flashllm.api.requests import Request, parse_body
 from flashllm.errors import FlashError
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.serve.app import Api
-from flashllm.serve.bodies import Asked, parse_object
+from flashllm.serve.bodies import Asked, Kind, parse_object
 
 _CHAT = frozenset(("messages", "tools", "chat_template_kwargs", "reasoning_effort"))
 _PROMPTS = {"content": "prompt", "prompt": "prompt", "tokens": "prompt"}  # as clients name it -> as a completion does
@@ -58,8 +58,8 @@ class Tokens:
             model = body.pop("model", None)
             check_names(body, fields)
             named = {_PROMPTS.get(name, name): value for name, value in body.items()}
-            kind = "chat" if fields == _CHAT or "messages" in named else "completion"
-            asked = parse_body(named, "chat" if kind == "chat" else "completion", custom_id="tokens", defaults=defaults)
+            kind: Kind = "chat" if fields == _CHAT or "messages" in named else "completion"
+            asked = parse_body(named, kind, custom_id="tokens", defaults=defaults)
             try:
                 told.append(tell(asked))
             except FlashError as error:
