@@ -26,9 +26,7 @@ CACHE_BITS = (8, 4)
 DEFAULT_WINDOW = 5  # tokens (paper A, section 3.1)
 MAX_THREADS = 1024
 MAX_WINDOW = 2**20  # tokens
-# Tokens that go through an FFN together, of a draft or of as many requests at once: FfnTokens::kMost
-# (csrc/ffn/ffn_group.h).
-MOST_TOGETHER = 8
+MOST_TOGETHER = 8  # tokens that go through an FFN together, of a draft or of requests: FfnTokens::kMost (csrc/ffn/)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,6 +50,7 @@ def main(args: argparse.Namespace) -> int:
             from flashllm.base.user_dirs import user_cache_dir
             from flashllm.chat.conversation import Chat, Memory
             from flashllm.commands.runtime import open_session
+            from flashllm.format.model_dir import ModelDir
             from flashllm.generate.sampling import SamplingOptions
             from flashllm.parked.file import identity
             from flashllm.parked.shelf import Shelf
@@ -62,7 +63,7 @@ def main(args: argparse.Namespace) -> int:
                 from flashllm.chat.plain import run_plain
 
             sampling = {**sampling_defaults(path), **options.given_sampling(args)}
-            context = args.context if args.context is not None else model_context(path)
+            context = args.context or ModelDir.open(path).block.context
             max_new_tokens = args.max_new_tokens or min(MAX_ANSWER_TOKENS, max(1, context // CONTEXT_SHARE))
             options_given = SamplingOptions(max_new_tokens=max_new_tokens, **sampling)
             waiting = show if at_terminal and not args.verbose else say
@@ -103,11 +104,3 @@ def sampling_defaults(path: Path) -> dict[str, Any]:
     else:
         given.setdefault("temperature", 1.0)
     return given
-
-
-def model_context(path: Path) -> int:
-    from flashllm.arch.registry import block_spec
-    from flashllm.format.model_dir import Companions
-    from flashllm.format.model_files import CONFIG
-
-    return block_spec(Companions.of(path).read_json_object(CONFIG) or {}).context

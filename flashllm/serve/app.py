@@ -230,19 +230,13 @@ def _step(steps: Generator[None, None, _Understood]) -> _Understood | None:
 
 
 class Telling(Protocol):
-    """An answer in the form of a dialect, of a job's events."""
+    """An answer in the form of a dialect, `whole` or in a stream: `take` counts an event and makes its documents,
+    `last` makes those at the end, and `waiting` one that says that there will be more."""
 
-    def take(self, event: Began | Chosen | Ended) -> Document | Sequence[Document] | None:
-        """Count an event; the documents that it makes in a stream."""
-
-    def waiting(self) -> Document | None:
-        """A document that says that there will be more, if the dialect has one."""
-
-    def last(self) -> Document | Sequence[Document] | None:
-        """The documents behind the last event's."""
-
-    def whole(self) -> Document:
-        """The answer of a request that is not a stream."""
+    def take(self, event: Began | Chosen | Ended) -> Document | Sequence[Document] | None: ...
+    def waiting(self) -> Document | None: ...
+    def last(self) -> Document | Sequence[Document] | None: ...
+    def whole(self) -> Document: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,13 +281,12 @@ class Answering:
         async def following() -> Document | None:
             while not rest:
                 event = await self.events.get()
-                ended = isinstance(event, Finished)
                 if isinstance(event, Finished):
                     said = form.last() if event.error is None else failed(_failure(event))
                 else:
                     said = form.take(event)
                 rest.extend(said if isinstance(said, Sequence) else () if said is None else (said,))
-                if ended:
+                if isinstance(event, Finished):
                     rest.append(None)
             return rest.popleft()
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashllm._core import KV_BLOCK
+from flashllm.engine.model import Model
 from flashllm.generate.session import Session
 from flashllm.parked.folder import Entry, ParkingFolder
 from flashllm.parked.tokens import Tokens
@@ -85,23 +86,11 @@ class Conversations:
     """The store. One thread at a time; several places may be out at once."""
 
     def __init__(
-        self,
-        new_session: Callable[[], Session],
-        *,
-        budget: int,
-        held: Callable[[], int],
-        is_prompt: Callable[[int], bool],
-        context: int,
-        parking: ParkingFolder | None = None,
+        self, new_session: Callable[[], Session], model: Model, *, budget: int, parking: ParkingFolder | None = None
     ) -> None:
-        """`new_session` makes an empty one, `held` counts the bytes of all there are, what they share once.
-
-        What is kept holds at most `budget` bytes; what leaves memory goes to `parking`. `is_prompt`, `context`: the
-        model's.
-        """
-        self._parking, self._context = parking, context
-        self._new_session, self._budget, self._held = new_session, budget, held
-        self._is_prompt = is_prompt
+        """`new_session` makes an empty one of `model`. What is kept holds at most `budget` bytes; what leaves memory is
+        written to `parking`."""
+        self._new_session, self._model, self._budget, self._parking = new_session, model, budget, parking
         self._kept: list[_Kept] = []
         self._out: list[_Kept] = []
         self._links: Counter[bytes] = Counter()  # how many of those kept begin so
@@ -116,7 +105,7 @@ class Conversations:
         `turns` are the digests of the conversations it goes on from, `marks` the lengths of what other prompts may
         begin with.
         """
-        wanted = _Wanted(prompt=Tokens.of(ids), turns=turns, dense=self._is_prompt(len(ids)))
+        wanted = _Wanted(prompt=Tokens.of(ids), turns=turns, dense=self._model.is_prompt(len(ids)))
         self._recall(wanted)
         best = max(self._kept, key=lambda one: self._spared(wanted, one), default=None)
         keep = 0 if best is None else self._spared(wanted, best)
@@ -178,7 +167,7 @@ class Conversations:
     @property
     def _kept_nbytes(self) -> int:
         tokens = sum(len(one.tokens) for one in self._kept)
-        return self._held() - sum(one.session.nbytes_alone for one in self._out) + _TOKEN_NBYTES * tokens
+        return self._model.state_nbytes - sum(one.session.nbytes_alone for one in self._out) + _TOKEN_NBYTES * tokens
 
     def _goes_on(self, wanted: _Wanted, one: _Kept) -> bool:
         return not one.is_beginning and wanted.goes_on(one.tokens, one.after)
@@ -233,7 +222,7 @@ class Conversations:
             return
 
         def spared(entry: Entry) -> int:
-            if entry.computed > self._context:  # of a server that had more
+            if entry.computed > self._model.context:  # of a server that had more
                 return 0
             goes_on = wanted.goes_on(entry.tokens, entry.after)
             tokens = wanted.reusable(entry.tokens, entry.computed, entry.pure, goes_on=goes_on)

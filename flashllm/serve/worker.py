@@ -136,14 +136,7 @@ class Worker(Closing):
         self._shared = SharedModel(model, self.make_room)
         self._speculation = speculation
         self._keeping = threading.Lock()  # of the conversations
-        self._conversations = Conversations(
-            self._new_session,
-            budget=keep,
-            held=lambda: model.state_nbytes,
-            is_prompt=model.is_prompt,
-            context=model.context,
-            parking=parking,
-        )
+        self._conversations = Conversations(self._new_session, model, budget=keep, parking=parking)
         self._telling = threading.Lock()
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()

@@ -200,8 +200,7 @@ def session(model):
 
 
 def conversations(model, **options):
-    held = {"budget": 10**9, "held": lambda: model.state_nbytes, "is_prompt": model.is_prompt}
-    return Conversations(lambda: session(model), **held, **options)
+    return Conversations(lambda: session(model), model, budget=10**9, **options)
 
 
 def asked(model, store, seed, **options):

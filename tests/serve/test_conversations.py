@@ -121,14 +121,7 @@ def worker_of(model, *, keep=200 * BYTES, tokenizer=None):
 
 
 def store(model, tokens):
-    budget = (tokens + 1) * BYTES
-    return Conversations(
-        lambda: Session(model, Letters()),
-        budget=budget,
-        held=lambda: model.state_nbytes,
-        is_prompt=model.is_prompt,
-        context=model.context,
-    )
+    return Conversations(lambda: Session(model, Letters()), model, budget=(tokens + 1) * BYTES)
 
 
 def ended(kept, ids, after=None, **options):
