@@ -90,7 +90,7 @@ def parse_body(body: Mapping[str, Any], kind: Kind, *, custom_id: str, defaults:
             raise BadRequest(f"{name}: {short(value)} is not supported", param=name)
     options = _options(body, defaults)
     chat = kind == "chat"
-    prompt = messages_of(body.get("messages")) if chat else _prompt(body.get("prompt"))
+    prompt = messages_of(body.get("messages")) if chat else prompt_of(body.get("prompt"))
     tools, must_call = tools_of(body) if chat else ((), ())
     return Request(
         custom_id=custom_id,
@@ -181,7 +181,8 @@ def _stops(value: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _prompt(value: Any) -> str | tuple[int, ...]:
+def prompt_of(value: Any) -> str | tuple[int, ...]:
+    """The field `prompt` of one request."""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
         value = value[0]
     if isinstance(value, str):

@@ -5,14 +5,16 @@ The command line's jobs (`flashllm offload run`) go the same way with files at b
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flashllm.api.fields import BadRequest
+from flashllm.api.messages import Message, messages_of
 from flashllm.api.prompts import Unanswerable
-from flashllm.api.requests import Request
+from flashllm.api.requests import Kind, Request, prompt_of
 from flashllm.base.files import Closing
 from flashllm.base.units import parse_size
 from flashllm.errors import UsageError
@@ -33,6 +35,8 @@ from flashllm.offload.runtime.run import Runner, sizes_of
 
 _WINDOW = 1024  # prompts that `run` looks at together, at least: among them it finds those of like length
 _WINDOW_BLOCKS = 4
+
+_SEVERAL = "prompts are several: give one text, or one conversation, as the only item of a list"
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
@@ -121,13 +125,13 @@ class OffloadEngine(Closing):
         """The answers to `prompts` in their order: texts, lists of token ids, or conversations (lists of messages).
 
         `sampling` is one for all or one a prompt; `max_new_tokens` overrides it; the context's end ends an answer, too.
-        With a JSON `schema` answers are valid by it, but for those that a limit ends. A prompt that the context cannot
-        hold gets an Output with an `error`. Of one sampling with a seed every prompt
-        draws by a seed of its own, made of it and its index; so answers do not depend on the batch. BudgetError where
-        the limits cannot hold a block.
+        With a JSON `schema` answers are valid by it, but for those that a limit ends. What is no prompt, or is too long
+        for the context, gets an Output with an `error`. Of one sampling with a seed every prompt draws by a seed of its
+        own, made of it and its index; so answers do not depend on the batch. BudgetError where the limits cannot hold a
+        block.
         """
         if isinstance(prompts, str) or any(isinstance(each, Mapping) for each in prompts):  # letters, messages
-            raise UsageError("prompts are several: give one text, or one conversation, as the only item of a list")
+            raise UsageError(_SEVERAL)
         samplings: Iterable[SamplingOptions]
         if sampling is None or isinstance(sampling, SamplingOptions):
             samplings = itertools.repeat(sampling or SamplingOptions())
@@ -150,11 +154,13 @@ class OffloadEngine(Closing):
         logprobs: int | None = None,
         window: int | None = None,
     ) -> Iterator[Output]:
-        """The answers to a stream of prompts, as blocks end; `Output.index` says to which.
+        """The answers to a stream of prompts, as blocks end; `Output.index` says to which. Errors as of `generate`.
 
         `window` prompts are taken from the stream at a time (by default four blocks, and 1024 at least) and sorted into
         blocks of like length, so memory stays bounded however long the stream is.
         """
+        if isinstance(prompts, str):
+            raise UsageError(_SEVERAL)
         if window is not None and window < 1:
             raise UsageError(f"window must be at least 1, not {window}")
         stream, first = iter(prompts), 0
@@ -207,17 +213,16 @@ class OffloadEngine(Closing):
         self, index: int, prompt: Prompt, sampling: SamplingOptions, logprobs: int | None, constraint: Constraint | None
     ) -> TokenSequence:
         seed = None if sampling.seed is None else own_seed(sampling.seed, f"prompt-{index}")
+        kind, meant = _meaning(prompt)
         request = Request(
             custom_id=f"prompt-{index}",
-            kind="chat" if _is_chat(prompt) else "prompt",
-            prompt=prompt if isinstance(prompt, str) else tuple(_item(each) for each in prompt),
+            kind=kind,
+            prompt=meant,
             options=dataclasses.replace(sampling, seed=seed),
             max_new_given=False,  # as many as the context has room for
             logprobs=logprobs,
             constraint=constraint,
         )
-        if not request.prompt:
-            raise BadRequest("the prompt is empty")
         return sequence_of(self._model.encoder, request, self._model.encoder.encode(request), index)
 
     def _open(self, sizes: Sequence[Size]) -> tuple[Runner, Sequence[int]]:
@@ -238,12 +243,18 @@ class OffloadEngine(Closing):
         return runner, launch.blocks
 
 
-def _is_chat(prompt: Prompt) -> bool:
-    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-
-
-def _item(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else int(value)
+def _meaning(prompt: Prompt) -> tuple[Kind, str | tuple[int, ...] | tuple[Message, ...]]:
+    """A prompt's kind, and the prompt as a request has it. BadRequest for what is none."""
+    if isinstance(prompt, str):
+        return "prompt", prompt_of(prompt)
+    try:
+        items: list[Any] = list(prompt)
+        if items and isinstance(items[0], Mapping):
+            return "chat", messages_of([dict(each) if isinstance(each, Mapping) else each for each in items])
+        # Numpy's integers are ids; True, of which `index` makes 1, is none.
+        return "prompt", prompt_of([each if isinstance(each, bool) else operator.index(each) for each in items])
+    except TypeError:
+        raise BadRequest("a prompt must be a text, a list of token ids or a list of messages") from None
 
 
 def _output(sequence: TokenSequence) -> Output:

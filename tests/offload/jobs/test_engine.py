@@ -107,6 +107,34 @@ def test_a_prompt_that_is_too_long_fails_alone_and_the_contexts_end_ends_an_answ
     assert (len(output.token_ids), output.finish_reason) == (3, "length")
 
 
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ([5, -1], "token ids"),
+        ([5.9, True], "token ids"),
+        ([5, True], "token ids"),
+        (["a"], "token ids"),
+        ([], "token ids"),
+        (None, "token ids"),
+        ([{"content": "hi"}], "role must be one of"),
+        ([{"role": "user", "content": "hi"}, "there"], r"messages[1] must be an object"),
+    ],
+)
+def test_what_is_no_prompt_fails_alone(tiny, tmp_path, expected, prompt, said):
+    with engine(tiny, tmp_path) as one:
+        bad, good = one.generate([prompt, PROMPTS[2]], max_new_tokens=1)
+    assert (bad.finish_reason, bad.token_ids) == ("error", ())
+    assert said in bad.error
+    assert good.token_ids == expected[2][:1]
+
+
+def test_a_stream_is_of_prompts(tiny, tmp_path):
+    with engine(tiny, tmp_path) as one:
+        with pytest.raises(UsageError, match="the only item of a list"):
+            next(one.run("abc"))
+        assert "a text, a list of token ids or" in next(one.run([{"role": "user", "content": "hi"}])).error
+
+
 def test_limits_and_arguments(tiny, tmp_path):
     with engine(tiny, tmp_path, policy=None, memory="1MB") as one, pytest.raises(BudgetError, match="nothing is left"):
         one.generate(["a"])
