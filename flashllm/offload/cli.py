@@ -6,7 +6,7 @@ Setting the parser up imports neither numpy, scipy nor torch: the planner is imp
 
 import argparse
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,9 +58,10 @@ def main(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     from flashllm.offload.planner.predict import predict
     from flashllm.offload.planner.search import SearchSpace, search
-    from flashllm.offload.policy import Policy, Workload, compressible
+    from flashllm.offload.policy import Policy, Workload, compression
     from flashllm.offload.shape import load_shape
 
+    compress: dict[str, Any] = {} if args.compress is None else compression(args.compress)
     shape = load_shape(args.model)
     workload = Workload(prompt_len=args.prompt_len, gen_len=args.gen_len)
     hardware = _hardware(args, shape.dtype)
@@ -71,12 +72,10 @@ def _plan(args: argparse.Namespace) -> int:
             print(f"this plan is a GPU's; `run` computes {kind} on the CPU alone", file=sys.stderr)
     document: dict[str, Any] = {"model": shape.name, "hardware": hardware.to_json()}
     if args.policy is not None:
-        policy = Policy.load(args.policy)
+        policy = replace(Policy.load(args.policy), **compress)
         prediction = predict(shape, hardware, workload, policy)
     else:
-        packed = compressible(args.compress or ())
-        space = SearchSpace(compress_weights="weights" in packed, compress_cache="cache" in packed)
-        plan = search(shape, hardware, workload, space)
+        plan = search(shape, hardware, workload, SearchSpace(**compress))
         policy, prediction = plan.policy, plan.prediction
         document["search"] = {
             "pairs": plan.pairs,
@@ -100,7 +99,8 @@ def _hardware(args: argparse.Namespace, dtype: str | None) -> "Hardware":
     from flashllm.offload.planner.local import machine_here
 
     if args.hardware == "here":
-        hardware = machine_here(Path(args.model) if Path(args.model).is_dir() else Path(), dtype)
+        path = Path(args.model)
+        hardware = machine_here(path if path.exists() else Path(), dtype)
     elif args.hardware in MACHINES:
         hardware = MACHINES[args.hardware]
     elif Path(args.hardware).is_file():

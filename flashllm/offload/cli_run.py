@@ -37,7 +37,7 @@ _TERMINAL_S = 0.2
 
 
 def add_compress(parser: argparse._ActionsContainer, *, default: str) -> None:
-    """`--compress`, as `policy.compressible` takes it; None where it is not given."""
+    """`--compress`, as `policy.compression` takes it; None where it is not given."""
     parser.add_argument(
         "--compress",
         metavar="WHAT",

@@ -15,7 +15,7 @@ from flashllm.offload.accelerators import DEVICES, Device, choose_accelerator, f
 from flashllm.offload.jobs.blocks import Size, cut, equal
 from flashllm.offload.planner.local import load_search, local_hardware, plan_policy, predict_job
 from flashllm.offload.planner.packing import PACKED_BITS, PACKING
-from flashllm.offload.policy import COMPRESSIBLE, Policy, Workload, compressible
+from flashllm.offload.policy import COMPRESSIBLE, Method, Policy, Workload, compression
 from flashllm.offload.runtime.opened import OpenModel
 from flashllm.offload.runtime.options import RunOptions
 from flashllm.offload.runtime.tiers.scratch import MARGIN_NBYTES
@@ -25,6 +25,7 @@ from flashllm.profile.quick import WORTH_NBYTES, take_quick_profile
 from flashllm.profile.store import device_of
 
 CACHE_BITS = (4, 8)  # of a compressed number; the first is the default
+_METHODS = ("compress_weights", "compress_cache", "attention_sparsity")
 _MARGIN_NBYTES = 48 * 2**20  # for the interpreter's own growth: prompts, texts, answers of a block
 _LEAST_TO_MEASURE = 256 << 20  # bytes of memory for the operands of products and attention
 _STEP_NBYTES = 1 << 20  # by which a plan that was too large is made smaller, besides what was short
@@ -55,7 +56,7 @@ class LaunchOptions:
                 raise UsageError(f"{name} must be at least 1, not {value!r}")
         if self.device not in DEVICES:
             raise UsageError(f"--device must be one of {', '.join(DEVICES)}, not {self.device!r}")
-        compressible(self.compress or ())
+        compression(self.compress or ())
         if self.sparse_attention is not None and not 0 < self.sparse_attention <= 1:
             raise UsageError(f"sparse_attention must be above 0 and at most 1, not {self.sparse_attention!r}")
         for name, widths in (("cache_bits", CACHE_BITS), ("weight_bits", PACKED_BITS)):
@@ -64,20 +65,20 @@ class LaunchOptions:
                 raise UsageError(f"{name} must be one of {among}, not {getattr(self, name)!r}")
 
     @property
-    def compress_weights(self) -> bool:
-        """True where weights are compressed, whoever says so."""
-        return self._says("weights", self.policy is not None and self.policy.compress_weights)
+    def methods(self) -> dict[str, Any]:
+        """The fields of a `Method` that change answers, whoever says so."""
+        policy = self.policy or Method(gpu_batch=1)
+        methods: dict[str, Any] = {name: getattr(policy, name) for name in _METHODS}
+        if self.compress is not None:
+            methods |= compression(self.compress)
+        if self.sparse_attention is not None:
+            methods["attention_sparsity"] = self.sparse_attention
+        return methods
 
     @property
-    def compress_cache(self) -> bool:
-        """True where the cache is compressed, whoever says so."""
-        return self._says("cache", self.policy is not None and self.policy.compress_cache)
-
-    @property
-    def attention_sparsity(self) -> float:
-        """The share of the value cache that is read, whoever says so."""
-        given = 1.0 if self.policy is None else self.policy.attention_sparsity
-        return given if self.sparse_attention is None else self.sparse_attention
+    def packed_bits(self) -> int | None:
+        """The width of compressed weights; None where they are not compressed."""
+        return self.weight_bits if self.methods["compress_weights"] else None
 
     @property
     def scratch_folder(self) -> Path:
@@ -86,15 +87,12 @@ class LaunchOptions:
 
     def answers_depend_on(self, shape: ModelShape) -> dict[str, Any]:
         """The settings that change a model's answers: memory, tiers, batches and threads do not."""
-        bits = self.weight_bits if self.compress_weights else None
+        bits, methods = self.packed_bits, self.methods
         return {
             "weights": [bits, PACKING] if bits or shape.stored else None,
-            "cache": ["kivi", self.cache_bits] if self.compress_cache else None,
-            "sparse_attention": self.attention_sparsity,
+            "cache": ["kivi", self.cache_bits] if methods["compress_cache"] else None,
+            "sparse_attention": methods["attention_sparsity"],
         }
-
-    def _says(self, what: str, policy: bool) -> bool:
-        return policy if self.compress is None else what in self.compress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +123,7 @@ def memory_limits(options: LaunchOptions) -> tuple[int, int]:
 def profile_drive(model: Path, shape: ModelShape, options: LaunchOptions, *, say: Callable[[str], None]) -> None:
     """Take a quick profile of the drive, where the weights do not fit memory, so that the job will read them, and its
     policy is to be planned for a CPU. Not of a drive other than the model's: its files are what is read."""
-    bits = options.weight_bits if options.compress_weights else None
-    weights = shape.layers * shape.packed_bytes(bits, 0)[0] + shape.embedding_bytes
+    weights = shape.layers * shape.packed_bytes(options.packed_bits, 0)[0] + shape.embedding_bytes
     folder = options.scratch_folder
     files = sorted(model.glob("*.safetensors"), key=lambda file: file.stat().st_size)
     if options.policy is not None or not files or find_accelerator(options) is not None or shape.dtype is None:
@@ -194,9 +191,7 @@ def run_options(
         threads=options.threads or max(1, num_cores() // options.processes),
         weight_bits=options.weight_bits,
         cache_bits=options.cache_bits,
-        compress_weights=options.compress_weights,
-        compress_cache=options.compress_cache,
-        attention_sparsity=options.attention_sparsity,
+        methods=options.methods,
         overlap=options.overlap,
     )
 
@@ -216,13 +211,8 @@ class _Job:
         whoever gives a policy says how large it is. Of a pipeline the last stage's share is counted, which is this
         process's; the others count their own."""
         options = self.options
-        policy = replace(
-            policy,
-            compress_weights=options.compress_weights,
-            compress_cache=options.compress_cache,
-            attention_sparsity=options.attention_sparsity,
-            overlap=policy.overlap if options.overlap is None else options.overlap,
-        )
+        overlap = policy.overlap if options.overlap is None else options.overlap
+        policy = replace(policy, **options.methods, overlap=overlap)
         stage = split_model(self.shape, stages, workload_of(self.sizes, max))[-1]
         counts = equal(len(self.sizes), policy.block_size * stages)
         with OpenModel(self.model, policy, options, stage=stage) as opened:

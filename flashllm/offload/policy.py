@@ -1,6 +1,6 @@
 """`Policy`: one offloading strategy of paper B, section 4.3, as a frozen value. It knows neither model nor machine."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -13,11 +13,11 @@ COMPRESSIBLE = ("weights", "cache")
 _SUM_TOLERANCE = 1e-6
 
 
-def compressible(names: Iterable[str]) -> frozenset[str]:
-    """The same, of COMPRESSIBLE. UsageError for another."""
+def compression(names: Collection[str]) -> dict[str, bool]:
+    """Fields of a `Method` by which what is named, of COMPRESSIBLE, is compressed. UsageError for another name."""
     for unknown in sorted(set(names) - set(COMPRESSIBLE)):
         raise UsageError(f"--compress must be of {', '.join(COMPRESSIBLE)}, not {unknown!r}")
-    return frozenset(names)
+    return {f"compress_{name}": name in names for name in COMPRESSIBLE}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

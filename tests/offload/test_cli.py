@@ -2,12 +2,14 @@
 
 import json
 from functools import partial
+from pathlib import Path
 
 import pytest
 from offload_host import HOST, policy_of
 from scripts import run_python
 
 from flashllm.cli import main
+from flashllm.convert.outline import find_well_known
 from flashllm.offload.machine.machines import T4
 from flashllm.offload.planner import local
 from flashllm.offload.planner import search as planner
@@ -88,6 +90,14 @@ def test_compression_reaches_the_search(capsys):
         assert (policy["compress_weights"], policy["compress_cache"]) == expected
 
 
+def test_compression_reaches_a_given_policy(capsys, tmp_path):
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(policy_of(compress_cache=True).to_json()))
+    for given, expected in (([], (False, True)), (["--compress", "weights"], (True, False))):
+        policy = json.loads(run(capsys, "--json", "--policy", str(path), *given)[1])["policy"]
+        assert (policy["compress_weights"], policy["compress_cache"]) == expected
+
+
 @pytest.mark.parametrize(
     ("more", "status", "said"),
     [
@@ -96,6 +106,7 @@ def test_compression_reaches_the_search(capsys):
         (["--prompt-len", "0"], 2, "argument --prompt-len: must be at least 1"),
         (["--hardware", "h100"], 2, "h100"),
         (["--compress", "all"], 2, "--compress must be of weights, cache, not 'all'"),
+        (["--compress", "all", "--policy", "absent.json"], 2, "--compress must be of weights, cache, not 'all'"),
         (["--policy", "absent.json"], 1, "absent.json"),
     ],
 )
@@ -144,3 +155,13 @@ def test_this_machine_is_the_default_known_by_its_profile_or_typical(capsys, mon
     assert json.loads(small)["predicted"]["peak_device"] <= 2e9
     monkeypatch.setattr(local, "this_machine", lambda folder, dtype, device: HOST)
     assert f"on {HOST.name} ({HOST.source})" in run(capsys, argv=argv)[1]
+
+
+def test_the_drive_is_the_models(capsys, monkeypatch, tmp_path):
+    """Also of a model that is a file."""
+    path, seen = tmp_path / "config.json", []
+    path.write_text(json.dumps(find_well_known("opt-1.3b").config))
+    monkeypatch.setattr(local, "this_machine", lambda folder, dtype, device: seen.append(folder) or HOST)
+    for model in (path, tmp_path, "opt-1.3b"):
+        assert run(capsys, argv=["plan", str(model), *PLAN[2:-2]])[0] == 0
+    assert seen == [path, tmp_path, Path()]

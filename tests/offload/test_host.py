@@ -268,9 +268,8 @@ def test_disk_reads_are_the_full_blocks_and_the_weights(model):
 def test_a_job_is_planned_and_priced_here(model, tmp_path):
     _, shape = model
     for compress, memory in itertools.product((False, True), (60 * 10**6, GB)):
-        options = RunOptions(
-            scratch=tmp_path, memory=memory, disk=GB, compress_weights=compress, compress_cache=compress
-        )
+        methods = dict.fromkeys(("compress_weights", "compress_cache"), compress)
+        options = RunOptions(scratch=tmp_path, memory=memory, disk=GB, methods=methods)
         policy = plan_policy(shape, WORK, options, requests=40)
         assert policy.compress_cache == compress
         whole = predict_job(shape, options, policy, [(policy.block_size, WORK)])

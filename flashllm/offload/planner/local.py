@@ -80,11 +80,9 @@ def plan_policy(
     space = SearchSpace(
         gpu_batches=batches,
         sequences=max(requests, 1),
-        compress_weights=options.compress_weights,
-        compress_cache=options.compress_cache,
+        **options.methods,
         weight_bits=options.weight_bits,
         cache_bits=options.cache_bits,
-        attention_sparsity=options.attention_sparsity,
         overlap=None if options.overlap is None else (options.overlap,),
         blocks_in_flight=stages,
         cpu_attention=(True,),  # what the runtime does with a cache beside the device

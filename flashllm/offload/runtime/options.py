@@ -1,7 +1,9 @@
 """How the runtime executes a policy, and what the planner may use for one, as a frozen value."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,14 +14,12 @@ class RunOptions:
     memory: int | None = None  # bytes for weights, cache and working memory beside an accelerator; None: no limit
     disk: int = 0  # bytes that scratch files may take
     accelerator: str | None = None  # torch's name of the device tier; None: the CPU, by the native core
-    gpu_memory: int | None = None  # bytes of the device tier: of an accelerator, or a part of `memory`; None: all
+    gpu_memory: int | None = None  # bytes of an accelerator that is the device tier; None: all
     threads: int | None = None  # of the products; None: one a core
     weight_bits: int = 4  # where the policy compresses weights
     cache_bits: int = 4  # where it compresses the cache
     # For a policy that is to be planned.
-    compress_weights: bool = False
-    compress_cache: bool = False
-    attention_sparsity: float = 1.0
+    methods: Mapping[str, Any] = field(default_factory=dict)  # fields of a `Method`, which change answers
     overlap: bool | None = None  # None: as is faster; it takes a second layer's memory
 
     @property
