@@ -38,7 +38,7 @@ class LaunchOptions:
 
     memory: int | None = None  # bytes for everything the process holds; None: four fifths of what is free
     device: Device = "auto"  # what the device tier is: a GPU where torch has one, or the CPU
-    gpu_memory: int | None = None  # bytes of the device tier; None: all that is free of a GPU's, or all of `memory`
+    gpu_memory: int | None = None  # bytes of the device tier on a GPU; None: all that is free
     policy: Policy | None = None  # None: planned
     compress: frozenset[str] | None = None  # of COMPRESSIBLE
     sparse_attention: float | None = None  # share of the value cache that is read
@@ -162,6 +162,8 @@ def prepare(
     if accelerator is not None:  # where codes are widened
         shape = shape.widened
     gpu_memory = options.gpu_memory
+    if accelerator is None and gpu_memory is not None:
+        raise UsageError("gpu_memory is a GPU's, and the CPU computes here: leave it out; memory limits what it takes")
     if accelerator is not None and gpu_memory is None:  # before memory is counted, of which a GPU's context takes some
         gpu_memory = free_nbytes(accelerator)
     limit, memory = memory_limits(options)

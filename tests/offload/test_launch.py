@@ -12,12 +12,12 @@ from arch_models import Variant, make_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from memory_group import GroupError, MemoryGroup
-from offload_host import HOST, policy_of
+from offload_host import GB, HOST, policy_of
 from scripts import REPOSITORY
 from tiny_models import make_tiny_opt
 
 from flashllm.convert.run import convert
-from flashllm.errors import BudgetError
+from flashllm.errors import BudgetError, UsageError
 from flashllm.offload import launch as launching
 from flashllm.offload.jobs.blocks import cut, equal
 from flashllm.offload.launch import LaunchOptions, prepare
@@ -157,6 +157,12 @@ def test_a_ragged_job_is_planned_by_its_blocks(model, tmp_path, monkeypatch):
         for each, counts in ((found.policy, found.blocks), (longest, equal(len(sizes), longest.block_size)))
     ]
     assert priced[0]["throughput"] >= priced[1]["throughput"]
+
+
+def test_a_limit_of_a_gpus_memory_needs_one(model, tmp_path):
+    options = LaunchOptions(scratch=tmp_path / "scratch", device="cpu", gpu_memory=GB)
+    with pytest.raises(UsageError, match="gpu_memory is a GPU's"):
+        prepare(*model, [(20, 29)], options)
 
 
 def test_what_cannot_be_held_is_refused_with_numbers(model, tmp_path, monkeypatch):

@@ -37,12 +37,7 @@ def local_hardware(shape: ModelShape, options: RunOptions) -> Hardware:
             disk_capacity=options.disk,
         )
     hardware = machine_here(options.scratch, shape.dtype, device="cpu")
-    device = memory if options.gpu_memory is None else min(options.gpu_memory, memory)
-    return hardware.limited(
-        device_memory=device + hardware.device_reserved,
-        cpu_memory=0 if options.gpu_memory is None else memory - device,
-        disk_capacity=options.disk,
-    )
+    return hardware.limited(device_memory=memory + hardware.device_reserved, cpu_memory=0, disk_capacity=options.disk)
 
 
 def machine_here(folder: Path, dtype: str | None, *, device: str | None = None) -> Hardware:
