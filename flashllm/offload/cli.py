@@ -65,11 +65,9 @@ def _plan(args: argparse.Namespace) -> int:
     shape = load_shape(args.model)
     workload = Workload(prompt_len=args.prompt_len, gen_len=args.gen_len)
     hardware = _hardware(args, shape.dtype)
-    if hardware.device != "cpu":
-        shape = shape.widened
-        if shape.experts or shape.state_bytes:
-            kind = "mixtures of experts" if shape.experts else "layers that keep a state"
-            print(f"this plan is a GPU's; `run` computes {kind} on the CPU alone", file=sys.stderr)
+    if hardware.device != "cpu" and (shape.experts or shape.state_bytes):
+        kind = "mixtures of experts" if shape.experts else "layers that keep a state"
+        print(f"this plan is a GPU's; `run` computes {kind} on the CPU alone", file=sys.stderr)
     document: dict[str, Any] = {"model": shape.name, "hardware": hardware.to_json()}
     if args.policy is not None:
         policy = replace(Policy.load(args.policy), **compress)

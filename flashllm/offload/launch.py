@@ -159,8 +159,6 @@ def prepare(
     if options.policy is None:
         load_search()
     accelerator = find_accelerator(options, stages=stages)
-    if accelerator is not None:  # where codes are widened
-        shape = shape.widened
     gpu_memory = options.gpu_memory
     if accelerator is None and gpu_memory is not None:
         raise UsageError("gpu_memory is a GPU's, and the CPU computes here: leave it out; memory limits what it takes")

@@ -130,6 +130,13 @@ def test_cpu_and_disk_peaks():
     assert disk_peak(cost_model(p)).value(x) == pytest.approx(disk)
 
 
+def test_an_accelerator_holds_codes_widened():
+    """As it has them, whoever asks."""
+    coded = dataclasses.replace(SHAPE, stored=(("up", "int4_32"), ("down", "int4_32")), scale_bytes=7)
+    assert coded.layer_bytes != SHAPE.layer_bytes
+    assert predict(coded, PLAIN, WORK, mixed()) == predict(SHAPE, PLAIN, WORK, mixed())
+
+
 def test_limits_leave_out_what_is_reserved():
     hardware = dataclasses.replace(PLAIN, device_reserved=400, cpu_reserved=300)
     limits = {tier: limit for tier, _, limit in memory_limits(cost_model(mixed(), hardware))}

@@ -221,5 +221,6 @@ class HostCostModel(CostModel):
 
 def cost_model(shape: ModelShape, hardware: Hardware, workload: Workload, method: Method, **settings: int) -> CostModel:
     """The cost model of the machine's kind. `settings`: weight_bits, cache_bits, blocks_in_flight."""
-    kind = HostCostModel if hardware.device == "cpu" else CostModel
-    return kind(shape=shape, hardware=hardware, workload=workload, method=method, **settings)
+    if hardware.device == "cpu":
+        return HostCostModel(shape=shape, hardware=hardware, workload=workload, method=method, **settings)
+    return CostModel(shape=shape.widened, hardware=hardware, workload=workload, method=method, **settings)

@@ -184,5 +184,6 @@ def explain_refusal(shape: ModelShape, hardware: Hardware, workload: Workload, s
         all_of_them = programs[0].shortfall(TIERS) or {}
         missing = [f"{format_size(more)} more {names[tier]}" for tier, more in all_of_them.items() if more > 0]
         ways.append(" and ".join(missing))
-    what = f"{shape.name} ({format_size(shape.model_bytes)}) at {workload.prompt_len} + {workload.gen_len} tokens"
+    size = format_size(programs[0].model.shape.model_bytes)
+    what = f"{shape.name} ({size}) at {workload.prompt_len} + {workload.gen_len} tokens"
     return f"{what} does not fit the limits on {hardware.name}: it needs {', or '.join(ways)}"
