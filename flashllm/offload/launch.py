@@ -259,7 +259,7 @@ class _Job:
         planned away, for a block that is cut by one sequence may cost as much as two.
         """
         options, found, lacking = self.options, list[Launch](), list[tuple[int, int]]()
-        alike = (workload.prompt_len, workload.full_context - 1)
+        alike = (workload.prompt_len, workload.positions)
         for _ in range(_PLANS):
             try:
                 policy = self._plan(workload, options)

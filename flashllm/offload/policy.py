@@ -36,6 +36,11 @@ class Workload:
     def full_context(self) -> int:
         return self.prompt_len + self.gen_len
 
+    @property
+    def positions(self) -> int:
+        """Those that go through the layers, and are cached: the last new token is chosen and not fed back."""
+        return self.full_context - 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:

@@ -62,6 +62,6 @@ def split_model(shape: ModelShape, stages: int, workload: Workload) -> tuple[Sta
     """`split` of a model, with the head's cost as the cost model has it: its operations compared with a layer's. Every
     token of a sequence goes through the layers, only those that are followed by a new one through the head. An
     embedding is a row that is copied, and costs nothing."""
-    layer = shape.layer_params * (workload.full_context - 1)
+    layer = shape.layer_params * workload.positions
     head = shape.vocab * shape.hidden * workload.gen_len
     return split(shape.layers, stages, head=head / layer)

@@ -130,12 +130,23 @@ def test_the_cache_takes_what_the_runtime_allocates(model, where, bits, lengths)
 
 @pytest.mark.parametrize("head_dim", [20, 64, 96, 120, 256])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_packed_block_has_the_cores_size_for_every_size_of_head(head_dim, bits):
+def test_a_block_has_the_cores_size_for_every_size_of_head(head_dim, bits, heads):
     """Also where a head's numbers are no whole units of 16."""
     sizes = {"heads": 2, "kv_heads": 2, "head_dim": head_dim}
     attention = _core.BatchAttention(Attention(query_scale=1.0, **sizes), "bfloat16", _core.ThreadPool(1), bits=bits)
     costs = host(dataclasses.replace(FEW, **sizes), policy_of(compress_cache=True))
     assert dataclasses.replace(costs, cache_bits=bits).sealed_bytes == attention.sealed_nbytes
+    assert costs.block_bytes == attention.block_nbytes
+
+
+def test_all_blocks_in_flight_have_states_on_disk(model):
+    _, shape = model
+    costs = host(shape, policy_of("disk"))
+    peaks = [
+        {name: form.value(costs.method.placement) for name, form, _ in host_peaks.host_limits(each)}["disk"]
+        for each in (costs, dataclasses.replace(costs, blocks_in_flight=3))
+    ]
+    assert peaks[1] == pytest.approx(3 * peaks[0])
 
 
 def test_there_are_two_tiers(model):

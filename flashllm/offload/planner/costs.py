@@ -48,6 +48,11 @@ class CostModel:
         """The policy that is priced, where it is known."""
         return self.method if isinstance(self.method, Policy) else None
 
+    @property
+    def sequences(self) -> int:
+        """Those whose cache is held at once."""
+        return self.method.block_size * self.blocks_in_flight
+
     # Sizes, in bytes -------------------------------------------------------------------------------------------
 
     @property

@@ -15,15 +15,11 @@ from flashllm._core import KV_BLOCK
 from flashllm.offload.machine.hardware import Hardware
 from flashllm.offload.planner.costs import CostModel
 from flashllm.offload.planner.linear import CD, HC, HD, WC, WD, Linear, constant
-from flashllm.offload.planner.packing import late_layers
+from flashllm.offload.planner.packing import GROUP, codes_nbytes, in_units, late_layers
 from flashllm.offload.policy import Method, Workload
 from flashllm.offload.runtime.ops import ROWS_TOGETHER
+from flashllm.offload.runtime.tiers.scratch import round_up
 from flashllm.offload.shape import ModelShape
-
-# As csrc/attention/kv_block.h packs: keys by channel, values by position.
-_GROUP = 64  # values that share a scale and a minimum of 16 bits each
-_UNIT = 16  # codes that lie together
-_SEALED_MULTIPLE = 4096  # bytes that a packed block is padded to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,17 +55,17 @@ class HostCostModel(CostModel):
     @property
     def block_bytes(self) -> int:
         """A plain block of the cache: 64 positions of a sequence in a layer."""
-        return KV_BLOCK * self.shape.kv_token_bytes
+        return round_up(KV_BLOCK * self.shape.kv_token_bytes)
 
     @property
     def sealed_bytes(self) -> int:
+        """A full block, packed as csrc/attention/kv_block.h says: keys by channel, values by position."""
         if not self.method.compress_cache:
             return self.block_bytes
         shape = self.shape
-        codes = KV_BLOCK * -(-shape.head_dim // _UNIT) * _UNIT * self.cache_bits // 8
-        keys, values = codes + 4 * shape.head_dim, codes + 4 * KV_BLOCK * -(-shape.head_dim // _GROUP)
-        nbytes = shape.kv_heads * (keys + (0 if shape.latent else values))
-        return -(-nbytes // _SEALED_MULTIPLE) * _SEALED_MULTIPLE
+        codes = KV_BLOCK * codes_nbytes(shape.head_dim, self.cache_bits)
+        keys, values = codes + 4 * in_units(shape.head_dim), codes + 4 * KV_BLOCK * -(-shape.head_dim // GROUP)
+        return round_up(shape.kv_heads * (keys + (0 if shape.latent else values)))
 
     @property
     def head_tier(self) -> str:

@@ -10,21 +10,16 @@ from flashllm.offload.planner.linear import CC, CD, CG, HC, HD, HG, WC, WD, WG, 
 from flashllm.offload.planner.packing import late_layers
 from flashllm.offload.runtime.ops import ROWS_TOGETHER
 from flashllm.offload.runtime.tasks import BUFFERS
+from flashllm.offload.runtime.tiers.scratch import ALIGNMENT, round_up
+from flashllm.offload.runtime.tiers.weight_plan import GATHERED_ROWS
 from flashllm.offload.shape import ModelShape
 
-_GATHERED_ROWS = 1024  # rows of an embedding on disk that are read together
-_PAGE = 4096
 SPARE = 24 << 20  # stacks, readers' bounce buffers, what an allocator holds back
-
-
-def cached_positions(model: HostCostModel) -> int:
-    """The last new token is chosen and not fed back."""
-    return model.workload.full_context - 1
 
 
 def sealed_blocks(model: HostCostModel) -> int:
     """Blocks of a sequence in a layer that get full."""
-    return cached_positions(model) // KV_BLOCK
+    return model.workload.positions // KV_BLOCK
 
 
 def weights(model: HostCostModel) -> tuple[Linear, float]:
@@ -43,7 +38,7 @@ def weights(model: HostCostModel) -> tuple[Linear, float]:
     if not shape.tied and embedding_tier != "d":
         kept += table
     if (embedding_tier == "d" and not shape.tied) or model.head_tier == "d":
-        kept += _GATHERED_ROWS * (-(-shape.hidden * shape.dtype_bytes // _PAGE) * _PAGE + _PAGE)
+        kept += GATHERED_ROWS * (round_up(shape.hidden * shape.dtype_bytes) + ALIGNMENT)
     vectors = 6 * shape.hidden + shape.query_dim + 2 * shape.kv_dim + 2 * shape.ffn  # norms and biases, in fp32
     kept += shape.layers * shape.experts * shape.hidden * (4 + shape.dtype_bytes)  # routers, and what experts add
     kept += shape.layers * shape.beside * shape.hidden * (3 if shape.gated else 2) * shape.dtype_bytes
@@ -55,9 +50,8 @@ def weights(model: HostCostModel) -> tuple[Linear, float]:
 
 def cache(model: HostCostModel) -> Linear:
     """The cache's blocks in memory and the buffers that blocks pass; recurrent states, which do not move."""
-    m, positions = model.method, cached_positions(model)
-    in_flight = m.block_size * model.blocks_in_flight
-    sequences, states = in_flight * model.shape.kept_layers, in_flight * model.shape.state_bytes
+    m, positions = model.method, model.workload.positions
+    sequences, states = model.sequences * model.shape.kept_layers, model.sequences * model.shape.state_bytes
     full, prompt = sealed_blocks(model), -(-model.workload.prompt_len // KV_BLOCK)
     staged = CD * (m.gpu_batch * BUFFERS * full * model.sealed_bytes)
     arriving = m.gpu_batch * prompt * (BUFFERS * model.block_bytes)
@@ -75,7 +69,7 @@ def states(model: HostCostModel, tokens: int) -> Linear:
     """Hidden states of all batches between two layers; those on disk pass buffers."""
     m = model.method
     row = tokens * model.shape.activation_token_bytes
-    kept = (HG + HC) * (m.block_size * model.blocks_in_flight * row)
+    kept = (HG + HC) * (model.sequences * row)
     return kept + (HC + HD) * (2 * m.gpu_batch * row) + HD * ((BUFFERS + 1) * m.gpu_batch * row)
 
 
@@ -106,9 +100,8 @@ def host_limits(model: HostCostModel) -> list[tuple[str, Linear, int]]:
         batch = model.method.gpu_batch
         peak = kept + blocks + states(model, tokens) + working(shape, batch * tokens, batch)
         rows.append(("device", peak, hardware.device_usable))
-    sequences = model.method.block_size * model.blocks_in_flight
-    on_disk = CD * (sequences * shape.kept_layers * sealed_blocks(model) * model.sealed_bytes)
-    on_disk += HD * (model.method.block_size * model.workload.prompt_len * shape.activation_token_bytes)
+    on_disk = CD * (model.sequences * shape.kept_layers * sealed_blocks(model) * model.sealed_bytes)
+    on_disk += HD * (model.sequences * model.workload.prompt_len * shape.activation_token_bytes)
     if not model.method.compress_weights and not shape.stored:  # read from the model's own files, where they are there
         on_disk += WD * (shape.assembled * shape.ffn_params * shape.dtype_bytes * shape.layers)
     else:

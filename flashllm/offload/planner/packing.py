@@ -1,5 +1,6 @@
 """How the throughput engine packs a layer's matrices: the encodings of base/group_codes.py, and where each is used. A
-matrix that the model has in codes stays as it is, but where fewer bits are asked for.
+matrix that the model has in codes stays as it is, but where fewer bits are asked for. And the sizes of packed keys and
+values (csrc/kernels/group_codec.h).
 
 Weights that share a scale lie along the inputs, but for a down projection, whose vectors are its inputs' columns, as a
 few of its inputs are a hundred times the others. Fewer than WIDE_BITS cost most in some places, which therefore have
@@ -21,6 +22,8 @@ _ENCODINGS = {4: "int4_64_min", 8: "int8_64"}
 # That matrices may stay in.
 CODES: Mapping[str, GroupCode | CarriedCode | PlaneCode] = {**GROUP_CODES, **CARRIED_CODES, **PLANE_CODES}
 PACKED_BITS = tuple(_ENCODINGS)
+GROUP = 64  # values of a position that share a scale and a minimum
+_UNIT = 16  # codes of keys or values that lie together, in 2 * bits bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +79,13 @@ class WeightPacking:
 def late_layers(layers: int) -> int:
     """Layers at the end whose down projections are wide."""
     return -(-layers // LATE_SHARE)
+
+
+def in_units(columns: int) -> int:
+    """`columns` keys or values of a position, up to whole units."""
+    return -(-columns // _UNIT) * _UNIT
+
+
+def codes_nbytes(columns: int, bits: int) -> int:
+    """Bytes that so many keys or values of a position take, without their scale and minimum."""
+    return in_units(columns) // _UNIT * 2 * bits

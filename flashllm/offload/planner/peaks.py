@@ -9,14 +9,10 @@ from flashllm.offload.planner.host_peaks import host_limits
 from flashllm.offload.planner.linear import CC, CD, CG, HC, HD, HG, WC, WD, WG, Linear, constant
 
 
-def _sequences(model: CostModel) -> int:
-    return model.method.block_size * model.blocks_in_flight
-
-
 def _cache_bytes(model: CostModel) -> float:
     """Keys and values of every block in flight, all layers, at their full length; and recurrent states."""
     per_sequence = model.workload.full_context * model.cache_token_bytes * model.shape.kept_layers
-    return _sequences(model) * (per_sequence + model.shape.state_bytes)
+    return model.sequences * (per_sequence + model.shape.state_bytes)
 
 
 def _weight_bytes(model: CostModel) -> float:
@@ -50,7 +46,7 @@ def device_peaks(model: CostModel) -> list[Linear]:
     peaks = []
     for tokens, works in ((s, working(s, s, constant(1))), (1, working(1, total, attended))):
         hidden = tokens * shape.activation_token_bytes
-        home = WG * _weight_bytes(model) + CG * _cache_bytes(model) + HG * (hidden * _sequences(model))
+        home = WG * _weight_bytes(model) + CG * _cache_bytes(model) + HG * (hidden * model.sequences)
         home += arriving + expanded + (HC + HD) * (hidden * gbs)
         peaks += [home + work for work in works]
     return peaks
@@ -63,9 +59,9 @@ def cpu_peaks(model: CostModel) -> list[Linear]:
     hidden = shape.activation_token_bytes
     home = WC * _weight_bytes(model) + CC * _cache_bytes(model)
     prefill = (
-        home + HC * (s * hidden * _sequences(model)) + (WC + WD) * model.weight_bytes + (HC + HD) * (s * hidden * gbs)
+        home + HC * (s * hidden * model.sequences) + (WC + WD) * model.weight_bytes + (HC + HD) * (s * hidden * gbs)
     )
-    decode = home + HC * (hidden * _sequences(model)) + WD * model.weight_bytes + HD * (2 * hidden * gbs)
+    decode = home + HC * (hidden * model.sequences) + WD * model.weight_bytes + HD * (2 * hidden * gbs)
     decode += CD * (2 * gbs * total * model.cache_token_bytes)
     if m.cpu_attention:
         scores = 2 * gbs * shape.heads * total * shape.dtype_bytes
@@ -76,7 +72,7 @@ def cpu_peaks(model: CostModel) -> list[Linear]:
 
 def disk_peak(model: CostModel) -> Linear:
     """Disk bytes (nvme_peak of A.3)."""
-    hidden = model.workload.prompt_len * model.shape.activation_token_bytes * _sequences(model)
+    hidden = model.workload.prompt_len * model.shape.activation_token_bytes * model.sequences
     return WD * _weight_bytes(model) + CD * _cache_bytes(model) + HD * hidden
 
 

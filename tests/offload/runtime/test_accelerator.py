@@ -9,7 +9,7 @@ from offload_runs import CPU, DEVICE, DISK, MIXED, answers, policy, sequences
 
 from flashllm.base.group_codes import GROUP_CODES
 from flashllm.errors import BudgetError, UnsupportedModelError, UsageError
-from flashllm.offload.planner.packing import Packing
+from flashllm.offload.planner.packing import Packing, codes_nbytes
 from flashllm.offload.runtime.accelerator import codec
 from flashllm.offload.runtime.accelerator.codec import PackedMatrix
 from flashllm.offload.runtime.accelerator.device import TorchDevice
@@ -97,7 +97,7 @@ def test_unpacked_weights_have_the_bits_of_the_encoding(encoding, rows, columns,
 def test_codes_come_back(bits):
     codes = torch.randint(0, 1 << bits, (3, 5, 48), dtype=torch.uint8)
     packed = codec.pack_codes(codes, bits)
-    assert packed.shape == (3, 5, codec.codes_nbytes(48, bits))
+    assert packed.shape == (3, 5, codes_nbytes(48, bits))
     assert torch.equal(codec.unpack_codes(packed, bits), codes)
 
 

@@ -9,24 +9,13 @@ from flashllm.base.group_codes import GROUP_CODES
 from flashllm.offload.planner.packing import Packing
 from flashllm.offload.runtime.accelerator.device import Tensor
 
-GROUP = 64  # values that share a scale and a minimum
-UNIT = 16  # codes that lie together, in 2 * bits bytes
 _LARGEST = 65504.0  # of fp16
 _TOGETHER = 4096  # vectors unpacked at a time
 _UNIT_NBYTES = 16  # of 32 weights in 4 bits: their lower halves are the first 16
 
 
-def in_units(columns: int) -> int:
-    """`columns`, up to whole units."""
-    return -(-columns // UNIT) * UNIT
-
-
-def codes_nbytes(columns: int, bits: int) -> int:
-    return in_units(columns) // UNIT * 2 * bits
-
-
 def unpack_codes(packed: Tensor, bits: int) -> Tensor:
-    """[..., units * 2 * bits] uint8 -> [..., units * UNIT] uint8, the lowest bits first."""
+    """[..., n * bits / 8] uint8 -> [..., n] uint8, the lowest bits first."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     return ((packed.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(-2)
 

@@ -16,15 +16,8 @@ from torch.nn import functional
 
 from flashllm._core import KV_BLOCK
 from flashllm.arch.mixers import Attention
-from flashllm.offload.runtime.accelerator.codec import (
-    GROUP,
-    codes_nbytes,
-    in_units,
-    pack_codes,
-    quantise,
-    restore,
-    unpack_codes,
-)
+from flashllm.offload.planner.packing import GROUP, codes_nbytes, in_units
+from flashllm.offload.runtime.accelerator.codec import pack_codes, quantise, restore, unpack_codes
 from flashllm.offload.runtime.accelerator.device import Tensor, TorchDevice, host_tensor
 from flashllm.offload.runtime.ops import Projected
 from flashllm.offload.runtime.tasks import Task
