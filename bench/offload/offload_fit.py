@@ -23,10 +23,11 @@ from flashllm.offload.machine.machines import T4
 from flashllm.offload.planner.costs import CostModel
 from flashllm.offload.planner.predict import predict
 from flashllm.offload.policy import Policy, Workload
-from flashllm.offload.shape import BUILTIN
+from flashllm.offload.shape import load_shape
 from flashllm.profile.rates import RateCurve
 
 GEN_LEN = 32
+OPT_175B = load_shape("opt-175b")
 
 
 def paper_policy(gpu_batch: int, num_batches: int, percent: Sequence[int], **methods: object) -> Policy:
@@ -59,8 +60,7 @@ PARAMETERS = {
 def machine(values: Sequence[float]) -> Hardware:
     """The T4 machine with these rates. Store rates have knots at the two sizes table 4 shows."""
     gemm, bandwidth, ctog, dtoc, small, large, attention = (float(value) for value in values)
-    shape = BUILTIN["opt-175b"]
-    new = POLICY_175B.gpu_batch * shape.kv_token_bytes / 2
+    new = POLICY_175B.gpu_batch * OPT_175B.kv_token_bytes / 2
     return dataclasses.replace(
         T4,
         gemm=RateCurve.flat(gemm),
@@ -76,7 +76,7 @@ def machine(values: Sequence[float]) -> Hardware:
 
 def stage_seconds(hardware: Hardware) -> dict[str, float]:
     """Table 4's rows, overlap off: what each component takes alone, for a whole block."""
-    shape, policy, work = BUILTIN["opt-175b"], POLICY_175B, Workload(prompt_len=512, gen_len=GEN_LEN)
+    shape, policy, work = OPT_175B, POLICY_175B, Workload(prompt_len=512, gen_len=GEN_LEN)
     model = CostModel(shape=shape, hardware=hardware, workload=work, method=policy)
     only = {  # the same stages with one kind of tensor off the device
         "weights": (0, policy.wc, policy.wd, 1, 0, 0, 1, 0, 0),
@@ -111,8 +111,8 @@ Metric = Callable[[Hardware], float]
 
 
 def _throughput(model: str, policy: Policy, metric: str) -> Metric:
-    work = Workload(prompt_len=512, gen_len=GEN_LEN)
-    return lambda hardware: float(getattr(predict(BUILTIN[model], hardware, work, policy), metric))
+    shape, work = load_shape(model), Workload(prompt_len=512, gen_len=GEN_LEN)
+    return lambda hardware: float(getattr(predict(shape, hardware, work, policy), metric))
 
 
 ROWS: tuple[tuple[str, Metric, float], ...] = (

@@ -23,7 +23,7 @@ from flashllm.offload.machine.machines import T4
 from flashllm.offload.planner.predict import predict
 from flashllm.offload.planner.search import GPU_BATCHES, NUM_BATCHES, SearchSpace, search
 from flashllm.offload.policy import Policy, Workload
-from flashllm.offload.shape import BUILTIN
+from flashllm.offload.shape import load_shape
 from flashllm.profile.rates import RateCurve
 
 USED, HELD_OUT, REPORTED = "used", "held out", "predicted"
@@ -95,7 +95,7 @@ def _space(grid: Grid, methods: dict[str, bool], **constraints: Any) -> SearchSp
 def table_2(rows: Sequence[tuple[str, int, float, Policy, dict[str, bool], str]], grid: Grid) -> list[dict[str, Any]]:
     records = []
     for model, prompt_len, paper, policy, methods, use in rows:
-        shape, work = BUILTIN[model], _workload(prompt_len)
+        shape, work = load_shape(model), _workload(prompt_len)
         record: dict[str, Any] = {"model": model, "prompt_len": prompt_len, "paper": paper, "use": use}
         record["compressed"] = sorted(methods)
         record["paper_policy"] = policy.to_json()
@@ -114,14 +114,14 @@ def table_2(rows: Sequence[tuple[str, int, float, Policy, dict[str, bool], str]]
 def table_5() -> list[dict[str, Any]]:
     records = []
     for what, model, paper, policy in TABLE_5:
-        ours = predict(BUILTIN[model], T4, _workload(512), policy)
+        ours = predict(load_shape(model), T4, _workload(512), policy)
         records.append({"what": what, "model": model, "paper": paper, "predicted": ours.throughput})
     return records
 
 
 def frontier(model: str, latencies: Sequence[float], grid: Grid) -> dict[str, list[list[float]]]:
     """Figure 1: throughput within each latency, for ours, ours in 4 bit, and a row-by-row engine's policies."""
-    shape, work = BUILTIN[model], _workload(512)
+    shape, work = load_shape(model), _workload(512)
     curves: dict[str, list[list[float]]] = {"flashllm": [], "flashllm, 4 bit": [], "row by row": []}
     for name, methods in (("flashllm", {}), ("flashllm, 4 bit", BOTH)):
         plans: list[list[float]] = []  # of each pair of batches the fastest, which is also the one of least latency

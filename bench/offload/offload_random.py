@@ -24,11 +24,12 @@ from flashllm.offload.planner.predict import price
 from flashllm.offload.planner.program import TIERS, PlacementProgram
 from flashllm.offload.planner.search import SearchSpace, search
 from flashllm.offload.policy import Method, Policy, Workload
-from flashllm.offload.shape import BUILTIN, ModelShape
+from flashllm.offload.shape import ModelShape, load_shape
 from flashllm.profile.rates import RateCurve
 
 GPU_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 NUM_BATCHES = (1, 2, 4, 8, 16)
+OPTS = ("opt-1.3b", "opt-13b", "opt-175b", "opt-2.7b", "opt-30b", "opt-6.7b", "opt-66b")  # seeds count on the order
 # The integer program closes to 1e-6 of its optimum; a row of HiGHS may be off by 1e-7.
 TOLERANCE = 1e-5
 RESOURCES = ("more memory", "device memory", "CPU memory", "disk space")
@@ -70,7 +71,7 @@ def random_hardware(rng: random.Random) -> Hardware:
 
 def random_shape(rng: random.Random) -> ModelShape:
     if rng.random() < 0.3:
-        return BUILTIN[rng.choice(sorted(BUILTIN))]
+        return load_shape(rng.choice(OPTS))
     head_dim = rng.choice([64, 128])
     kv_heads = rng.choice([1, 2, 4, 8, 32])
     heads = kv_heads * rng.choice([1, 2, 4, 7])

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "model",
         metavar="MODEL_OR_CONFIG",
-        help="a folder, config.json or GGUF file, opt-1.3b … opt-175b, a name of `flashllm models`",
+        help="a folder, config.json or GGUF file, a name of `flashllm models`, opt-175b",
     )
     plan.add_argument("--prompt-len", type=whole(1), required=True, metavar="S", help="tokens of every (padded) prompt")
     plan.add_argument("--gen-len", type=whole(1), required=True, metavar="N", help="new tokens for each prompt")

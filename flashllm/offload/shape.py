@@ -262,34 +262,12 @@ def _mixer_values(layer: LayerSpec) -> int:
     return values
 
 
-def _opt(name: str, layers: int, hidden: int, heads: int) -> ModelShape:
-    return ModelShape(
-        name=name,
-        layers=layers,
-        hidden=hidden,
-        ffn=4 * hidden,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // heads,
-        vocab=50272,
-        positions=2050,
-    )
-
-
-BUILTIN = {
-    shape.name: shape
-    for shape in (
-        _opt("opt-1.3b", 24, 2048, 32),
-        _opt("opt-2.7b", 32, 2560, 32),
-        _opt("opt-6.7b", 32, 4096, 32),
-        _opt("opt-13b", 40, 5120, 40),
-        _opt("opt-30b", 48, 7168, 56),
-        _opt("opt-66b", 64, 9216, 72),
-        _opt("opt-175b", 96, 12288, 96),
-    )
-}
-
-
+# The paper's largest model, whose weights nobody can download.
+_OPT_175B = "opt-175b"
+_OPT_175B_CONFIG = {
+    "model_type": "opt", "hidden_size": 12288, "num_hidden_layers": 96, "ffn_dim": 49152, "num_attention_heads": 96,
+    "word_embed_proj_dim": 12288, "vocab_size": 50272, "max_position_embeddings": 2048,
+}  # fmt: skip
 # Keys of sizes, under the names that families have for them: a config that lacks one is not planned by a default.
 _SIZES = ("vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head")
 _FFN_SIZES = ("intermediate_size", "moe_intermediate_size", "ffn_dim")
@@ -321,13 +299,13 @@ def shape_from_config(config: dict[str, Any], *, name: str, assembled: bool = Fa
 
 
 def load_shape(model: str) -> ModelShape:
-    """The shape of `model`: a name (opt-1.3b … opt-175b, or one of `flashllm models`), a folder with a config.json,
-    that file, or a GGUF file.
+    """The shape of `model`: a name (of `flashllm models`, or opt-175b), a folder with a config.json, that file, or a
+    GGUF file.
 
     Raises UsageError when it is none of these, FormatError and FlashIOError when the file is damaged or cannot be read.
     """
-    if model.lower() in BUILTIN:
-        return BUILTIN[model.lower()]
+    if model.lower() == _OPT_175B:
+        return shape_from_config(_OPT_175B_CONFIG, name=_OPT_175B)
     known, path = find_well_known(model), Path(model)
     if known is not None:
         return shape_from_config(dict(known.config), name=known.name)
@@ -335,7 +313,7 @@ def load_shape(model: str) -> ModelShape:
         path = path / CONFIG
     if not is_there(path):
         raise UsageError(
-            f"{model}: no such folder, config.json, GGUF file or known model: {', '.join(BUILTIN)}, or a name of "
+            f"{model}: no such folder, config.json, GGUF file or known model; known are {_OPT_175B} and the names of "
             "`flashllm models`"
         )
     if path.suffix.lower() == SUFFIX:

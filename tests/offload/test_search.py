@@ -15,7 +15,7 @@ from flashllm.offload.planner.predict import price
 from flashllm.offload.planner.program import PlacementProgram
 from flashllm.offload.planner.search import SearchSpace, search
 from flashllm.offload.policy import Method, Workload
-from flashllm.offload.shape import BUILTIN, ModelShape
+from flashllm.offload.shape import ModelShape, load_shape
 from flashllm.profile.rates import RateCurve
 
 WORK = Workload(prompt_len=512, gen_len=32)
@@ -24,7 +24,7 @@ TINY = ModelShape(name="tiny", layers=2, hidden=64, ffn=256, heads=2, kv_heads=2
 
 
 def test_30b_fills_the_t4_by_whole_matrices_and_stays_inside():
-    plan = search(BUILTIN["opt-30b"], T4, WORK)
+    plan = search(load_shape("opt-30b"), T4, WORK)
     assert plan.prediction.over == {}
     assert plan.prediction.peak_device <= T4.device_usable
     assert plan.prediction.peak_cpu <= T4.cpu_usable
@@ -33,7 +33,7 @@ def test_30b_fills_the_t4_by_whole_matrices_and_stays_inside():
     assert plan.relaxed_throughput <= plan.prediction.throughput * 1.1  # rounding to tensors costs little
     for value in (plan.policy.wg, plan.policy.wc, plan.policy.wd):  # four of 1/12 and two of 4/12
         assert value * 12 == pytest.approx(round(value * 12), abs=1e-9)
-    grains = plan.policy.gpu_batch * BUILTIN["opt-30b"].kv_heads
+    grains = plan.policy.gpu_batch * load_shape("opt-30b").kv_heads
     assert plan.policy.cg * grains == pytest.approx(round(plan.policy.cg * grains), abs=1e-6)
 
 
@@ -75,7 +75,7 @@ def test_of_equally_fast_placements_the_nearest_is_taken():
 def test_bound_is_below_the_program_and_the_program_below_whole_tensors():
     for gpu_batch, num_batches, cpu in itertools.product((1, 8, 32), (1, 6), (True, False)):
         method = Method(gpu_batch=gpu_batch, num_batches=num_batches, cpu_attention=cpu)
-        model = CostModel(shape=BUILTIN["opt-30b"], hardware=T4, workload=WORK, method=method)
+        model = CostModel(shape=load_shape("opt-30b"), hardware=T4, workload=WORK, method=method)
         program = PlacementProgram(model)
         relaxed, whole = program.relaxed(), program.whole_tensors()
         assert relaxed is not None
@@ -86,14 +86,14 @@ def test_bound_is_below_the_program_and_the_program_below_whole_tensors():
 
 def test_forbidden_tiers_hold_nothing():
     space = dataclasses.replace(COARSE, forbid=frozenset({"disk"}))
-    plan = search(BUILTIN["opt-30b"], T4, WORK, space)
+    plan = search(load_shape("opt-30b"), T4, WORK, space)
     assert not plan.policy.uses_disk
     assert plan.prediction.peak_disk == 0
 
 
 def test_compression_lets_175b_leave_the_disk():
     space = dataclasses.replace(COARSE, compress_weights=True, compress_cache=True)
-    plain, packed = (search(BUILTIN["opt-175b"], T4, WORK, s) for s in (COARSE, space))
+    plain, packed = (search(load_shape("opt-175b"), T4, WORK, s) for s in (COARSE, space))
     assert plain.policy.wd > 0
     assert packed.policy.wd == 0
     assert packed.prediction.throughput > plain.prediction.throughput
@@ -110,11 +110,11 @@ def test_compression_lets_175b_leave_the_disk():
 )
 def test_impossible_cases_name_the_missing_resource(limits, named):
     with pytest.raises(BudgetError, match=named):
-        search(BUILTIN["opt-175b"], T4.limited(**limits), WORK, COARSE)
+        search(load_shape("opt-175b"), T4.limited(**limits), WORK, COARSE)
 
 
 def test_what_the_refusal_asks_for_suffices():
-    shape, short = BUILTIN["opt-175b"], T4.limited(disk_capacity=0)
+    shape, short = load_shape("opt-175b"), T4.limited(disk_capacity=0)
     with pytest.raises(BudgetError) as refusal:
         search(shape, short, WORK, COARSE)
     asked = float(str(refusal.value).split(" GB more CPU memory (")[1].split(" GB")[0]) * 1e9

@@ -8,7 +8,7 @@ from arch_models import Variant, make_checkpoint
 from gguf_files import write_gguf
 
 from flashllm.errors import FormatError, UnsupportedModelError, UsageError
-from flashllm.offload.shape import BUILTIN, load_shape, shape_from_config
+from flashllm.offload.shape import load_shape, shape_from_config
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -24,7 +24,7 @@ LLAMA_8B = {
 
 
 def test_opt_175b_takes_the_papers_325_gib():
-    shape = BUILTIN["opt-175b"]
+    shape = load_shape("opt-175b")
     assert (shape.layers, shape.hidden, shape.ffn) == (96, 12288, 49152)  # section 3
     assert shape.layer_bytes == 8 * 12288**2 + 4 * 12288 * 49152
     assert round(shape.layers * shape.layer_bytes / 2**30) == 324
@@ -36,8 +36,8 @@ def test_opt_175b_takes_the_papers_325_gib():
     ("name", "billions"),
     [("opt-1.3b", 1.3), ("opt-2.7b", 2.7), ("opt-6.7b", 6.7), ("opt-13b", 13), ("opt-30b", 30), ("opt-66b", 66)],
 )
-def test_builtin_sizes_are_their_names(name, billions):
-    assert BUILTIN[name].model_bytes / 2 == pytest.approx(billions * 1e9, rel=0.03)
+def test_opts_sizes_are_their_names(name, billions):
+    assert load_shape(name).model_bytes / 2 == pytest.approx(billions * 1e9, rel=0.03)
 
 
 def test_gated_grouped_query_model(tmp_path):
@@ -56,14 +56,6 @@ def test_gated_grouped_query_model(tmp_path):
 def test_a_config_without_kv_heads_has_as_many_as_heads():
     config = {key: value for key, value in LLAMA_8B.items() if key != "num_key_value_heads"}
     assert shape_from_config(config, name="x").kv_heads == 32
-
-
-def test_opt_config_equals_builtin():
-    config = {
-        "model_type": "opt", "num_hidden_layers": 32, "hidden_size": 4096, "ffn_dim": 16384, "num_attention_heads": 32,
-        "vocab_size": 50272, "max_position_embeddings": 2048, "word_embed_proj_dim": 4096, "torch_dtype": "float16",
-    }  # fmt: skip
-    assert shape_from_config(config, name="opt-6.7b") == BUILTIN["opt-6.7b"]
 
 
 @pytest.mark.parametrize(

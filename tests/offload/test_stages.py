@@ -8,7 +8,7 @@ from flashllm.errors import UsageError
 from flashllm.offload.pipeline.place import Place
 from flashllm.offload.planner.schedules import Action, schedule
 from flashllm.offload.policy import Workload
-from flashllm.offload.shape import BUILTIN
+from flashllm.offload.shape import load_shape
 from flashllm.offload.stages import Stage, split, split_model, whole
 
 
@@ -38,7 +38,7 @@ def test_no_layer_could_move_for_the_better(layers, stages, head):
 
 
 def test_a_model_s_head_weighs_more_where_answers_are_long():
-    shape = BUILTIN["opt-1.3b"]
+    shape = load_shape("opt-1.3b")
     long, short = (split_model(shape, 2, Workload(prompt_len=p, gen_len=g)) for p, g in ((1, 512), (512, 1)))
     assert long[-1].num_layers < short[-1].num_layers == 12
 
