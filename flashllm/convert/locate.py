@@ -133,13 +133,13 @@ def find_checkpoint(
     return fetch(source, (user_cache_dir() if cache is None else cache) / "downloads", say), source
 
 
-def find_folder(model: str, *, say: Say = lambda line: None) -> Path:
+def find_folder(model: str, *, say: Say = lambda line: None, progress: Progress | None = None) -> Path:
     """A folder that the throughput engine reads as it is: `model`'s own, or the hub's; a GGUF file is converted first.
-    Errors as in `resolve_model` and `find_checkpoint`."""
+    `say`, `progress` and errors as in `resolve_model` and `find_checkpoint`."""
     if Path(model).is_dir():
         return Path(model)
     path, _ = find_checkpoint(model, say=say)
-    return path if path.is_dir() else resolve_model(model, in_place=False, say=say, explain=say)
+    return path if path.is_dir() else resolve_model(model, in_place=False, say=say, explain=say, progress=progress)
 
 
 def _is_checkpoint(folder: Path) -> bool:

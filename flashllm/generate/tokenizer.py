@@ -21,6 +21,10 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"  # beside an older tokenizer_config.json
 CHAT_TEMPLATE = "chat_template.jinja"
 _WITH_PICTURES = "chat_template.json"  # an older checkpoint's that takes pictures
+# What a tokenizer is loaded from, if it is there.
+TEXT_FILES = (
+    TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS, CHAT_TEMPLATE, _WITH_PICTURES, GENERATION_CONFIG, CONFIG
+)  # fmt: skip
 
 
 class Tokenizer:
@@ -78,7 +82,7 @@ class Tokenizer:
             parse_tokenizer(raw, directory / TOKENIZER),
             special=_special_tokens(files, config),
             chat_templates=_chat_templates(files, config),
-            end_ids=_end_ids(files),
+            end_ids=end_ids_of(files),
             response_template=json.dumps(config.get("response_template", ""), ensure_ascii=False),
             where=str(directory),
         )
@@ -152,7 +156,7 @@ def _chat_templates(files: Companions, config: Mapping[str, Any]) -> dict[str, s
     raise FormatError(f"{where}: chat_template is neither a text nor a list of named texts")
 
 
-def _end_ids(files: Companions) -> frozenset[int] | None:
+def end_ids_of(files: Companions) -> frozenset[int] | None:
     """The ids that end an answer, as the generation config names them, else the model's config; None: neither does."""
     for name in (GENERATION_CONFIG, CONFIG):
         value = (files.read_json_object(name) or {}).get("eos_token_id")

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from flashllm.base.command_line import say
 from flashllm.base.text import one_line
 from flashllm.errors import INTERRUPTED, FlashError, UsageError
 
@@ -70,7 +71,7 @@ def _serve(model: str, ring: "Ring", options: "LaunchOptions") -> int:
     from flashllm.offload.model_text import ModelText
     from flashllm.offload.pipeline.stage_runner import serve
 
-    opened = ModelText.load(model)
+    opened = ModelText.load(model, say=say)
     _, memory = memory_limits(options)
     serve(ring, opened.path, run_options(options, memory=memory), fingerprint=opened.fingerprint)
     return 0

@@ -102,7 +102,8 @@ def _answer_file(args: argparse.Namespace, options: "LaunchOptions", ring: "Ring
     from flashllm.offload.model_text import ModelText
 
     check_output(args.output, source=args.input, resume=args.resume)
-    model = ModelText.load(args.model)
+    with ProgressBar("convert") as bar:
+        model = ModelText.load(args.model, say=say, progress=bar)
     settings = {"model": model.name, "config": model.fingerprint, **options.answers_depend_on(model.shape)}
     # The last two were options once: files that were begun then go on.
     settings |= {"max_new": args.max_new_tokens, "temperature": 0.0, "seed": 0}

@@ -102,11 +102,11 @@ class OffloadEngine(Closing):
             threads=threads,
             scratch=None if scratch is None else Path(scratch),
         )
-        self._model = ModelText.load(model)
+        self.notices: list[str] = []  # of downloads, plans and the runtime, for people
+        self._model = ModelText.load(model, say=self.notices.append)
         self._runner: Runner | None = None
         self._planned_requests = self._block_size = 0
         self._closed = False
-        self.notices: list[str] = []  # of plans and of the runtime, for people
 
     @property
     def policy(self) -> Policy | None:

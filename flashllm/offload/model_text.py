@@ -10,21 +10,22 @@ from typing import Any, Self
 from flashllm.api.pieces import Pieces
 from flashllm.api.prompts import PromptEncoder
 from flashllm.arch.registry import block_spec, complete_config
-from flashllm.base.files import naming, open_for_reading, parse_json_object, read_bounded
+from flashllm.base.files import Progress, naming, open_for_reading, read_json_object
 from flashllm.convert.checkpoint.source import companion_files
 from flashllm.convert.checkpoint.text_part import text_config
+from flashllm.convert.hub import Say
 from flashllm.convert.locate import find_folder
 from flashllm.convert.tokenizer import TOKENIZER, make_tokenizer
 from flashllm.errors import UsageError
-from flashllm.format.model_files import CONFIG, PREDICTORS
+from flashllm.format.model_dir import Companions
+from flashllm.format.model_files import CONFIG, PLACED, POPULARITY, PREDICTORS
 from flashllm.generate.grammar import Grammars
 from flashllm.generate.templates.chat_template import ChatTemplate
-from flashllm.generate.tokenizer import CHAT_TEMPLATE, TOKENIZER_CONFIG, Tokenizer
+from flashllm.generate.tokenizer import TEXT_FILES, Tokenizer, end_ids_of
 from flashllm.offload.shape import ModelShape, shape_in
 from flashllm.replies.formats import find
 
-_MAX_CONFIG_NBYTES = 64 << 20
-_TEXT_FILES = (CONFIG, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE)
+_NOT_READ = (PREDICTORS, POPULARITY, PLACED)  # by this engine
 _END_NBYTES = 1 << 20  # of a file that is hashed; smaller ones are hashed whole
 
 
@@ -39,18 +40,18 @@ class ModelText:
     encoder: PromptEncoder
 
     @classmethod
-    def load(cls, model: str | Path) -> Self:
-        """The model in a Hugging Face folder or a flashllm directory, or what `find_folder` makes of another name.
+    def load(cls, model: str | Path, *, say: Say = lambda line: None, progress: Progress | None = None) -> Self:
+        """The model in a Hugging Face folder or a flashllm directory, or what `find_folder` makes of another name, with
+        its `say` and `progress`.
 
         Without `tokenizer.json` one is made of the vocabulary files, by transformers, which takes seconds; a model
         without those takes token ids alone. UsageError where it is none of these, FormatError where it is damaged,
         UnsupportedModelError for other models, and where no tokenizer can be made of its files.
         """
-        path = find_folder(str(model))
+        path = find_folder(str(model), say=say, progress=progress)
         if not (path / CONFIG).exists():
             raise UsageError(f"{path}: has no {CONFIG}; give a Hugging Face folder or a flashllm directory")
-        raw = read_bounded(path / CONFIG, _MAX_CONFIG_NBYTES)
-        config = complete_config(text_config(parse_json_object(raw, str(path / CONFIG)), path))
+        config = complete_config(text_config(read_json_object(path / CONFIG), path))
         block = block_spec(config)
         name = path.resolve().name
         tokenizer = _tokenizer(path)
@@ -62,8 +63,6 @@ class ModelText:
             grammars = Grammars(tokenizer.backend, tokenizer.end_ids, block.vocab_size)
             answers = find(tokenizer.says_of_answers)
             text = {"pieces": Pieces(tokenizer.backend), "answers": answers, "grammars": grammars}
-        ends = config.get("eos_token_id")
-        end_ids = frozenset(each for each in (ends if isinstance(ends, list) else [ends]) if isinstance(each, int))
         return cls(
             path=path,
             name=name,
@@ -74,7 +73,7 @@ class ModelText:
                 template=template,
                 context=block.context,
                 vocab=block.vocab_size,
-                end_ids=end_ids,
+                end_ids=end_ids_of(Companions.of(path)) or frozenset(),
                 **text,
             ),
         )
@@ -91,10 +90,10 @@ class ModelText:
 
 
 def _fingerprint(path: Path) -> str:
-    """A hash of what answers depend on: config, tokenizer, template; of each file of weights its size and its ends."""
+    """A hash of what answers depend on: configs, tokenizer, template; of each file of weights its size and its ends."""
     digest = hashlib.sha256()
     for file in sorted(path.iterdir()):
-        if file.name in _TEXT_FILES or (file.suffix in (".safetensors", ".bin") and file.name != PREDICTORS):
+        if file.name in TEXT_FILES or (file.suffix in (".safetensors", ".bin") and file.name not in _NOT_READ):
             with naming(file), open(open_for_reading(file), "rb") as opened:
                 nbytes = os.fstat(opened.fileno()).st_size
                 digest.update(f"{file.name} {nbytes}\0".encode() + opened.read(_END_NBYTES))

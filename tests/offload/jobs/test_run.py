@@ -10,7 +10,9 @@ import time
 
 import psutil
 import pytest
+from arch_models import VARIANTS, make_checkpoint
 from asked import CONTEXT, LENGTHS, POLICY, PROMPTS
+from gguf_files import write_gguf
 from scripts import REPOSITORY
 from workers.job import main
 
@@ -70,6 +72,16 @@ def test_a_batch_file_is_answered(tiny, tmp_path, expected, capsys):
     assert answers(out) == got
     assert main(arguments(tiny, source, out, "--resume", "--compress", "cache")) == 1
     assert "was asked otherwise" in capsys.readouterr().err
+
+
+def test_a_conversion_shows_its_progress(tmp_path, capsys):
+    file = write_gguf(make_checkpoint(tmp_path / "hf", VARIANTS["llama"]), tmp_path / "tiny.gguf")
+    source, out = tmp_path / "in.txt", tmp_path / "out.jsonl"
+    source.write_text("once")
+    assert main(arguments(file, source, out, "--max-new-tokens", "1")) == 0
+    said = capsys.readouterr().err
+    assert said.startswith(f"flashllm: converting {file} once")
+    assert "\nconvert: " in said
 
 
 @pytest.mark.parametrize("more", [(), ("--no-profile",)])
