@@ -1,8 +1,9 @@
 """The runtime's interface to whatever computes a model: its layers, what comes before and after, ways in and out.
 
 There are two: the native core's over numpy arrays (`host_ops.py`), and torch's over tensors of a device
-(`accelerator/layer.py`). Arrays are [rows, width] of the model's dtype; beside the device they are numpy's, bfloat16 as
-its bits (uint16). Rows are tokens of any sequences; attention, which alone looks at other rows, is the caller's.
+(`accelerator/torch_ops.py`). Arrays are [rows, width] of the model's dtype; beside the device they are numpy's,
+bfloat16 as its bits (uint16). Rows are tokens of any sequences; attention, which alone looks at other rows, is the
+caller's.
 """
 
 from collections.abc import Callable, Mapping, Sequence

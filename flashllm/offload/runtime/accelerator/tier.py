@@ -7,8 +7,7 @@ from flashllm.offload.planner.host_peaks import SPARE
 from flashllm.offload.policy import Policy
 from flashllm.offload.runtime.accelerator.device import TorchDevice
 from flashllm.offload.runtime.accelerator.kv import DeviceFormat, SplitKv
-from flashllm.offload.runtime.accelerator.layer import TorchLayers
-from flashllm.offload.runtime.accelerator.torch_ops import working_nbytes
+from flashllm.offload.runtime.accelerator.torch_ops import TorchOps, working_nbytes
 from flashllm.offload.runtime.accelerator.weights import DeviceWeights
 from flashllm.offload.runtime.device_tier import Need, Sizes, largest_batch, states_need, weights_on_disk
 from flashllm.offload.runtime.ops import Ops
@@ -30,7 +29,7 @@ class AcceleratorTier:
         """`limit` is of its memory; a cache of 0 bits is plain. UsageError and BudgetError as `TorchDevice`,
         UnsupportedModelError as `TorchOps`."""
         self._device = TorchDevice(name, dtype, limit=limit)
-        self.ops: Ops = TorchLayers(block, self._device)
+        self.ops: Ops = TorchOps(block, self._device)
         self._shape, mixer = shape, block.layers[0].attention
         self._format = DeviceFormat(mixer=mixer, bits=cache_bits, itemsize=shape.dtype_bytes)
 
