@@ -1,10 +1,14 @@
 // Compute threads, SIMD levels, and resident linears.
 #include <stdexcept>
+#include <vector>
 
 #include "bind/bindings.h"
+#include "io/error.h"
 #include "kernels/kernels.h"
+#include "kernels/matmul.h"
 #include "kernels/rows.h"
-#include "offload/linear.h"
+#include "kernels/thread_pool.h"
+#include "model/arithmetic.h"
 #include "pack/row_encode.h"
 
 namespace flashllm {
@@ -82,15 +86,55 @@ void throw_unless_whole(Encoded result) {
     throw std::overflow_error("a group's scale is outside the range of float16");
 }
 
-// Weights, inputs and outputs are of one dtype (bf16 also as uint16), but for weights of a grouped encoding,
-// whose rows are bytes.
-void make_linear(Linear* self, const Rows& weight, const std::optional<FloatArray>& bias,
+// One linear over weights that are not its own, for measurements and tests; a model's are inside it. Weights,
+// inputs and outputs are of one dtype (bf16 also as uint16), but for weights of a grouped encoding, whose
+// rows are bytes.
+struct PyLinear {
+  RowMatrix weights;  // rows are outputs, or inputs (`by_inputs`, coded weights alone)
+  Dtype dtype;
+  bool by_inputs;
+  ThreadPool& pool;
+  SimdLevel level;
+
+  std::size_t inputs() const { return by_inputs ? weights.rows : weights.columns; }
+  std::size_t outputs() const { return by_inputs ? weights.columns : weights.rows; }
+
+  // x: [tokens, inputs], out: [tokens, outputs]; as for few tokens, where memory is the limit. `many`: as for
+  // a prompt, where arithmetic is; outputs may then be fp32, not rounded.
+  void forward(const Rows& x, const Rows& out, bool many) const {
+    const Dtype to = many && out.dtype() == nb::dtype<float>() ? Dtype::f32 : dtype;
+    const std::size_t tokens = x.shape(0);
+    require_dtype(x, dtype, "inputs");
+    require_dtype(out, to, "outputs");
+    require(x.shape(1) == inputs() && out.shape(0) == tokens && out.shape(1) == outputs(),
+            "inputs must be [tokens, inputs], outputs [tokens, outputs]");
+    const auto* from = static_cast<const std::byte*>(x.data());
+    auto* made = static_cast<std::byte*>(out.data());
+    if (by_inputs) return linear_by_columns(weights, from, tokens, dtype, to, made, pool, level);
+    if (many) {
+      const TokenForm form = form_of_many(weights.codec, weights.inputs, dtype, weights.columns, level);
+      const PackedTokens packed(from, tokens, weights.columns, dtype, form, pool, level);
+      return linear_many(weights, packed, to, made, pool, level);
+    }
+    std::vector<float> wide(tokens * inputs()), sums(tokens * outputs());
+    Arithmetic arithmetic(dtype, pool, level);
+    arithmetic.widen(from, wide.size(), wide.data());
+    linear(weights, wide.data(), tokens, sums.data(), pool, level);
+    arithmetic.narrow(sums.data(), sums.size(), made);
+  }
+};
+
+void make_linear(PyLinear* self, const Rows& weight, const std::optional<FloatArray>& bias,
                  const std::string& dtype, ThreadPool& pool, const std::string& simd,
                  const std::optional<std::string>& encoding, std::optional<std::size_t> columns,
                  const std::string& inputs, bool by_inputs) {
   const Dtype parsed = parse_dtype(dtype);
+  const RowCodec codec = encoding ? parse_codec(*encoding) : codec_of(parsed);
+  require(
+      by_inputs ? is_coded(codec) && codec != RowCodec::bf12 : is_coded(codec) || codec == codec_of(parsed),
+      "a linear's encoding must be its dtype or one in groups");
   RowMatrix weights;
-  weights.codec = encoding ? parse_codec(*encoding) : codec_of(parsed);
+  weights.codec = codec;
   weights.data = static_cast<const std::byte*>(weight.data());
   weights.rows = weight.shape(0);
   weights.inputs = inputs_of(weights.codec, parse_inputs(inputs));
@@ -102,22 +146,7 @@ void make_linear(Linear* self, const Rows& weight, const std::optional<FloatArra
   require(!bias || bias->shape(0) == (by_inputs ? weights.columns : weights.rows),
           "a linear's bias must have one value an output");
   if (bias) weights.bias = bias->data();
-  new (self) Linear(weights, parsed, by_inputs, pool, parse_simd(simd));
-}
-
-void forward(const Linear& self, const Rows& x, const Rows& out, bool many) {
-  const Dtype to = many && out.dtype() == nb::dtype<float>() ? Dtype::f32 : self.dtype();
-  const std::size_t tokens = x.shape(0);
-  require_dtype(x, self.dtype(), "inputs");
-  require_dtype(out, to, "outputs");
-  require(x.shape(1) == self.inputs() && out.shape(0) == tokens && out.shape(1) == self.outputs(),
-          "inputs must be [tokens, inputs], outputs [tokens, outputs]");
-  const auto* from = static_cast<const std::byte*>(x.data());
-  auto* made = static_cast<std::byte*>(out.data());
-  if (many)
-    self.forward_many(from, tokens, to, made);
-  else
-    self.forward(from, tokens, made);
+  new (self) PyLinear{weights, parsed, by_inputs, pool, parse_simd(simd)};
 }
 
 }  // namespace
@@ -158,11 +187,12 @@ void init_compute(nb::module_& m) {
       },
       "weights"_a, "dtype"_a, "encoding"_a, "out"_a, "pool"_a);
 
-  nb::class_<Linear>(m, "Linear")
+  nb::class_<PyLinear>(m, "Linear")
       .def("__init__", &make_linear, "weight"_a, "bias"_a.none(), "dtype"_a, "pool"_a, "simd"_a = "auto",
            "encoding"_a.none() = nb::none(), "columns"_a.none() = nb::none(), "inputs"_a = "float32",
            "by_inputs"_a = false, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 5>())
-      .def("forward", &forward, "x"_a, "out"_a, "many"_a = false, nb::call_guard<nb::gil_scoped_release>());
+      .def("forward", &PyLinear::forward, "x"_a, "out"_a, "many"_a = false,
+           nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace flashllm
