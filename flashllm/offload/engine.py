@@ -22,7 +22,7 @@ from flashllm.generate.grammar import Constraint
 from flashllm.generate.logprobs import TokenLogprobs
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.offload.accelerators import Device
-from flashllm.offload.jobs.blocks import Size, cut, equal
+from flashllm.offload.jobs.blocks import Size, cut, equal, in_blocks
 from flashllm.offload.jobs.lines import rank
 from flashllm.offload.jobs.requests import own_seed
 from flashllm.offload.jobs.sequences import FinishReason, sequence_of
@@ -202,10 +202,7 @@ class OffloadEngine(Closing):
             return
         sequences.sort(key=lambda each: rank(len(each.prompt), each.options.max_new_tokens), reverse=True)
         runner, counts = self._open(sizes_of(sequences))
-        start = 0
-        for count in counts:
-            block = sequences[start : start + count]
-            start += count
+        for block in in_blocks(sequences, counts):
             runner.run(block)
             yield from (_output(each) for each in block)
 

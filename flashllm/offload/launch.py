@@ -1,7 +1,7 @@
 """From what a user wants to a runner: limits, methods, a policy that is given or planned. Runs nothing."""
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from flashllm.base.units import format_size
 from flashllm.base.user_dirs import user_cache_dir
 from flashllm.errors import BudgetError, UsageError
 from flashllm.offload.accelerators import DEVICES, Device, choose_accelerator, free_nbytes
-from flashllm.offload.jobs.blocks import Size, cut, equal
+from flashllm.offload.jobs.blocks import Size, cut, equal, in_blocks
 from flashllm.offload.planner.local import load_search, local_hardware, plan_policy, predict_job
 from flashllm.offload.planner.packing import PACKED_BITS, PACKING
 from flashllm.offload.policy import COMPRESSIBLE, Method, Policy, Workload, compression
@@ -217,7 +217,7 @@ class _Job:
         counts = equal(len(self.sizes), policy.block_size * stages)
         with OpenModel(self.model, policy, options, stage=stage) as opened:
             opened.check(None)
-            for block in _blocks(self.sizes, counts):
+            for block in in_blocks(self.sizes, counts):
                 opened.check(block)
                 self._check_disk(opened.need(block).scratch)
         return self._launch(policy, counts)
@@ -274,7 +274,7 @@ class _Job:
                 least = _most(starting, *(opened.shortage([size]) for size in ends))
                 short = _most(least, opened.shortage([alike] * min(policy.block_size, len(self.sizes))))
                 counts = cut(self.sizes, policy.block_size, opened.fits) if max(starting) <= 0 else None
-                for block in _blocks(self.sizes, counts or ()):
+                for block in in_blocks(self.sizes, counts or ()):
                     self._check_disk(opened.need(block).scratch)
             lacking.append(least)
             if counts is not None:
@@ -332,14 +332,7 @@ def workload_of(sizes: Sequence[Size], of: Callable[[list[int]], int]) -> Worklo
 
 def workloads(sizes: Sequence[Size], blocks: Sequence[int]) -> list[tuple[int, Workload]]:
     """(sequences, their longest prompt and answer) of each block, for the cost model."""
-    return [(len(block), workload_of(block, max)) for block in _blocks(sizes, blocks)]
-
-
-def _blocks(sizes: Sequence[Size], counts: Sequence[int]) -> Iterator[Sequence[Size]]:
-    first = 0
-    for count in counts:
-        yield sizes[first : first + count]
-        first += count
+    return [(len(block), workload_of(block, max)) for block in in_blocks(sizes, blocks)]
 
 
 def find_accelerator(options: LaunchOptions, *, stages: int = 1) -> str | None:

@@ -19,7 +19,7 @@ from tiny_models import make_tiny_opt
 from flashllm.convert.run import convert
 from flashllm.errors import BudgetError, UsageError
 from flashllm.offload import launch as launching
-from flashllm.offload.jobs.blocks import cut, equal
+from flashllm.offload.jobs.blocks import cut, equal, in_blocks
 from flashllm.offload.launch import LaunchOptions, prepare
 from flashllm.offload.planner.local import predict_job
 from flashllm.offload.planner.predict import predict
@@ -147,7 +147,7 @@ def test_a_ragged_job_is_planned_by_its_blocks(model, tmp_path, monkeypatch):
     assert f"406 sequences in blocks of {min(found.blocks)}-{max(found.blocks)}" in lines[0]
     with OpenModel(folder, found.policy, RunOptions(scratch=tmp_path, threads=1, memory=90 * MB)) as opened:
         opened.check(None)
-        for block in blocks_of(sizes, found.blocks):
+        for block in in_blocks(sizes, found.blocks):
             opened.check(block)
     # Against all blocks as if they were of the longest.
     work = Workload(prompt_len=400, gen_len=51)
@@ -254,10 +254,3 @@ from flashllm.offload.launch import load_search
 load_search()
 print(process_nbytes())
 """
-
-
-def blocks_of(sizes, counts):
-    first = 0
-    for count in counts:
-        yield sizes[first : first + count]
-        first += count

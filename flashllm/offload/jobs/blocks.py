@@ -1,7 +1,9 @@
 """Cuts a job's sequences, in their order, into blocks: as many together as the memory holds."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
+Item = TypeVar("Item")
 Size = tuple[int, int]  # of a sequence: prompt tokens, and positions that its cache holds at most
 
 
@@ -29,3 +31,11 @@ def cut(sizes: Sequence[Size], most: int, fits: Callable[[Sequence[Size]], bool]
 def equal(sequences: int, block: int) -> list[int]:
     """As many blocks of `block` sequences as there are, and the rest."""
     return [min(block, sequences - first) for first in range(0, sequences, block)]
+
+
+def in_blocks(items: Sequence[Item], counts: Iterable[int]) -> Iterator[Sequence[Item]]:
+    """The items in their order, so many at a time."""
+    first = 0
+    for count in counts:
+        yield items[first : first + count]
+        first += count

@@ -5,12 +5,11 @@ file, and `--resume` goes on from there.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import Protocol
 
 from flashllm.api.answers import TokenText
 from flashllm.offload.jobs.answers import BAD_REQUEST, answer, failure
-from flashllm.offload.jobs.blocks import Size
+from flashllm.offload.jobs.blocks import Size, in_blocks
 from flashllm.offload.jobs.lines import BatchFile, ranked
 from flashllm.offload.jobs.measures import BlockMeasure, Totals
 from flashllm.offload.jobs.results import Results
@@ -37,7 +36,7 @@ class Job:
         todo = [index for index in range(len(batch.lines)) if index not in answered]
         self._problems = [index for index in todo if batch.lines[index].problem is not None]
         self._order = ranked(batch.lines, [index for index in todo if batch.lines[index].problem is None])
-        self.blocks: list[list[int]] = []  # indices of lines; none before `run`
+        self.blocks: list[Sequence[int]] = []  # indices of lines; none before `run`
         self._tokens: list[tuple[int, int]] = []  # of each block: its prompts', and new ones at most
         self.totals = Totals()
         self._block_tokens = 0  # new, of the block that runs now
@@ -74,8 +73,8 @@ class Job:
 
         Raises what the runner and the output file raise, after the finished answers are safe.
         """
-        order, lines = iter(self._order), self._batch.lines
-        self.blocks = [list(islice(order, count)) for count in blocks]
+        lines = self._batch.lines
+        self.blocks = list(in_blocks(self._order, blocks))
         self._tokens = [
             (sum(lines[index].prompt_tokens for index in block), sum(lines[index].max_new_tokens for index in block))
             for block in self.blocks
