@@ -82,15 +82,15 @@ def drive(ring: Ring | None, settings: dict[str, Any]) -> dict[str, Any]:
     stages = 1 if ring is None else ring.place.world
     if ring is None:
         with Runner(path, policy, options) as alone:
-            made = sequences(settings, policy.block_size, alone.vocab)
-            alone.run(sequences(settings, policy.block_size, alone.vocab, warm=True))
+            made = sequences(settings, policy.block_size, shape.vocab)
+            alone.run(sequences(settings, policy.block_size, shape.vocab, warm=True))
             measure = alone.run(made)
         compute, layers = [measure.busy[COMPUTE]], [shape.layers]
     else:
         split = split_model(shape, stages, Workload(prompt_len=settings["prompt"], gen_len=settings["new"]))
         with PipelineRunner(ring, path, policy, split, options, fingerprint="") as runner:
-            made = sequences(settings, stages * policy.block_size, runner.vocab)
-            runner.run(sequences(settings, stages * policy.block_size, runner.vocab, warm=True))
+            made = sequences(settings, stages * policy.block_size, shape.vocab)
+            runner.run(sequences(settings, stages * policy.block_size, shape.vocab, warm=True))
             measure = runner.run(made)
         compute = [each.busy[COMPUTE] for each in runner.stage_measures]
         layers = [stage.num_layers for stage in split]

@@ -144,7 +144,9 @@ def make_kinds(root: Path) -> dict[str, Kind]:
     }  # fmt: skip
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions",
             "body": {name: value for name, value in body.items() if not name.startswith("stream")}}  # fmt: skip
-    kinds["batch line"] = Kind(json.dumps(line).encode(), lambda raw: parse_request(raw, 7, text=False), "")
+    kinds["batch line"] = Kind(
+        json.dumps(line).encode(), lambda raw: parse_request(raw, 7, text=False, max_new_tokens=8), ""
+    )
     options = SamplingOptions()
     kinds["chat request"] = Kind(
         json.dumps(body).encode(), lambda raw: parse(raw, "chat", custom_id="a", defaults=options), ""

@@ -116,7 +116,7 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
         tempfile.TemporaryDirectory(dir=settings["scratch"]) as scratch,
         Runner(Path(settings["model"]), policy, options(scratch=Path(scratch))) as runner,
     ):
-        prompts = random.integers(4, runner.vocab, (settings["sequences"], settings["prompt"])).tolist()
+        prompts = random.integers(4, runner.block.vocab_size, (settings["sequences"], settings["prompt"])).tolist()
         sequences = [Sequence(prompt, greedy, decoder=None, end_ids=frozenset()) for prompt in prompts]
         size = policy.block_size
         blocks = [sequences[first : first + size] for first in range(0, len(sequences), size)]

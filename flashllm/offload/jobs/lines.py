@@ -17,7 +17,7 @@ from flashllm.api.requests import Request
 from flashllm.base.files import Closing, file_status, naming, open_for_reading
 from flashllm.errors import FlashIOError, FormatError
 from flashllm.offload.jobs.blocks import Size
-from flashllm.offload.jobs.requests import MAX_NEW_TOKENS, parse_request
+from flashllm.offload.jobs.requests import parse_request
 from flashllm.offload.jobs.sequences import Sequence, sequence_of
 
 MAX_LINE_NBYTES = 16 * 2**20
@@ -63,7 +63,7 @@ class BatchFile(Closing):
         path: Path,
         encoder: PromptEncoder,
         *,
-        max_new_tokens: int = MAX_NEW_TOKENS,
+        max_new_tokens: int,
         settings: str = "",
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Self:

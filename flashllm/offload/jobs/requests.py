@@ -17,14 +17,12 @@ from flashllm.generate.sampling import SamplingOptions
 MAX_CUSTOM_ID_CHARS = 512
 
 
-MAX_NEW_TOKENS = 256  # of a line that does not say; less where the context is shorter
-
-
-def parse_request(raw: bytes, number: int, *, text: bool, max_new_tokens: int = MAX_NEW_TOKENS) -> Request:
+def parse_request(raw: bytes, number: int, *, text: bool, max_new_tokens: int) -> Request:
     """The request in the line `raw` (without its line end), line `number` of its file. BadRequest for anything else.
 
-    With `text` the line is a prompt as it stands. A line without a custom_id has "line-NUMBER"; one without a
-    temperature gets the likeliest tokens, where OpenAI's service would draw at temperature 1.
+    `max_new_tokens` are those of a line that does not say; fewer where the context is shorter. With `text` the line is
+    a prompt as it stands. A line without a custom_id has "line-NUMBER"; one without a temperature gets the likeliest
+    tokens, where OpenAI's service would draw at temperature 1.
     """
     if text:
         try:

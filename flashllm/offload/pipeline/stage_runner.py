@@ -54,7 +54,6 @@ class PipelineRunner(Closing):
             self._runner.close()
             raise
         self.notices = [*ready["notices"], *_notices(ring, self._runner)]
-        self.vocab = self._runner.vocab
 
     @property
     def peak_device_nbytes(self) -> int | None:

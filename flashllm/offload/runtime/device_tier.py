@@ -73,7 +73,7 @@ class HostTier:
         """Needs while a run lasts; and what comes on top while the weights are brought to their tiers."""
         kept = Need(
             device=plan.device_nbytes,
-            cpu=plan.memory_nbytes - plan.device_nbytes + SPARE,
+            cpu=plan.cpu_nbytes + plan.staging_buffers * plan.buffer_nbytes + plan.gather_nbytes + SPARE,
             disk=weights_on_disk(plan),
             scratch=plan.scratch_nbytes,
         )

@@ -74,7 +74,6 @@ class Runner(OneProcess, Closing):
         with ExitStack() as parts:  # what is open is closed where something fails
             self._opened = opened = parts.enter_context(OpenModel(model, policy, options, stage=stage))
             self.block, self.stage, self.num_layers = opened.block, opened.source.stage, opened.source.num_layers
-            self.vocab = self.block.vocab_size
             self._ops, self._attention = opened.tier.ops, opened.attention
             self.states_dtype = np.dtype(self._ops.storage)  # of hidden states
             opened.check(None)

@@ -34,7 +34,7 @@ def read(path, **options):
 
 def parse(value, *, number=1, text=False):
     raw = value if isinstance(value, bytes) else json.dumps(value).encode()
-    return parse_request(raw, number, text=text)
+    return parse_request(raw, number, text=text, max_new_tokens=256)
 
 
 def test_a_completion_line():
@@ -208,13 +208,13 @@ def test_a_model_without_tokenizer_or_template(tmp_path):
 
     def problem(value):
         with pytest.raises(FormatError) as caught:
-            BatchFile.read(write(tmp_path / "in.jsonl", value), bare)
+            BatchFile.read(write(tmp_path / "in.jsonl", value), bare, max_new_tokens=8)
         return str(caught.value)
 
     assert "no tokenizer" in problem({"prompt": "a"})
     assert "no chat template" in problem(batch_line(CHAT, url="/v1/chat/completions"))
     assert "stop needs" in problem({"prompt": [3], "stop": "a"})
-    with BatchFile.read(write(tmp_path / "in.jsonl", {"prompt": [3]}), bare) as batch:
+    with BatchFile.read(write(tmp_path / "in.jsonl", {"prompt": [3]}), bare, max_new_tokens=8) as batch:
         assert list(batch.sequence(0).prompt) == [3]
 
 

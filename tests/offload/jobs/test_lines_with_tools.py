@@ -70,7 +70,7 @@ def test_a_line_without_tools_has_no_calls(encoder, tmp_path):
 def test_tools_of_a_model_whose_form_is_not_known(encoder, tmp_path):
     unknown = PromptEncoder(tokenizer=encoder.tokenizer, template=encoder.template, context=1000, vocab=320)
     with pytest.raises(FormatError, match="the form in which this model writes calls is not known"):
-        BatchFile.read(asked(tmp_path, tools=[NOW]), unknown)
+        BatchFile.read(asked(tmp_path, tools=[NOW]), unknown, max_new_tokens=200)
 
 
 def test_a_line_that_must_call(encoder, tmp_path):
@@ -90,4 +90,4 @@ def test_a_line_that_must_call(encoder, tmp_path):
 def test_a_line_whose_schema_cannot_be_compiled(encoder, tmp_path):
     form = {"type": "json_schema", "json_schema": {"schema": {"items": {"type": "x"}}}}
     with pytest.raises(FormatError, match=r"line 1: response_format: .* at /items: Invalid type"):
-        BatchFile.read(asked(tmp_path, response_format=form), encoder)
+        BatchFile.read(asked(tmp_path, response_format=form), encoder, max_new_tokens=200)

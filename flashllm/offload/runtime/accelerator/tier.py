@@ -53,8 +53,8 @@ class AcceleratorTier:
 
     def weights_need(self, plan: WeightPlan) -> tuple[Need, Need]:
         kept = Need(
-            device=plan.accelerator_nbytes,
-            cpu=plan.beside_nbytes + SPARE,
+            device=plan.device_nbytes + plan.staging_buffers * plan.buffer_nbytes,
+            cpu=plan.cpu_nbytes + plan.staging_buffers * plan.read_nbytes + plan.gather_nbytes + SPARE,
             disk=weights_on_disk(plan),
             scratch=plan.scratch_nbytes,
         )

@@ -29,8 +29,8 @@ class DeviceWeights(WeightStore):
         *,
         device: TorchDevice,
         pool: _core.ThreadPool,
-        scratch: Scratch | None = None,
-        reader: _core.Reader | None = None,
+        scratch: Scratch,
+        reader: _core.Reader,
     ) -> None:
         """As `WeightStore`; BudgetError where the device has no room."""
         self._device = device
@@ -77,8 +77,8 @@ class DeviceWeights(WeightStore):
         self._device.wait()
         self._arriving = np.empty(0, np.uint8)
 
-    def _load(self, bundle: Bundle, buffer: int) -> None:
-        memory, staging = self._buffers[buffer], self._staging[buffer]
+    def load(self, layer: int, buffer: int) -> None:
+        bundle, memory, staging = self.plan.bundles[layer], self._buffers[buffer], self._staging[buffer]
         reads = self._start_reads(bundle, memory)
         tensors = loaded_tensors(bundle)
         for one in tensors:

@@ -39,18 +39,18 @@ def round_up(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def open_reader(threads: int = READ_THREADS) -> _core.Reader:
+def open_reader() -> _core.Reader:
     """The reader of the disk tier. FlashIOError where its threads cannot be started."""
-    return _core.Reader(threads, max_request=REQUEST_NBYTES)
+    return _core.Reader(READ_THREADS, max_request=REQUEST_NBYTES)
 
 
 class ScratchFile:
     """A preallocated file without a name, which threads write and read at once, in whole aligned runs. `file` is for a
     reader. FlashIOError where a transfer fails."""
 
-    def __init__(self, path: Path, nbytes: int, reader: _core.Reader | None = None) -> None:
+    def __init__(self, path: Path, nbytes: int, reader: _core.Reader) -> None:
         """Creates `path`, which must not exist, and unlinks it. FlashIOError where it cannot have its bytes. `reader`
-        is `read`'s; None: one of its own."""
+        is `read`'s."""
         self._reader = reader
         self.nbytes = max(round_up(nbytes), ALIGNMENT)
         self.bytes_read = self.bytes_written = 0
@@ -71,7 +71,7 @@ class ScratchFile:
 
     def read(self, runs: Runs) -> None:
         """Fill each (offset, array); returns when all are read."""
-        batch, nbytes = _core.ReadBatch(self._reader or open_reader(), self.file), 0
+        batch, nbytes = _core.ReadBatch(self._reader, self.file), 0
         for offset, array in runs:
             batch.add(offset, bytes_of(array))
             nbytes += array.nbytes
@@ -99,14 +99,14 @@ class Scratch(Closing):
         self._files: list[ScratchFile] = []
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            self.removed = sweep(parent)
+            sweep(parent)
             check_space(parent, nbytes)
             self.path, self._lock = _locked_directory(parent)
         except OSError as error:
             message = f"{parent}: cannot hold scratch files: {error.strerror}; choose another folder"
             raise FlashIOError(message) from error
 
-    def create(self, name: str, nbytes: int, reader: _core.Reader | None = None) -> ScratchFile:
+    def create(self, name: str, nbytes: int, reader: _core.Reader) -> ScratchFile:
         """A new file of `nbytes`, open until the directory is closed. ValueError beyond the stated size."""
         if round_up(nbytes) > self._left:
             raise ValueError(f"scratch file {name}: {nbytes} bytes; {self._left} of {self.nbytes} are left")
@@ -137,19 +137,16 @@ def check_space(parent: Path, nbytes: int) -> None:
         )
 
 
-def sweep(parent: Path) -> list[Path]:
-    """Remove the scratch directories below `parent` that no living process locks; those removed."""
-    removed = []
+def sweep(parent: Path) -> None:
+    """Remove the scratch directories below `parent` that no living process locks."""
     for path in sorted(parent.glob(f"{_PREFIX}*")):
         with contextlib.suppress(OSError):  # another user's, or gone already
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path)
-                removed.append(path)
             finally:
                 os.close(fd)
-    return removed
 
 
 def _locked_directory(parent: Path) -> tuple[Path, int]:

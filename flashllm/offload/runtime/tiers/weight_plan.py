@@ -61,7 +61,6 @@ class WeightPlan:
     """The place of every tensor, and the bytes of each tier: known before anything is allocated."""
 
     homes: Mapping[str, str]  # matrix of a layer, by its name of either kind of mixer -> tier, the same in all layers
-    bits: int | None  # of the layers' matrices
     buffer_nbytes: int  # one staging buffer
     read_nbytes: int  # of it what comes from the disk, which lies first
     staging_buffers: int  # one where no layer arrives while another is computed with
@@ -79,21 +78,6 @@ class WeightPlan:
         """The embedding, which may be the head, and the bundle that it is in."""
         head, own = self.bundles[-2:]
         return (own, own.tensors["table"]) if own.tensors else (head, head.tensors["head"])
-
-    @property
-    def memory_nbytes(self) -> int:
-        """All the memory that the weights take while a run lasts, where the device tier is of the same memory."""
-        return self.device_nbytes + self.cpu_nbytes + self.staging_buffers * self.buffer_nbytes + self.gather_nbytes
-
-    @property
-    def accelerator_nbytes(self) -> int:
-        """Bytes on an accelerator that is the device tier."""
-        return self.device_nbytes + self.staging_buffers * self.buffer_nbytes
-
-    @property
-    def beside_nbytes(self) -> int:
-        """Bytes of memory besides an accelerator's."""
-        return self.cpu_nbytes + self.staging_buffers * self.read_nbytes + self.gather_nbytes
 
 
 def assign(sizes: Mapping[str, int], fractions: tuple[float, float, float]) -> dict[str, str]:
@@ -142,7 +126,6 @@ def plan_weights(source: WeightSource, policy: Policy, *, bits: int | None = Non
     small = _small_nbytes(source) + layout.plane_nbytes
     return WeightPlan(
         homes=homes,
-        bits=bits,
         buffer_nbytes=layout.buffer_nbytes,
         read_nbytes=layout.read_nbytes,
         staging_buffers=BUFFERS if policy.overlap else 1,

@@ -20,7 +20,7 @@ from flashllm.base.files import Closing
 from flashllm.errors import UnsupportedModelError, UsageError
 from flashllm.offload.planner.packing import Packing
 from flashllm.offload.runtime.ops import Array, Matrix, Tensors
-from flashllm.offload.runtime.tiers.scratch import ALIGNMENT, Scratch, ScratchFile, open_reader, round_up
+from flashllm.offload.runtime.tiers.scratch import ALIGNMENT, Scratch, ScratchFile, round_up
 from flashllm.offload.runtime.tiers.source import Extent, WeightSource, transpose
 from flashllm.offload.runtime.tiers.weight_plan import (
     CPU,
@@ -46,28 +46,18 @@ class WeightStore(Closing):
     """
 
     def __init__(
-        self,
-        source: WeightSource,
-        plan: WeightPlan,
-        *,
-        pool: _core.ThreadPool,
-        scratch: Scratch | None = None,
-        reader: _core.Reader | None = None,
+        self, source: WeightSource, plan: WeightPlan, *, pool: _core.ThreadPool, scratch: Scratch, reader: _core.Reader
     ) -> None:
         """Brings the weights to their tiers.
 
-        `scratch` is needed where the plan says scratch_nbytes; without a `reader` it opens one of its own. The source
-        may be closed afterwards. FlashIOError, FormatError, ChecksumError, UnsupportedModelError as the source's;
-        ValueError without a scratch that is needed.
+        `scratch` has room for the plan's scratch_nbytes. The source may be closed afterwards. FlashIOError,
+        FormatError, ChecksumError, UnsupportedModelError as the source's.
         """
-        self.plan = plan
-        if self.plan.scratch_nbytes and scratch is None:
-            raise ValueError(f"these weights need {self.plan.scratch_nbytes} bytes of scratch files")
-        self.num_layers, self._first = source.num_layers, source.stage.first
+        self.plan, self._first = plan, source.stage.first
         self.bytes_read = 0  # from files, since the start
         self.notices: list[str] = []
         self._block, self._dtype = source.block, source.dtype
-        self._reader, self._pool = reader or open_reader(), pool
+        self._reader, self._pool = reader, pool
         self._lock = threading.Lock()
         self._gathering = threading.Lock()
         self._files: dict[Path, _core.DirectFile] = {}
@@ -83,15 +73,22 @@ class WeightStore(Closing):
             for layer, bundle in zip(source.stage.numbers, self.plan.bundles, strict=False)
         ]
         if self.plan.scratch_nbytes:
-            self._scratch = cast(Scratch, scratch).create("weights", self.plan.scratch_nbytes)
+            self._scratch = scratch.create("weights", self.plan.scratch_nbytes, reader)
         self._fill(source)
 
     # What the runtime sees -------------------------------------------------------------------------------------
 
     def load(self, layer: int, buffer: int) -> None:
-        """Fill a staging buffer with the disk and CPU matrices of a layer; `num_layers` means the head. Blocks.
+        """Fill a staging buffer with the disk and CPU matrices of a layer; the one after the last is the head. Blocks.
         FlashIOError, FormatError where a read fails."""
-        self._load(self.plan.bundles[layer], buffer)
+        bundle = self.plan.bundles[layer]
+        batches = self._start_reads(bundle, self._buffers[buffer])
+        for one in loaded_tensors(bundle):
+            if one.home == CPU:
+                start = one.start + one.skip
+                source = self._memory[CPU][start : start + one.nbytes]
+                np.copyto(self._buffers[buffer][one.staged_at : one.staged_at + one.nbytes], source)
+        self._wait(batches)
 
     def layer(self, layer: int, buffer: int) -> Tensors:
         """Tensors of a layer, counted from the stage's first, where they lie once `buffer` is loaded."""
@@ -231,15 +228,6 @@ class WeightStore(Closing):
                 raise UnsupportedModelError(f"{one.name} cannot be packed: {error}") from error
 
     # Memory and files ------------------------------------------------------------------------------------------
-
-    def _load(self, bundle: Bundle, buffer: int) -> None:
-        batches = self._start_reads(bundle, self._buffers[buffer])
-        for one in loaded_tensors(bundle):
-            if one.home == CPU:
-                start = one.start + one.skip
-                source = self._memory[CPU][start : start + one.nbytes]
-                np.copyto(self._buffers[buffer][one.staged_at : one.staged_at + one.nbytes], source)
-        self._wait(batches)
 
     def _start_reads(self, bundle: Bundle, buffer: Bytes) -> list[_core.ReadBatch]:
         """Start to read a bundle's tensors of the disk into a staging buffer."""
