@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from flashllm.base.command_line import say
 from flashllm.base.text import one_line
 from flashllm.errors import INTERRUPTED, FlashError, UsageError
+from flashllm.offload.pipeline.place import LOOPBACK
 
 if TYPE_CHECKING:
     from flashllm.offload.jobs.blocks import Size
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from flashllm.offload.pipeline.ring import Ring
     from flashllm.offload.pipeline.stage_runner import PipelineRunner
 
-_LOOPBACK = "127.0.0.1"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
@@ -32,13 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "process's. Connections are neither encrypted nor authenticated: use a private network.",
     )
     group.add_argument(
-        "--listen", default=_LOOPBACK, metavar="ADDRESS", help="of this machine, for the others (default: %(default)s)"
+        "--listen", default=LOOPBACK, metavar="ADDRESS", help="of this machine, for the others (default: %(default)s)"
     )
 
 
 def run(args: argparse.Namespace, place: "Place", options: "LaunchOptions", drive: "Callable[[Ring], int]") -> int:
     """Join the ring; then `drive` it, at the last place, or serve. Errors of any process end all of them."""
-    if place.local < place.world and args.listen == _LOOPBACK:
+    if place.local < place.world and args.listen == LOOPBACK:
         raise UsageError("processes on several machines need --listen with an address of this machine")
     from flashllm.offload.pipeline.ring import meet
 

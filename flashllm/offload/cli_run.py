@@ -20,6 +20,7 @@ from flashllm.base.text import is_terminal, one_line
 from flashllm.base.units import format_size
 from flashllm.errors import INTERRUPTED
 from flashllm.offload import cli_pipeline
+from flashllm.offload.accelerators import DEVICES
 
 if TYPE_CHECKING:
     from flashllm.offload.jobs.job import Job
@@ -70,7 +71,7 @@ def add_arguments(verbs: Any) -> None:
     run.add_argument("--memory", type=size, metavar="SIZE", help="limit of everything the process holds, like 7GB")
     run.add_argument(
         "--device",
-        choices=("auto", "cpu", "cuda"),
+        choices=DEVICES,
         default="auto",
         help="of the device tier: a GPU by torch, or the CPU by our own products (default: a GPU where torch has one)",
     )

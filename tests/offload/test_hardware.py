@@ -9,15 +9,19 @@ from flashllm.offload.machine.hardware import Hardware
 from flashllm.offload.machine.machines import MACHINES, T4
 
 
+def loaded(folder, data):
+    path = folder / "machine.json"
+    path.write_text(json.dumps(data))
+    return Hardware.load(path)
+
+
 def test_round_trip(tmp_path):
-    path = tmp_path / "t4.json"
-    path.write_text(json.dumps(T4.to_json()))
-    assert Hardware.load(path) == T4
+    assert loaded(tmp_path, T4.to_json()) == T4
     assert MACHINES["t4"] is T4
 
 
-def test_a_rate_may_be_a_plain_number():
-    assert Hardware.from_json({**T4.to_json(), "dtoc": 2e9}, where="x").dtoc.at(1 << 20) == 2e9
+def test_a_rate_may_be_a_plain_number(tmp_path):
+    assert loaded(tmp_path, T4.to_json() | {"dtoc": 2e9}).dtoc.at(1 << 20) == 2e9
 
 
 @pytest.mark.parametrize(
@@ -32,16 +36,16 @@ def test_a_rate_may_be_a_plain_number():
         ({"gpu_memory": 1}, "gpu_memory"),
     ],
 )
-def test_bad_constants_are_named(change, named):
+def test_bad_constants_are_named(tmp_path, change, named):
     with pytest.raises(FormatError, match=named):
-        Hardware.from_json({**T4.to_json(), **change}, where="x")
+        loaded(tmp_path, T4.to_json() | change)
 
 
 def test_missing_constant_and_damaged_file(tmp_path):
     data = T4.to_json()
     del data["gemm"]
     with pytest.raises(FormatError, match="gemm"):
-        Hardware.from_json(data, where="x")
+        loaded(tmp_path, data)
     path = tmp_path / "x.json"
     path.write_text("[")
     with pytest.raises(FormatError, match=r"x\.json"):

@@ -80,15 +80,10 @@ class Hardware:
         return dict(to_json(self))
 
     @classmethod
-    def from_json(cls, data: Any, *, where: str) -> "Hardware":
-        """The machine a JSON object of constants describes; a rate is a number or a list of [size, rate]. Raises
-        FormatError that names the constant; unknown ones are errors."""
-        try:
-            return cast(Hardware, from_json(cls, data, "the hardware"))
-        except ValueError as error:
-            raise FormatError(f"{where}: {error}") from None
-
-    @classmethod
     def load(cls, path: Path) -> "Hardware":
-        """The machine described by the JSON file `path`. Raises FormatError, FlashIOError."""
-        return cls.from_json(read_json_object(path), where=str(path))
+        """The machine that the JSON file `path` describes by its constants; a rate is a number or a list of
+        [size, rate]. Raises FormatError that names the constant, FlashIOError; unknown ones are errors."""
+        try:
+            return cast(Hardware, from_json(cls, read_json_object(path), "the hardware"))
+        except ValueError as error:
+            raise FormatError(f"{path}: {error}") from None

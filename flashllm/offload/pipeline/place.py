@@ -12,6 +12,8 @@ from typing import Self
 
 from flashllm.errors import UsageError
 
+LOOPBACK = "127.0.0.1"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:

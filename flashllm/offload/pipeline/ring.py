@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 
 from flashllm.errors import FlashError, PeerLost
 from flashllm.offload.pipeline.link import Kind, Message, Receiver, Sender, Wire, dist
-from flashllm.offload.pipeline.place import Place
+from flashllm.offload.pipeline.place import LOOPBACK, Place
 from flashllm.offload.runtime.executor import Stopped
 
-LOOPBACK = "127.0.0.1"
 TIMEOUT_S = 30.0  # in which a silent process is given up; one whose machine closes its connections is noticed at once
 CONNECT_S = 60.0  # in which all processes must have started; one lost before is noticed then
 _POLL_S = 0.1
