@@ -127,12 +127,10 @@ class Ffn:
         activation_cut=0.0,
         gate=None,  # (matrix, bias): resident
         simd="auto",
-        direct=True,
-        max_gap=0,
         reader=None,
     ):
         self.ffn = ffn
-        self.file = _core.DirectFile(str(ffn.path), direct)
+        self.file = _core.DirectFile(str(ffn.path), True)
         self.counters = _core.Counters()
         self.rows = _core.allocate((capacity or ffn.num_neurons) * ffn.stride)
         vector_nbytes = ffn.d_model * TORCH_DTYPES[ffn.dtype].itemsize
@@ -151,7 +149,7 @@ class Ffn:
             activation=activation,
             activation_cut=activation_cut,
             source=_core.NeuronSource(
-                reader=reader or _core.Reader(threads=io_threads, max_gap=max_gap),
+                reader=reader or _core.Reader(threads=io_threads),
                 file=self.file,
                 cache_policy=cache_policy,
                 window=window,

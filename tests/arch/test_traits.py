@@ -481,13 +481,6 @@ def test_what_is_otherwise_shows(variant, what, variant_of, computed):
     assert np.abs(decoder.logits(IDS).numpy() - computed(variant)).max() > SHOWS
 
 
-def test_keys_that_are_values_are_so_before_their_norm(variant_of):
-    """The reference takes the projection itself; so does transformers' class, whose own value projection is missing."""
-    assert VARIANTS["gemma4"].config["attention_k_eq_v"]
-    model = open_model(variant_of("gemma4")[0])
-    assert [layer.self_attn.v_proj is None for layer in model.model.layers] == [False, True, True]
-
-
 @pytest.mark.parametrize("limit", [[0.001, 0.1], [0.0, 0.1], [0.001, float("inf")]])
 @pytest.mark.parametrize("variant", ["nemotron_h", "granitemoehybrid", "falcon_h1", "bamba"])
 def test_limits_of_steps_are_refused(variant, limit):

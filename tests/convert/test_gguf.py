@@ -250,7 +250,7 @@ WINDOWED["phimoe, long"] = Variant(
 _TURNED_WHOLE = {"rope_parameters": {**ROPE, "partial_rotary_factor": 1.0}}
 WINDOWED |= {f"{name}, turned whole": Variant(name, _TURNED_WHOLE) for name in ("stablelm", "phi", "gpt_neox")}
 MORE = [*WINDOWED, "gemma4", "gemma4 experts", "gemma4 shared keys, rows of ids", "exaone4", "exaone4 without windows"]
-MORE += ["seed_oss", "ernie4_5", "hunyuan_v1_dense", "ministral3"]
+MORE += ["seed_oss", "ernie4_5", "hunyuan_v1_dense", "ministral3", "falcon new architecture"]
 
 
 @pytest.mark.parametrize("variant", ROUTED + MORE)
@@ -466,16 +466,6 @@ def _check_config(path):
     for key, said in config.items():
         found = getattr(taken, key) if key != "per_layer_config" else taken.to_dict()[key]
         assert ({**found, **said} if isinstance(said, dict) else said) == found, key  # it may add to a dict
-
-
-def test_falcon_is_loaded_in_python(tmp_path):
-    source = make_checkpoint(tmp_path / "hf", Variant("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}))
-    convert(write_gguf(source, tmp_path / "model.gguf"), tmp_path / "model")
-    ids = torch.tensor([[5, 9, 23, 54, 12, 200]])
-    with FlashModel.from_pretrained(tmp_path / "model", threads=1) as model, torch.no_grad():
-        found = model(ids).logits
-        expected = AutoModelForCausalLM.from_pretrained(source)(ids).logits
-    torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
 
 
 LONGROPE = VARIANTS_OF_FOLDERS["phi3 longrope"].config
@@ -784,8 +774,6 @@ def test_other_rope_factors_than_llama_3s(tmp_path):
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "git-LFS pointer.*git lfs pull"),
         (b"<!DOCTYPE html>", "is not a GGUF file"),
         (b"GGUF", "truncated or damaged"),
-        (b"GGUF\1\0\0\0" + bytes(16), "truncated or damaged .*version 1"),
-        (b"GGUF\3\0\0\0" + b"\xff" * 16, "truncated or damaged"),
     ],
 )
 def test_files_that_are_no_gguf(tmp_path, content, message):

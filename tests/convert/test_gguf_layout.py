@@ -104,7 +104,7 @@ def test_all_at_one_place(path):
     refused(path, "an overlap of")
 
 
-def test_the_table_may_have_another_order_than_the_data(source, path, tmp_path):
+def test_the_table_may_have_another_order_than_the_data(path, tmp_path):
     """Two tensors of one size, each with the other's place in the data and its bytes there."""
     expected = convert(path, tmp_path / "expected")
     up = GATE.replace("gate", "up")

@@ -91,7 +91,7 @@ def test_safetensors_beside_are_preferred(folder, source):
     try_to_open(folder)
 
 
-def test_views_and_tied_tensors_are_found_in_their_storage(folder, state):
+def test_views_and_tied_tensors_are_found_in_their_storage(folder):
     whole = torch.arange(40, dtype=torch.float32)
     views = {"a": whole[8:24].reshape(4, 4), "b": whole, "c": whole[30:], "empty": torch.empty(0, 3)}
     torch.save({**views, "d": whole[8:24].reshape(4, 4)}, folder / PICKLED_SINGLE)

@@ -10,7 +10,6 @@ from flashllm import _core
 DTYPES = sorted(TORCH_DTYPES)
 SIMD = _core.simd_levels()
 LENGTHS = [1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 63, 65, 127, 130, 320, 1000]
-FLOAT32_EPS = 2.0**-24  # half a unit in the last place, relative
 
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}

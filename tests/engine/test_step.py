@@ -181,7 +181,7 @@ def test_the_neuron_caches_give_way_to_the_context_and_get_it_back(load, directo
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_dense_run_keeps_what_fits_and_reads_the_rest(load, directory_of, monkeypatch, name):
+def test_a_dense_run_keeps_what_fits_and_reads_the_rest(load, monkeypatch, name):
     monkeypatch.setattr("flashllm.engine.model.process_nbytes", lambda: 100_000_000)
     prompt, following = ids_of(CONTEXT - 20), ids_of(6, 1)
     whole = load(name, mode="dense")

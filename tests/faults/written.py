@@ -8,7 +8,6 @@ from typing import Any
 
 import gguf_files
 import numpy as np
-import tools_path  # noqa: F401
 import torch
 from activity_trace import Trace
 from arch_models import Variant, make_checkpoint

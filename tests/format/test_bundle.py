@@ -145,21 +145,12 @@ def test_rows_of_experts_are_packed(encoding, mixture, activation, padded, strid
     assert tight.of_layer(0, mixture[1]).layer_nbytes == mixture[1] * stride
 
 
-@pytest.mark.parametrize("stride", [512, 1536, 4096, 16384])
-def test_checksums_are_xxh3_of_whole_rows(stride):
-    rows = np.random.default_rng(1).integers(0, 256, (5, stride), np.uint8)
-    expected = [xxhash.xxh3_64_intdigest(row.tobytes()) for row in rows]
-    assert row_checksums(rows).tolist() == expected
-    assert row_checksums(rows[:0]).tolist() == []
-    rows[2, -1] ^= 1
-    assert (row_checksums(rows) != np.array(expected, np.uint64)).tolist() == [False, False, True, False, False]
-
-
 @pytest.mark.parametrize("together", [1, 2, 3, 5, 8])
 def test_rows_may_share_a_checksum(together):
     rows = np.random.default_rng(1).integers(0, 256, (5, 512), np.uint8)
     expected = [xxhash.xxh3_64_intdigest(rows[first : first + together].tobytes()) for first in range(0, 5, together)]
     assert row_checksums(rows, together).tolist() == expected
+    assert row_checksums(rows[:0], together).tolist() == []
 
 
 @pytest.mark.parametrize(

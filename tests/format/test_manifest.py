@@ -247,7 +247,7 @@ def test_resident_tensors_are_those_of_the_config(model, change, message):
 
 
 @pytest.mark.parametrize("name", ["ffn.safetensors", "resident.safetensors"])
-def test_swapped_weight_files_are_found_without_hashing(model, tmp_path, name):
+def test_swapped_weight_files_are_found_without_hashing(model, name):
     """Another model's file of equal size: its header gives it away."""
     raw = bytearray((model / name).read_bytes())
     place = raw.index(b"layers.1.")

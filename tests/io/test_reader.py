@@ -418,7 +418,7 @@ def test_the_users_limit_on_threads():
 # Backends
 
 
-def test_the_backend_is_told(path):
+def test_the_backend_is_told():
     assert _core.Reader().backend == "threads"
     for backend in ("uring", ""):
         with pytest.raises(ValueError, match="threads, io_uring, auto"):

@@ -108,7 +108,7 @@ def test_a_profile_lets_no_run_fail_that_fits_without_it(model, store_with):
         resolve(RunConfig(io_threads=300, memory=least), model, **MACHINE)
 
 
-def test_popularity_shares_the_rows_out(model, tiny, tmp_path):
+def test_popularity_shares_the_rows_out(model, tmp_path):
     path = shutil.copytree(model.path, tmp_path / "popular")
     active = np.zeros((10, 3, 512), bool)
     active[:9, 0] = active[:1, 1:] = True

@@ -35,6 +35,7 @@ from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import POPULARITY, PREDICTORS
 from flashllm.format.popularity import describe_popularity, read_popularity
 from flashllm.format.report.verify import verify
+from flashllm.pack.score import Inputs
 
 SCRIPT = Path(train_predictor.__file__)
 QUICK = ["--samples", "40", "--tokens-per-sample", "24", "--epochs", "1", "--threads", "1", "--ranks", "8"]
@@ -516,21 +517,8 @@ def test_layers_that_differ_in_heads_are_passed_one_by_one(variant_of, opened):
     shape = PassShape(samples=2, tokens=20, kept=20, d_model=64, d_ff=96)
     ids, one = np.random.default_rng(0).integers(4, 300, (2, 20)), LayerPass(model, shape)
     states, kept, edges = one.embed(ids), np.tile(np.arange(20), (2, 1)), np.ones((2, 96), np.float32)
-    expected = Inputs()
+    expected = Inputs(layers=3, step=1)
     model.step([(model.new_sequence(), row.tolist()) for row in ids], observer=expected)
     for layer in range(3):
         states, inputs, _ = one.run(layer, states, kept, edges)
-        np.testing.assert_array_equal(inputs, expected.seen[layer])
-
-
-class Inputs:
-    """Observer of the FFNs' inputs."""
-
-    def __init__(self):
-        self.seen = []
-
-    def input(self, layer, x):
-        self.seen.append(x.copy())
-
-    def activations(self, layer, first, h):
-        pass
+        np.testing.assert_array_equal(inputs, expected.of(layer))

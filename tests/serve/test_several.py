@@ -236,7 +236,7 @@ def test_a_form_takes_memory_of_what_is_kept(tiny, model, monkeypatch):
     assert len(set(asked)) == 1
 
 
-def test_nobody_takes_its_logits_before_the_pass_is_over(tiny, model, monkeypatch):
+def test_nobody_takes_its_logits_before_the_pass_is_over(model, monkeypatch):
     """A member that wakes while others are still given theirs waits: the pass has its entries until it ends."""
     shared, passes, steps = SharedModel(model, lambda: False), [], model.step
 

@@ -37,20 +37,11 @@ def test_ends_at_the_last_token_allowed():
         say(one, "d")
 
 
-@pytest.mark.parametrize(
-    ("options", "said", "reason", "text"),
-    [
-        ({}, "hi\x01", "eos", "hi"),
-        ({"max_new_tokens": 4, "ignore_eos": True}, "hi\x01a", "length", "hia"),
-        ({"stop": ("cd", "x")}, "abcd", "stop", "ab"),
-        ({"stop": ("cd",)}, "abc", None, "ab"),  # the c may begin a stop string
-    ],
-)
-def test_ends_as_any_answer(options, said, reason, text):
+def test_ends_as_any_answer():
     """See tests/generate/test_answer.py."""
-    one = sequence(**options)
-    say(one, said)
-    assert (one.finish_reason, one.text, len(one.output)) == (reason, text, len(said))
+    one = sequence(stop=("cd",))
+    say(one, "abc")
+    assert (one.finish_reason, one.text, len(one.output)) == (None, "ab", 3)  # the c may begin a stop string
 
 
 def test_logits_that_are_not_finite_end_this_sequence_alone():

@@ -13,7 +13,6 @@ from offload_runs import CPU, DEVICE, DISK, LENGTHS, MIXED, answers, policy, seq
 from flashllm import _core
 from flashllm.arch.mixers import Attention
 from flashllm.arch.spec import BlockSpec, LayerSpec
-from flashllm.errors import BudgetError
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.offload.jobs.sequences import Sequence
 from flashllm.offload.runtime import run
@@ -155,9 +154,3 @@ def test_stop_ends_a_run(models, tmp_path):
     with runner, pytest.raises(Stopped):
         runner.run(sequences(prompts), lambda count: runner.stop())
     assert not list(tmp_path.iterdir())
-
-
-def test_too_little_memory_is_refused_with_numbers(models, tmp_path):
-    path, _, _ = models("llama")
-    with pytest.raises(BudgetError, match="limit"):
-        Runner(path, policy(), RunOptions(scratch=tmp_path, memory=1000))
