@@ -156,8 +156,9 @@ def test_an_edited_encoding_is_refused(converted):
         Manifest.load(converted)
 
 
-def test_an_interrupted_conversion_goes_on_with_its_encodings_alone(variant_of, tmp_path):
-    source, _ = variant_of("opt")
+@pytest.mark.parametrize("variant", ["opt", "olmoe"])
+def test_an_interrupted_conversion_goes_on_with_its_encodings_alone(variant_of, tmp_path, variant):
+    source, _ = variant_of(variant)
     convert(source, tmp_path / "whole", encoding="int4_64_min")
 
     def stop(what, done, total):

@@ -363,17 +363,6 @@ def test_a_missing_an_unknown_and_a_misshapen_expert_are_refused_by_name(tiny, t
         convert(source, tmp_path / "model")
 
 
-def test_an_interrupted_conversion_goes_on(tiny, tmp_path):
-    def stop(what, done, total):
-        if done > total // 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        convert(tiny[0], tmp_path / "model", progress=stop)
-    convert(tiny[0], tmp_path / "model")
-    assert (tmp_path / "model" / FFN).read_bytes() == (tiny[1] / FFN).read_bytes()
-
-
 # What is not for experts says so
 
 

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,8 +16,6 @@ from serving import answered
 from tiny_models import make_tokenizer
 
 from flashllm.chat.conversation import Chat, Memory
-from flashllm.config import RunConfig
-from flashllm.engine.model import Model
 from flashllm.errors import ContextFull, FlashIOError, FormatError, UsageError
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.session import PrefillRecord, Session, TokenRecord
@@ -36,17 +35,9 @@ def directory(variant_of):
 
 
 @pytest.fixture
-def opened(directory):
+def opened(opened, directory):
     """Opens the model anew: another process, as far as its bits go."""
-    models = []
-
-    def get(**options):
-        models.append(Model.open(directory, RunConfig(io_threads=2, threads=1, **options)))
-        return models[-1]
-
-    yield get
-    for model in models:
-        model.close()
+    return partial(opened, directory)
 
 
 def session_of(model, count=6, **options):
