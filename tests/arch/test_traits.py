@@ -159,23 +159,79 @@ def of_next_layer(rows_of):
 
 
 negative, zeros, ones = torch.neg, torch.zeros_like, torch.ones_like
-SHORT = {
-    "no norm of queries and keys": attention(query_key_norm="none"),
-    "nothing is turned": attention(rotary=None),
-    "parts of the projection in another order": exchanged,
-    "taps turned round": tensors("layers.0.state.conv.weight", backwards),
-    "SiLU behind the convolution": method("_convolved", with_silu),
-}
-BIASED = {
-    "scores are shares": router(score="softmax"),
-    "weights of experts as they are": router(normalized=False),
-    "no bias of the choice": tensors(".choice.bias", zeros),
-}
-SPACE = {
-    "the decay's sign": tensors(".decay_log", negative),
-    "values do not skip": tensors(".skip", zeros),
-    "one group's norm": one_group,
-}
+SHARED = [  # what is otherwise, how, and of which variants
+    (
+        "weights of experts as they are",
+        router(normalized=False),
+        "hunyuan_v1_moe|cohere2_moe sigmoid, summed|mistral4|deepseek_v3|glm4_moe|dots1|ernie4_5_moe|minimax_m2|"
+        "kimi_linear|lfm2_moe|qwen3_next|nemotron_h",
+    ),
+    ("no multiplier of residuals", block(residual_scale=1.0), "granitemoe|minicpm3|granitemoehybrid"),
+    (
+        "no multiplier of the embedding",
+        block(embedding_scale=1.0),
+        "granitemoeshared|afmoe|minicpm3|granitemoehybrid|falcon_h1",
+    ),
+    (
+        "one rotation",
+        turning_as(0),
+        "granitemoe_swa|mellum|exaone_moe|exaone4|cohere2|olmo3|afmoe|laguna|mimo_v2_flash",
+    ),
+    ("scores of each expert", router(score="sigmoid"), "flex_olmo|mistral4|deepseek_v2|ernie4_5_moe"),
+    (
+        "no factor of experts",
+        router(factor=1.0),
+        "solar_open|exaone_moe|afmoe|laguna|hy_v3|bailing_moe|mistral4 groups|deepseek_v2|deepseek_v3|"
+        "glm4_moe_lite|dots1|kimi_linear|lfm2_moe|nemotron_h",
+    ),
+    (
+        "scores are shares",
+        router(score="softmax"),
+        "solar_open|hy_v3|cohere2_moe|deepseek_v3|glm4_moe_lite|glm4_moe|dots1|minimax_m2|kimi_linear|lfm2_moe|"
+        "nemotron_h",
+    ),
+    (
+        "pairs of halves",
+        style("half"),
+        "cohere2|gptj|codegen|helium|ernie4_5|deepseek_v2|deepseek_v3|glm4_moe_lite|ernie4_5_moe|youtu",
+    ),
+    ("groups by their best expert", router(groups_by="one"), "bailing_moe|mistral4 groups|deepseek_v3"),
+    (
+        "no groups",
+        router(groups=1, chosen_groups=1),
+        "bailing_moe|deepseek_v2 groups|deepseek_v3|glm4_moe groups|kimi_linear groups",
+    ),
+    ("interleaved pairs", style("interleaved"), "bailing_moe|glm4_moe|dots1|minimax_m2 half turned|minicpm3"),
+    ("norms of the weight alone", block(norm_shift=0.0), "vaultgemma|qwen3_next|qwen3_5_moe"),
+    (
+        "scores scaled by what the cache keeps",
+        attention(query_scale=40**-0.5),
+        "deepseek_v2|deepseek_v3|youtu|minicpm3",
+    ),
+    ("another epsilon of latent norms", latent_epsilon(0.03), "deepseek_v2|youtu|minicpm3"),
+    (
+        "no bias of the choice",
+        tensors(".choice.bias", zeros),
+        "deepseek_v3|glm4_moe_lite|glm4_moe|dots1|ernie4_5_moe|minimax_m2|nemotron_h",
+    ),
+    (
+        "no norm of queries and keys",
+        attention(query_key_norm="none"),
+        "glm4_moe norms of heads, biases|dots1|lfm2|lfm2_moe",
+    ),
+    ("nothing is turned", attention(rotary=None), "lfm2|lfm2_moe"),
+    ("parts of the projection in another order", exchanged, "lfm2|lfm2_moe"),
+    ("taps turned round", tensors("layers.0.state.conv.weight", backwards), "lfm2|lfm2_moe"),
+    ("SiLU behind the convolution", method("_convolved", with_silu), "lfm2|lfm2_moe"),
+    (
+        "the decay's sign",
+        tensors(".decay_log", negative),
+        "qwen3_next|qwen3_5_moe|nemotron_h|granitemoehybrid|falcon_h1|bamba",
+    ),
+    ("values do not skip", tensors(".skip", zeros), "nemotron_h|granitemoehybrid|falcon_h1|bamba"),
+    ("one group's norm", one_group, "nemotron_h|granitemoehybrid|falcon_h1 gate first|bamba"),
+    ("the gate behind the norm", state(gate_first=False), "nemotron_h|granitemoehybrid|falcon_h1 gate first"),
+]
 OTHERWISE = {
     "phimoe": {"shares of all experts": router(score="softmax"), "RMS norms": block(norm="rms")},
     "phimoe much jitter": {"little jitter": router(jitter=0.01)},
@@ -183,61 +239,28 @@ OTHERWISE = {
         "norms before the turn": attention(query_key_norm="head"),
         "scores are not scaled": attention(query_scale=1.0),
     },
-    "hunyuan_v1_moe": {
-        "norms before the turn": attention(query_key_norm="head"),
-        "weights of experts as they are": router(normalized=False),
-    },
+    "hunyuan_v1_moe": {"norms before the turn": attention(query_key_norm="head")},
     "granitemoe": {
         "shares of all experts": router(score="softmax"),
-        "no multiplier of residuals": block(residual_scale=1.0),
         "logits multiplied": block(logit_scale=2.0),
         "scores scaled by the head": attention(query_scale=0.25),
     },
-    "granitemoeshared": {"no multiplier of the embedding": block(embedding_scale=1.0)},
-    "granitemoe_swa": {"one rotation": turning_as(0)},
     "granite_swa": {"one rotation": turning_as(2), "no window": attention(window=None)},
     "hyperclovax": {"another multiplier of logits": block(logit_scale=0.5)},
-    "flex_olmo": {"scores of each expert": router(score="sigmoid")},
-    "mellum": {"one rotation": turning_as(0)},
-    "solar_open": {"no factor of experts": router(factor=1.0), "scores are shares": router(score="softmax")},
-    "exaone_moe": {"one rotation": turning_as(0), "no factor of experts": router(factor=1.0)},
-    "exaone4": {"one rotation": turning_as(0)},
-    "cohere2": {"one rotation": turning_as(0), "pairs of halves": style("half")},
-    "olmo3": {"one rotation": turning_as(0)},
-    "afmoe": {
-        "one rotation": turning_as(0),
-        "another gate of attention": attention(gate="softplus"),
-        "no factor of experts": router(factor=1.0),
-        "no multiplier of the embedding": block(embedding_scale=1.0),
-    },
-    "laguna": {
-        "another gate of attention": attention(gate="sigmoid"),
-        "no factor of experts": router(factor=1.0),
-        "one rotation": turning_as(0),
-    },
+    "afmoe": {"another gate of attention": attention(gate="softplus")},
+    "laguna": {"another gate of attention": attention(gate="sigmoid")},
     "laguna gate of every number": {
         "another gate of attention": attention(gate="sigmoid"),
         "a router without a cap": router(softcap=0.0),
     },
-    "hy_v3": {"no factor of experts": router(factor=1.0), "scores are shares": router(score="softmax")},
-    "bailing_moe": {
-        "groups by their best expert": router(groups_by="one"),
-        "no groups": router(groups=1, chosen_groups=1),
-        "no factor of experts": router(factor=1.0),
-        "interleaved pairs": style("interleaved"),
-    },
-    "mimo_v2_flash": {"no multiplier of values": attention(value_scale=1.0), "one rotation": turning_as(0)},
+    "mimo_v2_flash": {"no multiplier of values": attention(value_scale=1.0)},
     "gpt_neo": {"scores are scaled": attention(query_scale=0.25), "a window one wider": attention(window=51)},
-    **{name: {"pairs of halves": style("half")} for name in ("gptj", "codegen", "helium", "ernie4_5")},
-    "vaultgemma": {"norms of the weight alone": block(norm_shift=0.0)},
     "olmo": {"another epsilon of norms": block(norm_epsilon=0.01)},
     "cohere2_moe": {
         "the sum of routed and shared experts": layers(ffn_scale=1.0),
         "half of a dense layer, too": layers(ffn_scale=0.5),
-        "scores are shares": router(score="softmax"),
         "one rotation": turning_as(2),
     },
-    "cohere2_moe sigmoid, summed": {"weights of experts as they are": router(normalized=False)},
     "ministral3": {
         "queries do not grow": attention(growth=None),
         "queries grow a token later": attention(growth=Growth(rate=0.5, step=41)),
@@ -245,89 +268,24 @@ OTHERWISE = {
     "mistral4": {
         "queries do not grow": attention(growth=None),
         "scores scaled by the value's width": attention(query_scale=20**-0.5),
-        "scores of each expert": router(score="sigmoid"),
-        "weights of experts as they are": router(normalized=False),
     },
-    "mistral4 groups": {
-        "groups by their best expert": router(groups_by="one"),
-        "no factor of experts": router(factor=1.0),
-    },
-    "deepseek_v2": {
-        "weights of experts are normalized": router(normalized=True),
-        "no factor of experts": router(factor=1.0),
-        "scores of each expert": router(score="sigmoid"),
-        "scores scaled by what the cache keeps": attention(query_scale=40**-0.5),
-        "pairs of halves": style("half"),
-        "another epsilon of latent norms": latent_epsilon(0.03),
-    },
-    "deepseek_v2 groups": {
-        "groups by the sum of two": router(groups_by="two"),
-        "no groups": router(groups=1, chosen_groups=1),
-    },
+    "deepseek_v2": {"weights of experts are normalized": router(normalized=True)},
+    "deepseek_v2 groups": {"groups by the sum of two": router(groups_by="two")},
     "deepseek_v2 yarn rope": {"scores without the factor of YaRN": attention(query_scale=20**-0.5)},
-    "deepseek_v3": {
-        "groups by their best expert": router(groups_by="one"),
-        "no groups": router(groups=1, chosen_groups=1),
-        "scores scaled by what the cache keeps": attention(query_scale=40**-0.5),
-        "pairs of halves": style("half"),
-        **BIASED,
-        "no factor of experts": router(factor=1.0),
-    },
-    "glm4_moe_lite": {
-        "the epsilon of transformers' latent norms": latent_epsilon(1e-6),
-        "no factor of experts": router(factor=1.0),
-        "scores are shares": router(score="softmax"),
-        "no bias of the choice": tensors(".choice.bias", zeros),
-        "pairs of halves": style("half"),
-    },
-    "glm4_moe": {
-        "the whole head is turned": attention(rotary=whole_head_turned),
-        "interleaved pairs": style("interleaved"),
-        **BIASED,
-    },
+    "glm4_moe_lite": {"the epsilon of transformers' latent norms": latent_epsilon(1e-6)},
+    "glm4_moe": {"the whole head is turned": attention(rotary=whole_head_turned)},
     "glm4_moe norms of heads, biases": {
-        "no norm of queries and keys": attention(query_key_norm="none"),
         "no bias of queries": tensors(".query.bias", zeros),
         "weights of experts are normalized": router(normalized=True),
     },
-    "glm4_moe groups": {"no groups": router(groups=1, chosen_groups=1), "by their best": router(groups_by="one")},
-    "dots1": {
-        "no norm of queries and keys": attention(query_key_norm="none"),
-        "interleaved pairs": style("interleaved"),
-        **BIASED,
-        "no factor of experts": router(factor=1.0),
-    },
+    "glm4_moe groups": {"by their best": router(groups_by="one")},
     "dots1 window": {"a window one wider": attention(window=lambda mixer: mixer.window and mixer.window + 1)},
-    "ernie4_5_moe": {
-        "scores of each expert": router(score="sigmoid"),
-        "weights of experts as they are": router(normalized=False),
-        "no bias of the choice": tensors(".choice.bias", zeros),
-        "pairs of halves": style("half"),
-    },
     "ernie4_5_moe with a floor": {"no floor": router(least_sum=0.0)},
-    "minimax_m2": {"norms of each head": norms_of_heads, **BIASED},
-    "minimax_m2 half turned": {
-        "the whole head is turned": attention(rotary=whole_head_turned),
-        "interleaved pairs": style("interleaved"),
-    },
-    "youtu": {
-        "pairs of halves": style("half"),
-        "scores scaled by what the cache keeps": attention(query_scale=40**-0.5),
-        "another epsilon of latent norms": latent_epsilon(0.03),
-    },
+    "minimax_m2": {"norms of each head": norms_of_heads},
+    "minimax_m2 half turned": {"the whole head is turned": attention(rotary=whole_head_turned)},
     "youtu yarn rope": {"scores without the factor of YaRN": attention(query_scale=20**-0.5)},
-    "minicpm3": {
-        "interleaved pairs": style("interleaved"),
-        "no multiplier of residuals": block(residual_scale=1.0),
-        "no multiplier of the embedding": block(embedding_scale=1.0),
-        "logits as they are": block(logit_scale=1.0),
-        "scores scaled by what the cache keeps": attention(query_scale=40**-0.5),
-        "another epsilon of latent norms": latent_epsilon(0.03),
-    },
+    "minicpm3": {"logits as they are": block(logit_scale=1.0)},
     "kimi_linear": {
-        "scores are shares": router(score="softmax"),
-        "no factor of experts": router(factor=1.0),
-        "weights of experts as they are": router(normalized=False),
         "scores scaled by the rank": attention(query_scale=0.25),
         "the model's epsilon in latent norms": attention(
             latent=Latent(rank=32, plain_dim=12, value_dim=20, norm_epsilon=0.03)
@@ -339,18 +297,10 @@ OTHERWISE = {
         "twice the gate": tensors("layers.0.gate_down.weight", lambda rows: 2 * rows),
         "strengths of other heads": tensors("layers.0.beta.weight", other_rows),
     },
-    "kimi_linear groups": {"no groups": router(groups=1, chosen_groups=1)},
     "olmo_hybrid": {
         "strengths of at most 1": mixers("delta_rule", beta_scale=1.0),
         "another epsilon of the mixed norm": mixers("delta_rule", norm_epsilon=1e-3),
         "norms of what layers read": layers(norms="input"),
-    },
-    "lfm2": SHORT,
-    "lfm2_moe": {
-        "scores are shares": router(score="softmax"),
-        "weights of experts as they are": router(normalized=False),
-        "no factor of experts": router(factor=1.0),
-        **SHORT,
     },
     "gemma4": {
         "values are not normalized": attention(value_norm=False),
@@ -399,48 +349,33 @@ OTHERWISE = {
         "keys of another layer": attention(shared=lambda mixer: mixer.shared and mixer.shared - 1),
     },
     "qwen3_next": {
-        "the decay's sign": tensors(".decay_log", negative),
         "nothing decays": tensors(".decay_log", lambda log: log - 50),
         "no bias of the decay": tensors(".decay_bias", zeros),
         "taps turned round": tensors(".conv.weight", backwards),
-        "norms of the weight alone": block(norm_shift=0.0),
         "the mixed norm of weight + 1": tensors(".mixed_norm.weight", lambda weight: weight + 1),
         "tiled heads": state(tiled=True),
         "no gate of attention": attention(gate="none"),
         "no gate of the shared expert": tensors(".shared_gate.weight", zeros),
-        "weights of experts as they are": router(normalized=False),
     },
     "qwen3_5_moe": {
-        "the decay's sign": tensors(".decay_log", negative),
         "tiled heads": state(tiled=True),
         "gates as if of halves": tensors(".1.out_gate.weight", lambda rows: rows.roll(32, 0)),
-        "norms of the weight alone": block(norm_shift=0.0),
     },
     "nemotron_h": {
-        **SPACE,
         "no bias of the step": tensors(".decay_bias", zeros),
-        "the gate behind the norm": state(gate_first=False),
         "keys of another group": tensors(".state.key.weight", lambda rows: rows.roll(12, 0)),
         "taps turned round": tensors(".conv.weight", backwards),
         "no bias of the convolution": tensors(".conv.bias", zeros),
         "heads are turned": attention(rotary=Rotary(inverse_frequency=(1.0, 0.1))),
         "neurons are not squared": block(activation="relu"),
-        **BIASED,
-        "no factor of experts": router(factor=1.0),
     },
     "granitemoehybrid": {
-        **SPACE,
-        "the gate behind the norm": state(gate_first=False),
         "heads are turned": attention(rotary=Rotary(inverse_frequency=(1.0, 0.1))),
         "scores scaled by the head": attention(query_scale=0.25),
-        "no multiplier of residuals": block(residual_scale=1.0),
-        "no multiplier of the embedding": block(embedding_scale=1.0),
         "logits multiplied": block(logit_scale=2.0),
         "the router's scores are all's": router(score="softmax"),
     },
     "falcon_h1": {
-        "the decay's sign": tensors(".decay_log", negative),
-        "values do not skip": tensors(".skip", zeros),
         "a norm": normed,
         **{f"no multiplier of {name}": state(**{f"{name}_scale": 1.0}) for name in ("gate", "query", "key", "value")},
         "no multiplier of the step": state(decay_scale=1.0),
@@ -449,17 +384,14 @@ OTHERWISE = {
         "no multiplier of keys": attention(query_scale=16**-0.5),
         "no multiplier of the FFN's gate": layers(activation_scale=1.0),
         "no multiplier of the FFN": layers(ffn_scale=1.0),
-        "no multiplier of the embedding": block(embedding_scale=1.0),
         "no multiplier of logits": block(logit_scale=1.0),
         "no attention": tensors(".1.out.weight", zeros),
     },
-    "falcon_h1 gate first": {
-        "the gate behind the norm": state(gate_first=False),
-        "one group's norm": one_group,
-        "no norm": unnormed,
-    },
-    "bamba": {**SPACE, "heads are not turned": attention(rotary=None)},
+    "falcon_h1 gate first": {"no norm": unnormed},
+    "bamba": {"heads are not turned": attention(rotary=None)},
 }
+CASES = {(variant, what): change for what, change, variants in SHARED for variant in variants.split("|")}
+CASES |= {(variant, what): change for variant, changes in OTHERWISE.items() for what, change in changes.items()}
 
 
 @pytest.fixture(scope="module")
@@ -474,10 +406,10 @@ def computed(variant_of):
     return of
 
 
-@pytest.mark.parametrize(("variant", "what"), [(each, what) for each in OTHERWISE for what in OTHERWISE[each]])
+@pytest.mark.parametrize(("variant", "what"), sorted(CASES))
 def test_what_is_otherwise_shows(variant, what, variant_of, computed):
     decoder = ReferenceDecoder(variant_of(variant)[1])
-    OTHERWISE[variant][what](decoder)
+    CASES[variant, what](decoder)
     assert np.abs(decoder.logits(IDS).numpy() - computed(variant)).max() > SHOWS
 
 
