@@ -1,8 +1,9 @@
-"""Models whose memory plan is changed, passes that are watched, and ids for tiny models."""
+"""Models whose memory plan is changed, passes that are watched, and ids, logits and pages of tiny models."""
 
 import dataclasses
 
 import numpy as np
+from arch_models import tokens
 
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
@@ -14,6 +15,26 @@ from flashllm.plan.resolve import resolve
 def ids_of(count, seed=0):
     """So many token ids, none of them special."""
     return np.random.default_rng(seed).integers(5, 290, count).tolist()
+
+
+def logits_of(directory, mode=None, process=None, **config):
+    """Of a prompt, of few and of single tokens."""
+    with Model.open(directory, RunConfig(mode=mode, threads=2, io_threads=4, **config), process=process) as model:
+        sequence, ids = model.new_sequence(), tokens(40)
+        prompt = model.step([(sequence, ids)], all_logits=True)
+        return np.concatenate([prompt, *(model.step([(sequence, ids[:count])]) for count in (1, 3, 8))])
+
+
+def saved_pages(sequence):
+    """(its pages of each kind, what fills those of another sequence with them)"""
+    kept = [[page.copy() for page in pages] for pages in sequence.save()]
+
+    def fill(kinds):
+        for pages, theirs in zip(kinds, kept, strict=True):
+            for page, bytes_of in zip(pages, theirs, strict=True):
+                page[:] = bytes_of
+
+    return kept, fill
 
 
 def planned(directory, config, *, loads=True, **memory):

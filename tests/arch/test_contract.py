@@ -17,6 +17,7 @@ import torch
 from arch_models import CONTEXT, VARIANTS, make_model, open_model, tokens
 from arch_reference import ReferenceDecoder
 from offload_runs import MIXED, answers, policy
+from planned import saved_pages
 
 from flashllm import _core
 from flashllm.arch.registry import ARCHITECTURES
@@ -282,16 +283,10 @@ def test_parked_and_taken_up(made, way):
     bits, model, expected = way
     with model.new_sequence() as sequence:
         run(model, made.ids[:100], sequence)
-        saved = [[page.copy() for page in pages] for pages in sequence.save()]
-
-    def fill(kinds):
-        for pages, theirs in zip(kinds, saved, strict=True):
-            for page, bytes_of in zip(pages, theirs, strict=True):
-                page[:] = bytes_of
-
+        kept, fill = saved_pages(sequence)
     bare = made.bare(bits)
     with bare.new_sequence() as other:
-        other.restore(100, [len(pages) for pages in saved], fill, prompted=100)
+        other.restore(100, [len(pages) for pages in kept], fill, prompted=100)
         same(run(bare, made.ids[100:], other), expected[100:])
 
 

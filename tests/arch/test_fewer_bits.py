@@ -7,6 +7,7 @@ import pytest
 import torch
 from arch_models import VARIANTS, make_checkpoint, tokens
 from arch_reference import ReferenceDecoder
+from planned import logits_of
 from safetensors.torch import load_file, save_file
 
 from flashllm.base.group_codes import GROUP_CODES
@@ -188,14 +189,8 @@ def test_12_bits_give_the_tokens_of_bfloat16(tmp_path, name):
     convert(source, tmp_path / "model", encoding="bf12", resident_encoding="bf12", predictors=True)
     sparse = ModelDir.open(tmp_path / "model").architecture.sparse
     for mode in ("sparse", "dense", "oracle") if sparse else ("dense",):
-        found = []
-        for path in (tmp_path / "wide", tmp_path / "model"):
-            with Model.open(path, RunConfig(mode=mode, threads=2, io_threads=4)) as model:
-                sequence = model.new_sequence()
-                prompt = model.step([(sequence, tokens(40))], all_logits=True)
-                steps = [model.step([(sequence, tokens(count, seed=count))]) for count in (1, 3, 8)]
-                found.append(np.concatenate([prompt, *steps]))
-        np.testing.assert_array_equal(found[0], found[1], err_msg=mode)
+        wide, found = (logits_of(tmp_path / name, mode) for name in ("wide", "model"))
+        np.testing.assert_array_equal(wide, found, err_msg=mode)
 
 
 @pytest.mark.parametrize("matrix", ["fc1", "fc2", "q_proj", "embed_tokens"])
@@ -215,15 +210,9 @@ def test_a_matrix_of_rare_exponents_stays_bfloat16(tmp_path, matrix):
     assert len(manifest.other_encodings) == (matrix in ("q_proj", "embed_tokens"))
     assert verify(tmp_path / "model").ok
     assert ("bfloat16" in format_inspection(inspect(tmp_path / "model")).split("row ")[1]) == (matrix in ("fc1", "fc2"))
-    found = []
-    for path in (tmp_path / "wide", tmp_path / "model"):
-        for mode in ("dense", "oracle"):
-            with Model.open(path, RunConfig(mode=mode, threads=2, io_threads=4)) as model:
-                sequence = model.new_sequence()
-                prompt = model.step([(sequence, tokens(40))], all_logits=True)
-                found.append(np.concatenate([prompt, model.step([(sequence, tokens(1, seed=3))])]))
-    np.testing.assert_array_equal(found[0], found[2])
-    np.testing.assert_array_equal(found[1], found[3])
+    for mode in ("dense", "oracle"):
+        wide, found = (logits_of(tmp_path / name, mode) for name in ("wide", "model"))
+        np.testing.assert_array_equal(wide, found, err_msg=mode)
     with open_weights(tmp_path / "wide") as wide, open_weights(tmp_path / "model") as model:
         for tensor, shape in wide.shapes.items():
             one, two = (np.empty(shape, np.uint16) for _ in range(2))

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 from arch_models import VARIANTS as VARIANTS_OF_FOLDERS
-from arch_models import Variant, make_checkpoint
+from arch_models import Variant, make_checkpoint, tokens
 from gguf_files import KINDS, write_gguf
+from planned import logits_of
 from tiny_models import SENTENCES, config_of
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from weights_of_folders import digests, tensors_of, try_to_open
@@ -23,7 +24,6 @@ from flashllm import FlashModel
 from flashllm.arch.registry import block_spec
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.cli import main
-from flashllm.config import RunConfig
 from flashllm.convert import locate
 from flashllm.convert.checkpoint.gguf import file as gguf_file
 from flashllm.convert.checkpoint.gguf.config import model_config
@@ -37,7 +37,6 @@ from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.locate import find_checkpoint, find_folder
 from flashllm.convert.named import source_key
 from flashllm.convert.run import convert
-from flashllm.engine.model import Model
 from flashllm.errors import FormatError, UnsupportedModelError, UsageError
 from flashllm.format.model_files import FFN
 
@@ -329,17 +328,11 @@ def test_squared_neurons_of_codes_are_in_bfloat16(tmp_path):
 def _same_logits(root, source):
     """The file's, the folder's and transformers'."""
     _check_config(root / "found")
-    ids = torch.randint(4, 300, (40,), generator=torch.Generator().manual_seed(5)).tolist()
-    logits = []
-    for name in ("found", "expected"):
-        with Model.open(root / name, RunConfig(threads=1, mode="dense")) as model:
-            sequence = model.new_sequence()
-            prompt = model.step([(sequence, ids)], all_logits=True)
-            logits.append(np.concatenate([prompt, *(model.step([(sequence, [token])]) for token in ids[:4])]))
-    np.testing.assert_allclose(logits[0], logits[1], atol=2e-4, rtol=0)
+    found, expected = (logits_of(root / name, "dense") for name in ("found", "expected"))
+    np.testing.assert_allclose(found, expected, atol=2e-4, rtol=0)
     transformers = AutoModelForCausalLM.from_pretrained(source)
     with torch.no_grad():
-        np.testing.assert_allclose(logits[0][:40], transformers(torch.tensor([ids])).logits[0], atol=5e-4, rtol=0)
+        np.testing.assert_allclose(found[:40], transformers(torch.tensor([tokens(40)])).logits[0], atol=5e-4, rtol=0)
 
 
 def _blocks(root):

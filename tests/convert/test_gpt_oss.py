@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from arch_models import VARIANTS, make_checkpoint, open_model
+from planned import logits_of
 from safetensors.torch import load_file, save_file
 from tiny_models import change_config
 from transformers.integrations.mxfp4 import FP4_VALUES
@@ -84,14 +85,8 @@ def test_mxfp4_is_kept(whole, tmp_path):
     assert verify(tmp_path / "kept").ok
     for mode in ("dense", "sparse"):
         for simd in ("auto", "scalar"):
-            logits = []
-            for name in ("wide", "kept"):
-                config = RunConfig(mode=mode, threads=2, io_threads=4, simd=simd)
-                with Model.open(tmp_path / name, config) as model:
-                    sequence = model.new_sequence()
-                    prompt = model.step([(sequence, list(range(4, 44)))], all_logits=True)
-                    logits.append(np.concatenate([prompt, *(model.step([(sequence, [9] * n)]) for n in (1, 3, 8))]))
-            np.testing.assert_array_equal(logits[0], logits[1], err_msg=mode)
+            wide, kept = (logits_of(tmp_path / name, mode, simd=simd) for name in ("wide", "kept"))
+            np.testing.assert_array_equal(wide, kept, err_msg=mode)
 
 
 def test_weights_of_an_expert_read_again_are_the_files(whole, tmp_path):

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from arch_models import Variant, make_checkpoint
 from damage import flip
 from gguf_files import HALVES, put_halves
-from planned import memory_plan, with_rows
+from planned import logits_of, memory_plan, with_rows
 from profiles import BATCHES, profile_of
 from quantised_files import (
     MIXTURES,
@@ -32,11 +31,9 @@ from weights_of_folders import tensors_of
 from flashllm import _core
 from flashllm.base.codes.carried import PACKED_AS, PLANE_CODES, pack_codes
 from flashllm.cli import main
-from flashllm.config import RunConfig
 from flashllm.convert.kept.blocks import KINDS
 from flashllm.convert.locate import resolve_model
 from flashllm.convert.run import convert
-from flashllm.engine.model import Model
 from flashllm.errors import ChecksumError, FormatError, UnsupportedModelError
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_dir import ModelDir
@@ -47,16 +44,6 @@ from flashllm.offload.runtime.tiers.source import open_weights
 from flashllm.plan.activity import ExpectedActivity, LayerActivity
 from flashllm.plan.latency import estimate_prompt, estimate_token
 from flashllm.profile.costs import ReaderChoice
-
-
-def logits_of(directory, **config):
-    """Of a prompt, of few and of single tokens."""
-    with Model.open(directory, RunConfig(threads=2, io_threads=4, **config)) as model:
-        sequence = model.new_sequence()
-        ids = torch.randint(4, 300, (40,), generator=torch.Generator().manual_seed(0)).tolist()
-        prompt = model.step([(sequence, ids)], all_logits=True)
-        return np.concatenate([prompt, *(model.step([(sequence, ids[:count])]) for count in (1, 3, 8))])
-
 
 CONFIGS = ({}, {"cache_policy": "window"}, {"io_backend": "io_uring"}, {"direct": False})  # each reads otherwise
 

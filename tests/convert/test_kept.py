@@ -9,10 +9,11 @@ import gguf_files
 import numpy as np
 import pytest
 import torch
-from arch_models import Variant, make_checkpoint
+from arch_models import Variant, make_checkpoint, tokens
 from arch_reference import ReferenceDecoder
 from gguf_files import write_gguf
 from offload_runs import DEVICE, DISK, MIXED, answers, policy
+from planned import logits_of
 from quantised_files import (
     ENCODED_AS,
     MIXTURES,
@@ -59,15 +60,6 @@ from flashllm.offload.runtime.tiers.weight_plan import plan_weights
 from flashllm.offload.runtime.tiers.weights import WeightStore
 from flashllm.offload.shape import load_shape
 from flashllm.offload.stages import Stage
-
-
-def logits_of(directory, mode, process=None, **config):
-    """Of a prompt, of few and of single tokens."""
-    with Model.open(directory, RunConfig(mode=mode, threads=2, io_threads=4, **config), process=process) as model:
-        sequence = model.new_sequence()
-        ids = torch.randint(4, 300, (40,), generator=torch.Generator().manual_seed(0)).tolist()
-        prompt = model.step([(sequence, ids)], all_logits=True)
-        return np.concatenate([prompt, *(model.step([(sequence, ids[:count])]) for count in (1, 3, 8))])
 
 
 @pytest.mark.parametrize("kind", [*ENCODED_AS, mixed, of_tables, of_layers, of_codebooks, *NOT_KEPT], ids=name_of)
@@ -168,7 +160,7 @@ def test_a_prompt_in_codes_is_near_to_one_in_fp32(quantised, kind, down):
 def test_single_tokens_are_multiplied_in_8_bits_unless_asked_otherwise(quantised, kind):
     directory, manifest = quantised(kind).kept()
     assert manifest.activations == "int16"
-    ids = torch.randint(4, 300, (12,), generator=torch.Generator().manual_seed(2)).tolist()
+    ids = tokens(12, seed=2)
     found = []
     for together in (1, 2, 3, 4, 6):
         with Model.open(directory, RunConfig(mode="dense", threads=together, io_threads=4)) as model:

@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from arch_models import Variant, make_checkpoint
+from arch_models import Variant, make_checkpoint, tokens
 from arch_reference import ReferenceDecoder
 from gguf_files import KINDS, write_gguf
 
@@ -103,14 +103,14 @@ def test_sparse_passes_leave_out_what_they_do_not_name(tmp_path, model_type):
     assert (manifest.rows.encoding, manifest.rows.down_encoding, manifest.down_scales) == ("int4_32", None, ())
     change_manifest(tmp_path / "model", activations=None)  # 8 bits would hide what is left out
     reference = MaskedDecoder(tmp_path / "model", exact)
-    ids = torch.randint(4, 300, (14,), generator=torch.Generator().manual_seed(3)).tolist()
-    for prompts in ("sparse", "dense"):
+    ids = tokens(14, seed=3)
+    expected = reference.logits(ids).numpy()
+    for prompts, width in (("sparse", 14), ("dense", 1)):
         config = RunConfig(mode="sparse", prompts=prompts, threads=2, io_threads=4)
         with Model.open(tmp_path / "model", config) as model:
             sequence = model.new_sequence()
-            found = [model.step([(sequence, [token])])[0] for token in ids]
-    expected = reference.logits(ids).numpy()
-    np.testing.assert_allclose(np.array(found), expected, atol=1e-3, rtol=0)
+            found = [model.step([(sequence, ids[at : at + width])], all_logits=True) for at in range(0, 14, width)]
+        np.testing.assert_allclose(np.concatenate(found), expected, atol=1e-3, rtol=0)
     assert np.abs(expected - ReferenceDecoder(tmp_path / "model").logits(ids).numpy()).max() > 0.1  # it matters
 
 

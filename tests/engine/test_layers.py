@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-import torch
-from arch_models import Variant, make_checkpoint
+from arch_models import Variant, make_checkpoint, tokens
 from safetensors.numpy import load_file
 
 from flashllm.config import RunConfig
@@ -19,16 +18,12 @@ from flashllm.format.safetensors import read_header
 PROCESS = 2 * 10**9  # the rest of the process is held to be of this size, so that limits mean the same in every test
 
 
-def ids(count, seed):
-    return torch.randint(4, 300, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
 def logits(directory, **config):
     """Those after a prompt and after each of some tokens, and the model's plan."""
     with Model.open(directory, RunConfig(context=64, threads=1, **config), process=PROCESS) as model:
         sequence = model.new_sequence()
-        after = [model.step([(sequence, ids(20, 0))])[0]]
-        after += [model.step([(sequence, [token])])[0] for token in ids(10, 1)]
+        after = [model.step([(sequence, tokens(20, 0))])[0]]
+        after += [model.step([(sequence, [token])])[0] for token in tokens(10, 1)]
         return np.array(after), model.plan.memory
 
 

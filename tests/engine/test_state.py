@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from arch_models import VARIANTS, make_checkpoint, open_model
-from planned import ids_of
+from planned import ids_of, saved_pages
 
 from flashllm.config import RunConfig
 from flashllm.convert.run import convert
@@ -172,18 +172,12 @@ def test_what_is_kept_elsewhere_comes_back(model):
     expected = logits_of(model, ids, [9, 8])[1]
     with model.new_sequence() as sequence, model.new_sequence() as other:
         model.step([(sequence, ids)], as_prompt=True)
-        saved = [[page.copy() for page in pages] for pages in sequence.save()]
-        assert min(len(pages) for pages in saved) < -(-900 // PAGE)
-
-        def fill(kinds):
-            for pages, theirs in zip(kinds, saved, strict=True):
-                for page, bytes_of in zip(pages, theirs, strict=True):
-                    page[:] = bytes_of
-
-        for wrong in ([1] * len(saved), [99] * len(saved), []):
+        kept, fill = saved_pages(sequence)
+        assert min(len(pages) for pages in kept) < -(-900 // PAGE)
+        for wrong in ([1] * len(kept), [99] * len(kept), []):
             with pytest.raises(UsageError, match="KV cache"):
                 other.restore(900, wrong, fill)
-        other.restore(900, [len(pages) for pages in saved], fill)
+        other.restore(900, [len(pages) for pages in kept], fill)
         assert np.array_equal(model.step([(other, [9, 8])], as_prompt=True)[0], expected)
         assert other.keep(300) == 0
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from activity import aggregated_usage, friends, layer_activity, new_rows_per_token
-from arch_models import LAYERS, VARIANTS, make_checkpoint
+from arch_models import LAYERS, VARIANTS, make_checkpoint, tokens
 from evaluate import main, read_time, text_windows
 from masked import MaskedModel, Variant, load_predictors, own_gates, untrained
 from safetensors.torch import load_file, save_file
@@ -37,8 +37,8 @@ def masked_model(tiny, opened, dtype="float32", kind="random"):
     return MaskedModel(opened(directory, mode="dense"), {Variant.TRAINED: predictors})
 
 
-def token_ids(count, seed=0):
-    return torch.randint(4, 300, (1, count), generator=torch.Generator().manual_seed(seed))
+def token_ids(count):
+    return torch.tensor([tokens(count)])
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_errors_of_gated_layers_are_those_of_what_the_engine_computes(opened, tm
     convert(source, tmp_path / "model", predictors=False, gate=gate, encoding=encoding)
     model, seen = opened(tmp_path / "model", mode="dense"), Recorder()
     with model.new_sequence() as sequence:
-        model.step([(sequence, token_ids(60)[0].tolist())], all_logits=True, observer=seen)
+        model.step([(sequence, tokens(60))], all_logits=True, observer=seen)
     for layer, predictor in enumerate(untrained(model, [8] * LAYERS)):
         weights, x = LayerWeights(model, layer), seen.inputs[layer]
         errors = layer_activity(weights, x, predictor).errors()
