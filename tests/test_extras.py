@@ -15,7 +15,7 @@ import pytest
 import torch
 from gguf_files import write_gguf
 from safetensors.torch import load_file
-from scripts import run_python
+from scripts import document_of, run_python
 from tiny_models import make_tiny_opt
 
 from flashllm import errors
@@ -55,7 +55,7 @@ def statuses(environment, *commands):
     code = "import json, sys; from flashllm.cli import main; print([main(argv) for argv in json.loads(sys.argv[1])])"
     asked = json.dumps([list(map(str, argv)) for argv in commands])
     done = run_python("-c", code, asked, env=environment(), input="The cat\n")
-    return json.loads(done.stdout.splitlines()[-1]), done.stdout, done.stderr.splitlines()
+    return document_of(done), done.stdout, done.stderr.splitlines()
 
 
 def all_run(environment, *commands):
@@ -126,8 +126,8 @@ def test_what_lacks_an_extra_names_it(environment, source, tmp_path):
 
 def test_python_names_the_extra(environment):
     code = "import flashllm\ntry: from flashllm import FlashModel\nexcept ImportError as error: print(error)"
-    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
-    assert done.stdout == "FlashModel needs torch, which is not installed: pip install 'flashllm[hf]'\n"
+    said = run_python("-c", code, env=environment()).stdout
+    assert said == "FlashModel needs torch, which is not installed: pip install 'flashllm[hf]'\n"
 
 
 @pytest.mark.parametrize("package", sorted(errors.EXTRA_OF))

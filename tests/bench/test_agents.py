@@ -1,9 +1,8 @@
 """The script that lets coding agents write a file: with one of a few lines, in the place of those from the indexes."""
 
-import json
 import sys
 
-from scripts import run_script
+from scripts import document_of, run_script
 
 AGENT = f"""#!{sys.executable}
 import json, pathlib, sys, urllib.request
@@ -28,7 +27,6 @@ def test_an_agent_writes_a_file(tmp_path):
     program.write_text(AGENT)
     program.chmod(0o755)
     done = run_script("bench/serve/agents.py", tmp_path, "--only", "qwen", "--inside", "--log", tmp_path)
-    assert done.returncode == 0, done.stderr
-    (row,) = json.loads(done.stdout.splitlines()[-1])
+    (row,) = document_of(done)
     assert row["requests"] == ["POST /v1/chat/completions 200"] * 2
     assert (tmp_path / "qwen.log").read_text().startswith("The file is written.")

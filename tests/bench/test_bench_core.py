@@ -5,7 +5,7 @@ import shutil
 import subprocess
 
 import pytest
-from scripts import REPOSITORY, run_script
+from scripts import REPOSITORY, document_of, run_script
 
 READER = ["--file-size", "1MiB", "--sizes", "512B,4KiB", "--threads", "2", "--rounds", "2", "--seconds", "0.001"]
 
@@ -19,18 +19,14 @@ READER = ["--file-size", "1MiB", "--sizes", "512B,4KiB", "--threads", "2", "--ro
     ],
 )
 def test_benchmarks_end_with_one_json_document(script, arguments, figures, compared):
-    result = run_script(f"bench/{script}", *arguments)
-    assert result.returncode == 0, result.stderr
-    document = json.loads(result.stdout.splitlines()[-1])
+    document = document_of(run_script(f"bench/{script}", *arguments))
     assert len(document["results"]) == figures
     assert all(compared in figure for figure in document["results"])
 
 
 def test_rows_that_tokens_name_are_timed(tmp_path):
     sizes = ["--rows", "300", "--layers", "12", "--kept", "1", "400", "--tokens", "8", "--turns", "2", "--warm", "8"]
-    result = run_script("bench/cache/token_rows.py", tmp_path / "rows", *sizes, "--encoding", "int8_32")
-    assert result.returncode == 0, result.stderr
-    document = json.loads(result.stdout.splitlines()[-1])
+    document = document_of(run_script("bench/cache/token_rows.py", tmp_path / "rows", *sizes, "--encoding", "int8_32"))
     one, whole = document["results"]
     assert one["hit_rate"] < whole["hit_rate"]
     assert whole["rows_kept"] == document["rows"] == 300
@@ -38,8 +34,7 @@ def test_rows_that_tokens_name_are_timed(tmp_path):
 
 def test_the_reader_curve_is_written_and_plotted(tmp_path):
     result = run_script("bench/io/reader.py", *READER, "--queue-depths", "3", "--out", tmp_path / "curve")
-    assert result.returncode == 0, result.stderr
-    document = json.loads(result.stdout.splitlines()[-1])
+    document = document_of(result)
     assert json.loads((tmp_path / "curve.json").read_text()) == document
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     backends = ["threads"] if document["conditions"]["without_io_uring"] else ["threads", "io_uring"]
@@ -60,10 +55,9 @@ def test_the_overlap_table_takes_medians(tmp_path):
     ]
     (tmp_path / "rounds.jsonl").write_text("\n".join(map(json.dumps, rows)))
     result = run_script("bench/io/overlap.py", "table", tmp_path / "rounds.jsonl", "--json", tmp_path / "out")
-    assert result.returncode == 0, result.stderr
     rate = 32 * 393 * 16384 / 301 / 1e6
     assert f"| 16 KiB | threads 32 | 301 (300–302) | {rate:.2f} | 301 (300–302) |" in result.stdout
-    document = json.loads(result.stdout.splitlines()[-1])
+    document = document_of(result)
     assert json.loads((tmp_path / "out").read_text()) == document
     assert {row["rounds"] for row in document["results"]} == {3}
 

@@ -1,6 +1,5 @@
 """A dummy model as a GGUF file: the right tensors in the right kinds, and tokens that stay with their experts."""
 
-import json
 from pathlib import Path
 
 import gguf
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 from dummy_gguf import blocks, coded, config_of, embedding_walk, kinds, make, stored_nbytes, tensors
 from make_synthetic_experts import locality
-from scripts import run_script
+from scripts import document_of, run_script
 from whole_model import touched_nbytes
 
 from flashllm.config import RunConfig
@@ -57,9 +56,7 @@ def test_it_is_held_against_roofs_of_matrices_and_states(tmp_path):
     config = config_of("qwen3.6-35b-a3b", 4, **SMALL, **MODELS["qwen3.6-35b-a3b"])
     make(tmp_path / "m.gguf", config, "q4_k_m")
     quick = ["--memory", "1GB", "--engines", "flashllm", "--prompt", 12, "--tokens", 3, "--simd", "scalar"]
-    done = run_script("bench/peer/whole_model.py", tmp_path / "m.gguf", *quick)
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout.splitlines()[-1])
+    document = document_of(run_script("bench/peer/whole_model.py", tmp_path / "m.gguf", *quick))
     block = ModelDir.open(tmp_path / "m.model").block
     # A token at position 13, 14 or 15, its own included.
     assert document["touched_states_bytes"] == block.mixers_read_nbytes(14, 2)

@@ -7,7 +7,7 @@ import breakdown_worker
 import engine_runs
 import pytest
 from engine_runs import Workers
-from scripts import run_script
+from scripts import document_of, run_script
 
 from flashllm.format.manifest import open_model_dir
 from flashllm.format.model_files import FFN, RESIDENT
@@ -15,16 +15,11 @@ from flashllm.format.model_files import FFN, RESIDENT
 PARTS = ("io_ms", "memory_ms", "compute_ms", "other_ms")
 
 
-def document(done):
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     out = tmp_path_factory.mktemp("synthetic") / "model"
     small = ["--shape", "opt-125m", "--layers", 2, "--hidden", 192, "--vocab", 8192, "--tokens", 40]
-    assert run_script("tools/make_synthetic_model.py", out, *small).returncode == 0
+    run_script("tools/make_synthetic_model.py", out, *small)
     return out
 
 
@@ -45,7 +40,7 @@ def test_the_breakdown_says_what_it_promises(model, tmp_path):
     quick = ["--tokens", 14, "--prompt", 12, "--rounds", 1, "--roof-seconds", 0.05, "--io-threads", 4]
     out, chart = tmp_path / "out.json", tmp_path / "chart.png"
     done = run_script("bench/engine/latency_breakdown.py", "--model", model, *quick, "--json", out, "--plot", chart)
-    result = document(done)
+    result = document_of(done)
     assert set(result) == {"conditions", "roof", "engines", "ratios"}
     assert list(result["engines"]) == ["naive", "hybrid", "paper", "flashllm"]
     assert "synthetic weights, synthetic trace" in done.stdout
@@ -73,15 +68,14 @@ def test_the_breakdown_says_what_it_promises(model, tmp_path):
 
 def test_the_breakdown_refuses_what_it_cannot_mean(model):
     for wrong in (["--engines", "fast"], ["--cgroup"], ["--tokens", 10], ["--engines", "paper24"]):
-        done = run_script("bench/engine/latency_breakdown.py", "--model", model, *wrong)
-        assert done.returncode == 2
+        done = run_script("bench/engine/latency_breakdown.py", "--model", model, *wrong, status=2)
         assert "error:" in done.stderr
 
 
 def test_parts_are_left_out_of_the_ablation(tmp_path):
     """Each row reads as its parts say; none changes a token."""
     wide = ["--shape", "opt-125m", "--layers", 2, "--hidden", 1032, "--dtype", "float32", "--vocab", 4096]
-    assert run_script("tools/make_synthetic_model.py", tmp_path / "model", *wide, "--tokens", 40).returncode == 0
+    run_script("tools/make_synthetic_model.py", tmp_path / "model", *wide, "--tokens", 40)
     common = {"task": "flash", "memory": None, "tokens": 6, "prompt_tokens": 12, "context": 20, "io_threads": 4}
     common |= {"options": {"cache_policy": "window", "window": 1}}
     workers = Workers(tmp_path / "model", memory=None)
@@ -100,7 +94,7 @@ def test_parts_are_left_out_of_the_ablation(tmp_path):
 @pytest.mark.usefixtures("in_process")
 def test_the_first_token_is_held_against_its_roof(model):
     quick = ["--prompt", 24, "--rounds", 1, "--roof-seconds", 0.05]
-    result = document(run_script("bench/engine/first_token.py", "--model", model, *quick))
+    result = document_of(run_script("bench/engine/first_token.py", "--model", model, *quick))
     (one,) = result["rounds"]
     assert sum(one[part] for part in PARTS) == pytest.approx(one["total_ms"], rel=1e-3)
     assert one["bytes_read"] == pytest.approx((model / "ffn.safetensors").stat().st_size, rel=0.01)
@@ -110,7 +104,8 @@ def test_the_first_token_is_held_against_its_roof(model):
 
 @pytest.mark.usefixtures("in_process")
 def test_a_long_generation_is_compared_with_itself(model):
-    result = document(run_script("bench/engine/long_generation.py", "--model", model, "--tokens", 200, "--prompt", 12))
+    done = run_script("bench/engine/long_generation.py", "--model", model, "--tokens", 200, "--prompt", 12)
+    result = document_of(done)
     for sampling in ("greedy", "nucleus"):
         one = result["samplings"][sampling]
         assert one["tokens"] == 200
@@ -125,14 +120,14 @@ def test_the_memory_curve_caches_more_where_there_is_more(model):
     done = run_script(
         "bench/engine/memory_curve.py", "--model", model, "--shares", shares, "--tokens", 14, "--prompt", 12
     )
-    rows = document(done)["rows"]
+    rows = document_of(done)["rows"]
     assert [row["memory"] for row in rows] == [pytest.approx(700e6, rel=0.01), pytest.approx(2e9, rel=0.01)]
     assert rows[0]["cached_share"] <= rows[1]["cached_share"] == 1.0
 
 
 def test_several_models_share_a_memory_curve(model):
     arguments = ["--model", model, "--model", model, "--limits", "1MB,700MB", "--plan", "--tokens", 12, "--prompt", 12]
-    rows = document(run_script("bench/engine/memory_curve.py", *arguments))["rows"]
+    rows = document_of(run_script("bench/engine/memory_curve.py", *arguments))["rows"]
     assert [row["memory"] for row in rows] == [700_000_000]  # 1 MB cannot hold it; the same model counts once
     assert rows[0]["encoding"] == open_model_dir(model).rows.encoding
 

@@ -1,30 +1,25 @@
 """lm-eval's own client reads from the server what its own model reads from a `FlashModel`, and its harness agrees."""
 
-import gzip
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import harness_scores
 import pytest
 from arch_models import VARIANTS, make_checkpoint
+from scripts import REPOSITORY, document_of, run_python, write_gz
 from tiny_models import SENTENCES
 
 from flashllm.convert.run import convert
 from flashllm.pack.sparsified import convert_sparsified
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'lm_eval[api]'")
-SCRIPT = Path(__file__).parents[2] / "bench/serve/lm_eval_likelihoods.py"
+SCRIPT = REPOSITORY / "bench/serve/lm_eval_likelihoods.py"
 
 
 def test_two_items(tmp_path):
     items = tmp_path / "items.jsonl"
     pairs = [("Once upon a time there was a little", "dog"), ("The sun was warm and the sky was", "blue")]
     items.write_text("".join(json.dumps({"context": one, "target": two}) + "\n" for one, two in pairs))
-    done = subprocess.run([sys.executable, SCRIPT, items, "--items", "2"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
+    report = document_of(run_python(SCRIPT, items, "--items", "2", timeout=280))
     assert report["largest_difference"] < 1e-4
     assert report["same_greedy"] == 2
 
@@ -35,8 +30,7 @@ def test_the_harness_agrees_with_transformers(tmp_path, capsys):
     words = [{"context": "the king lived in", "target": "a"}, {"context": "once upon", "target": "time"}]
     choices = [{"question": one, "choices": [SENTENCES[0], "no", "it is"], "label": 1} for one in SENTENCES[:3]]
     for name, rows in (("lambada_openai_test", words), ("arc_easy_test", choices)):
-        with gzip.open(tmp_path / f"{name}.jsonl.gz", "wt", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        write_gz(tmp_path / f"{name}.jsonl.gz", rows)
     (tmp_path / "text.txt").write_text(" ".join(SENTENCES) * 20)
     convert_sparsified(source, tmp_path / "cut", 0.4, tmp_path / "text.txt", gate="resident")
     folders = [str(source), str(tmp_path / "model"), str(tmp_path / "cut"), "--sparse", str(tmp_path / "cut")]

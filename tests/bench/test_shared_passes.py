@@ -1,17 +1,13 @@
 """Shared passes are measured on the demo, and forced tokens are those of an answer token by token."""
 
-import json
-
 import pytest
-from scripts import REPOSITORY, run_script
+from scripts import REPOSITORY, document_of, run_script
 
 
 @pytest.mark.parametrize("what", ["together", "forced"])
 def test_both_run_on_the_demo(what):
-    rounds = ["--rounds", "1", "--at-once", "1", "3"]
-    done = run_script("bench/serve/shared_passes.py", what, REPOSITORY / "flashllm/demo", "--tokens", "40", *rounds)
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout.splitlines()[-1])
+    arguments = [what, REPOSITORY / "flashllm/demo", "--tokens", "40", "--rounds", "1", "--at-once", "1", "3"]
+    document = document_of(run_script("bench/serve/shared_passes.py", *arguments))
     if what == "together":
         assert [row["at_once"] for row in document["together"]] == [1, 3]
         assert document["together"][1]["bound_by_union"] > 1

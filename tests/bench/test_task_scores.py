@@ -1,12 +1,12 @@
 """The script that scores tasks beside transformers, on a tiny model."""
 
-import gzip
 import json
 
 import pytest
 import task_scores
 from arch_models import VARIANTS, make_checkpoint
 from scorers import Flash
+from scripts import write_gz
 from tiny_models import SENTENCES
 
 from flashllm.config import RunConfig
@@ -17,17 +17,12 @@ LAMBADA = [{"context": "the king lived in", "target": "a"}, {"context": "once up
 CHOICES = [{"question": f"{one}?", "choices": [SENTENCES[0], "no", "it is"], "label": 1} for one in SENTENCES[:3]]
 
 
-def write(path, rows):
-    with gzip.open(path, "wt", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-
-
 @pytest.fixture
 def arguments(tmp_path):
     source = make_checkpoint(tmp_path / "hf", VARIANTS["llama"])
     (tmp_path / "text.txt").write_text(" ".join(SENTENCES) * 20)
-    write(tmp_path / "lambada_openai_test.jsonl.gz", LAMBADA)
-    write(tmp_path / "arc_easy_test.jsonl.gz", CHOICES)
+    write_gz(tmp_path / "lambada_openai_test.jsonl.gz", LAMBADA)
+    write_gz(tmp_path / "arc_easy_test.jsonl.gz", CHOICES)
     text = str(tmp_path / "text.txt")
     sizes = ["--items", "3", "--windows", "2", "--length", "40"]
     common = [str(source), "--tasks", str(tmp_path), "--text", text, "--calibration", text, *sizes]
@@ -105,7 +100,7 @@ def test_items_together_are_scored_as_alone(tmp_path):
 
 def test_sorted_tasks_are_spread(tmp_path):
     rows = [{"subject": "s", "question": str(number), "choices": list("wxyz"), "label": 0} for number in range(10)]
-    write(tmp_path / "mmlu_test.jsonl.gz", rows)
+    write_gz(tmp_path / "mmlu_test.jsonl.gz", rows)
     found = task_scores.items_of(tmp_path, "mmlu", 3)
     assert [item.prompts[0].split("\n")[2] for item in found] == ["0", "3", "6"]
     assert len(task_scores.items_of(tmp_path, "mmlu", 20)) == 10

@@ -8,7 +8,7 @@ import pytest
 import torch
 from ffn_rows import Ffn, random_input, write_ffn
 from replay import ALL_POLICIES, Activity, misses_of, replay_window
-from scripts import run_script
+from scripts import document_of, run_script
 from traces import write_trace
 
 NEURONS = 16
@@ -95,9 +95,7 @@ def test_the_script_ends_with_one_json_document(tmp_path):
     active = random.random((60, 2, 256)) < random.beta(0.2, 1.5, (2, 256))
     trace = write_trace(tmp_path / "trace", active)
     arguments = [trace, "--capacities", "40", "60", "--split", "popularity", "--shuffle", "--out", tmp_path / "table"]
-    done = run_script("bench/cache/cache_replay.py", *arguments)
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout.splitlines()[-1])
+    document = document_of(run_script("bench/cache/cache_replay.py", *arguments))
     assert document == json.loads((tmp_path / "table.json").read_text())
     assert document["conditions"]["synthetic"] is True
     found = document["capacities"]["40"]["policies"]

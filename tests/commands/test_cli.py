@@ -10,6 +10,7 @@ import sys
 
 import pytest
 from damage import flip
+from scripts import run_python
 from tiny_models import make_tiny_opt
 
 import flashllm.cli
@@ -40,8 +41,7 @@ def test_help_imports_nothing_heavy_and_the_chosen_verbs_module_alone():
         "asked = [['--version'], [], ['--help'], *([verb, '--help'] for verb in VERBS)];"
         "bad = [argv for argv in asked if main(argv) or heavy & set(sys.modules)]; sys.exit(repr(bad) if bad else 0)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    result = run_python("-c", code)
     assert eval(result.stderr) == [f"flashllm.commands.{name}" for name in ("asked", "options", "verify")]
     assert "\nflashllm 0" in result.stdout
     assert result.stdout.count("usage: flashllm") == 3 + len(VERBS)
@@ -162,8 +162,8 @@ def test_ctrl_c_while_the_command_line_is_imported():
         "    return imported(name, *rest)\n"
         "from flashllm.__main__ import main; builtins.__import__ = stopped; sys.exit(main())"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "flashllm: interrupted\n")
+    done = run_python("-c", code, status=130)
+    assert (done.stdout, done.stderr) == ("", "flashllm: interrupted\n")
 
 
 def test_a_signal_that_ends_cleans_up_as_ctrl_c(run, monkeypatch):
@@ -447,8 +447,5 @@ def test_a_run_in_the_background_gives_way_and_its_limit_may_follow(tiny):
         "idle = not psutil.LINUX or psutil.Process().ionice().ioclass == psutil.IOPRIO_CLASS_IDLE;"
         "sys.exit(status or (0 if os.nice(0) == min(19, before + 10) and idle else 9))"
     )
-    argv = ["generate", str(tiny().path()), "--prompt", "The", "--max-new-tokens", "2", "--nice", "--memory", "auto"]
-    argv += ["--no-profile", "--json"]
-    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["stopped"] == "length"
+    argv = ["generate", tiny().path(), "--prompt", "The", "--max-new-tokens", "2", "--nice", "--memory", "auto"]
+    assert json.loads(run_python("-c", code, *argv, "--no-profile", "--json").stdout)["stopped"] == "length"

@@ -2,8 +2,8 @@
 
 import json
 import shutil
-import subprocess
-import sys
+
+from scripts import document_of, run_python
 
 from flashllm.format.install import install_files
 
@@ -34,9 +34,7 @@ def test_a_run_loads_numpy_and_the_tokenizer(tiny, tmp_path):
     install_files(with_template, {"chat_template.jinja": [b"{% for m in messages %}{{ m.content }}{% endfor %}"]})
     generate = ["generate", str(tiny().path()), "--prompt", "The cat", *OPTIONS]
     runs = [generate, [*generate, "--json", "--temperature=1", "--top-p=0.9"], ["chat", str(with_template), *OPTIONS]]
-    command = [sys.executable, "-c", CODE, json.dumps(runs)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, input="The little\n")
-    found, of_python = json.loads(done.stdout.splitlines()[-1])
+    found, of_python = document_of(run_python("-c", CODE, json.dumps(runs), input="The little\n"))
     for argv, (status, names) in zip(runs, found, strict=True):
         assert status == 0, argv
         packages = {name.split(".")[0] for name in names} - set(of_python)

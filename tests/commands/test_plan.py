@@ -3,13 +3,12 @@
 import functools
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from profiles import profile_of, reader
+from scripts import run_python
 
 from flashllm._core import KV_BLOCK
 from flashllm.format.install import install_files
@@ -120,9 +119,7 @@ def test_it_loads_what_a_run_loads_and_no_more(tiny):
         "import sys; from flashllm.cli import main; status = main(['plan', sys.argv[1], '--json']); "
         "print([status, *(name in sys.modules for name in ('tokenizers', 'jinja2', 'torch', 'transformers'))])"
     )
-    arguments = [sys.executable, "-c", code, str(tiny().path("random"))]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
-    document, loaded = done.stdout.splitlines()
+    document, loaded = run_python("-c", code, tiny().path("random")).stdout.splitlines()
     assert loaded == "[0, True, False, False, False]"
     assert json.loads(document)["process_bytes"] < 200_000_000
 

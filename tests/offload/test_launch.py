@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from memory_group import GroupError, MemoryGroup
 from offload_host import GB, HOST, policy_of
-from scripts import REPOSITORY
+from scripts import REPOSITORY, document_of, run_python
 from tiny_models import make_tiny_opt
 
 from flashllm.convert.run import convert
@@ -225,7 +225,7 @@ def test_a_job_keeps_to_its_memory(model, tmp_path, compress):
         for length in [300] * 4 + [40] * 20 + [200] * 6
     ]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    base = int(subprocess.run([sys.executable, "-c", _BASE], capture_output=True, text=True, check=True).stdout)
+    base = int(run_python("-c", _BASE).stdout)
     limit = base + 48 * 2**20 + 85 * MB  # the interpreter, its margin, and less than half of what it would like
     command = [sys.executable, REPOSITORY / "bench/offload/workers/job.py"]
     command += [json.dumps({"scratch": str(tmp_path / "scratch"), "threads": 2}), folder, "-i", tmp_path / "in.jsonl"]
@@ -238,7 +238,7 @@ def test_a_job_keeps_to_its_memory(model, tmp_path, compress):
         pytest.skip(str(error))
     assert kills == 0
     assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout.splitlines()[-1])
+    document = document_of(done)
     assert document["measured"]["new_tokens"] == 3 * len(lines)
     assert document["measured"]["peak_rss_bytes"] <= limit
     tiers, planned = document["measured"]["tiers"], document["predicted"]["tiers"]

@@ -3,11 +3,10 @@
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from scripts import document_of, run_python
 from tiny_models import SENTENCES, make_tiny_opt
 
 from flashllm.generate.sampling import SamplingOptions
@@ -36,13 +35,11 @@ def test_two_workers_answer_as_one_engine(tmp_path):
     source, out, policy = tmp_path / "in.jsonl", tmp_path / "out", tmp_path / "policy.json"
     source.write_text("\n".join(json.dumps({"prompt": p, "custom_id": str(i)}) for i, p in enumerate(prompts)))
     policy.write_text(json.dumps(POLICY))
-    command = [sys.executable, "-c", CODE, str(model), "-i", str(source), "-o", str(out), "--workers", "2"]
-    command += ["--memory", "2GB", "--batch-size", "4", "--max-new", str(NEW), "--policy", str(policy)]
-    command += ["--scratch", str(tmp_path / "scratch")]
+    command = ["-c", CODE, model, "-i", source, "-o", out, "--workers", "2", "--memory", "2GB", "--batch-size", "4"]
+    command += ["--max-new", NEW, "--policy", policy, "--scratch", tmp_path / "scratch"]
     path = os.pathsep.join([str(TOOLS), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"RAY_TMPDIR": "/tmp", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": path}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = run_python(*command, timeout=240, env=environment)
     lines = [json.loads(line) for path in out.glob("*.json") for line in path.read_text().splitlines()]
     found = {int(line["custom_id"]): line for line in lines}
     assert len(lines) == len(found) == len(prompts)
@@ -53,8 +50,6 @@ def test_two_workers_answer_as_one_engine(tmp_path):
         line = found[index]
         assert (line["text"], line["completion_tokens"]) == (output.text, len(output.token_ids))
         assert (line["prompt"], line["error"]) == (prompts[index], "")
-    summary = json.loads(done.stdout.splitlines()[-1])
+    summary = document_of(done)
     assert (summary["lines"], summary["errors"]) == (len(prompts), 0)
-    again = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environment)
-    assert again.returncode == 2
-    assert "exists; give another folder" in again.stderr
+    assert "exists; give another folder" in run_python(*command, status=2, env=environment).stderr

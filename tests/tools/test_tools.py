@@ -1,9 +1,6 @@
 """The tools and the window benchmark, with tiny arguments."""
 
-import gzip
 import json
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +11,7 @@ from activity_trace import Stream, Trace
 from build_wheels import build
 from install_popularity import measure_popularity
 from predictor_files import MARGIN
-from scripts import REPOSITORY, run_script
+from scripts import REPOSITORY, document_of, run_python, run_script, write_gz
 from synthetic.trace import write_synthetic_trace
 from traced import TracedModel
 from traces import masks_of
@@ -32,18 +29,9 @@ def shards(tmp_path):
     text = "The fox ran over the hill, and the old dog slept in the sun. {} Then it rained, and they went home. "
     paths = {}
     for name, count in (("books", 40), ("stories", 10), ("validation", 10)):
-        paths[name] = tmp_path / f"{name}.jsonl.gz"
-        with gzip.open(paths[name], "wt", encoding="utf-8") as lines:
-            for i in range(count):
-                lines.write(json.dumps({"text": text.format(i) * 4}) + "\n")
+        rows = ({"text": text.format(i) * 4} for i in range(count))
+        paths[name] = write_gz(tmp_path / f"{name}.jsonl.gz", rows)
     return paths
-
-
-def made(script, *arguments):
-    """What a tool said that must have ended well."""
-    done = run_script(f"tools/{script}.py", *arguments)
-    assert done.returncode == 0, done.stderr
-    return done
 
 
 def actives(out, tokens):
@@ -64,9 +52,9 @@ def test_the_demo_script_trains_saves_resumes_and_refuses_a_checkpoint_of_anothe
     small += ["--context", 64, "--window", 32, "--batch", 4, "--eval-tokens", 640]
     small += [part for name in shards for part in (f"--{name}", shards[name])]
     small += ["--work", tmp_path / "w"]
-    first = made("train_demo_model", *small, "--out", tmp_path / "a", "--tokens", 2560)
+    first = run_script("tools/train_demo_model.py", *small, "--out", tmp_path / "a", "--tokens", 2560)
     report = json.loads((tmp_path / "a" / "training_report.json").read_text())
-    assert report == json.loads(first.stdout.splitlines()[-1])
+    assert report == document_of(first)
     assert 1 < report["perplexity"] < 300  # a uniform guess over the vocabulary is 300
     assert len(report["activity_per_layer"]) == 2
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
@@ -75,15 +63,15 @@ def test_the_demo_script_trains_saves_resumes_and_refuses_a_checkpoint_of_anothe
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "a")
     assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
 
-    assert "resumed at step 20" in made("train_demo_model", *small, "--out", tmp_path / "b", "--tokens", 5120).stdout
-    other = run_script("tools/train_demo_model.py", *small, "--out", tmp_path / "c", "--batch", 2)
-    assert other.returncode == 1
+    more = run_script("tools/train_demo_model.py", *small, "--out", tmp_path / "b", "--tokens", 5120)
+    assert "resumed at step 20" in more.stdout
+    other = run_script("tools/train_demo_model.py", *small, "--out", tmp_path / "c", "--batch", 2, status=1)
     assert "another recipe" in other.stderr
 
 
 def test_a_dummy_checkpoint_converts_and_fires_as_asked(tmp_path):
-    demo = REPOSITORY / "flashllm" / "demo"
-    made("make_dummy_checkpoint", tmp_path / "hf", "--shape", "opt-125m", "--layers", 1, "--tokenizer", demo)
+    small = ["--shape", "opt-125m", "--layers", 1, "--tokenizer", REPOSITORY / "flashllm" / "demo"]
+    run_script("tools/make_dummy_checkpoint.py", tmp_path / "hf", *small)
     assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "m")]) == 0
     active = []
     with Model.open(tmp_path / "m", RunConfig(mode="oracle", context=64)) as model, model.new_sequence() as sequence:
@@ -99,11 +87,10 @@ def test_a_trace_is_what_the_model_did(tiny, tmp_path):
     model = tiny("float32")
     texts = {"a.txt": "One day a girl found a house in the forest. " * 4, "b.jsonl.gz": "It was home. " * 30}
     (tmp_path / "a.txt").write_text(texts["a.txt"])
-    with gzip.open(tmp_path / "b.jsonl.gz", "wt", encoding="utf-8") as lines:
-        lines.writelines(json.dumps({"text": texts["b.jsonl.gz"]}) + "\n" for _ in range(2))
+    write_gz(tmp_path / "b.jsonl.gz", [{"text": texts["b.jsonl.gz"]}] * 2)
     out = tmp_path / "trace"
     arguments = [model.path("exact"), "--text", *(tmp_path / name for name in texts), "--tokens", 220, "--out", out]
-    made("record_trace", *arguments)
+    run_script("tools/record_trace.py", *arguments)
     with Trace(out) as trace:
         info = trace.info
         active, firing, prefetch = (
@@ -127,17 +114,16 @@ def test_a_trace_is_what_the_model_did(tiny, tmp_path):
         assert (fires.reshape(len(ids), -1).numpy() == firing[layer, : len(ids)]).mean() > 0.999
     named = model.reference.model.decoder.layers[2].fc1(inputs[1][0]).reshape(len(ids), -1) > -MARGIN
     assert (named.numpy() == prefetch[2, : len(ids)]).mean() > 0.999
-    refused = run_script("tools/record_trace.py", *arguments)
-    assert (refused.returncode, "exists" in refused.stderr) == (1, True)
+    assert "exists" in run_script("tools/record_trace.py", *arguments, status=1).stderr
     arguments[-1], arguments[arguments.index(220)] = tmp_path / "more", 10**6
-    assert "lower --tokens" in run_script("tools/record_trace.py", *arguments).stderr
+    assert "lower --tokens" in run_script("tools/record_trace.py", *arguments, status=1).stderr
 
 
 @pytest.fixture(scope="module")
 def synthetic(tmp_path_factory):
     out = tmp_path_factory.mktemp("synthetic") / "model"
     small = ["--shape", "opt-125m", "--layers", 2, "--hidden", 192, "--vocab", 8192, "--tokens", 20]
-    made("make_synthetic_model", out, *small, "--dtype", "float32")
+    run_script("tools/make_synthetic_model.py", out, *small, "--dtype", "float32")
     return out
 
 
@@ -175,9 +161,7 @@ def test_a_synthetic_model_computes_what_its_trace_says(synthetic):
 def test_a_command_runs_on_a_synthetic_model_by_its_trace(synthetic):
     asked = ["generate", synthetic, "--prompt", "Once", "--max-new-tokens", 3, "--json"]
     # In a process of its own: the seam is there before the commands are imported.
-    command = [sys.executable, REPOSITORY / "bench/engine/traced.py", *asked]
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = run_python(REPOSITORY / "bench/engine/traced.py", *asked)
     assert "synthetic weights, synthetic trace" in done.stderr
     with Trace(synthetic / "trace.safetensors") as trace:
         active = sum(masks_of(trace, layer).sum(1) for layer in range(2)).tolist()
@@ -189,7 +173,8 @@ def test_synthetic_experts_are_those_of_their_trace(tmp_path):
     out, size, chosen = tmp_path / "model", 32, 8
     small = {"hidden_size": 64, "intermediate_size": size, "num_attention_heads": 4, "num_experts": 16}
     small |= {"vocab_size": 8192, "max_position_embeddings": 64}
-    done = made("make_synthetic_experts", out, "--layers", 2, "--tokens", 20, "--config", json.dumps(small))
+    sizes = ["--layers", 2, "--tokens", 20, "--config", json.dumps(small)]
+    done = run_script("tools/make_synthetic_experts.py", out, *sizes)
     assert "8 of 16 experts" in done.stderr
     with Trace(out / "trace.safetensors") as trace:
         masks = masks_of(trace, 1).reshape(20, 16, size)
@@ -205,7 +190,7 @@ def test_a_synthetic_gated_model_runs_by_its_trace(tmp_path, gate):
     out, small = tmp_path / "model", {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4}
     small |= {"vocab_size": 8192, "max_position_embeddings": 64}
     sizes = ["--layers", 2, "--tokens", 20, "--learn-tokens", 20, "--config", json.dumps(small)]
-    made("make_synthetic_gated", out, "--gate", gate, *sizes)
+    run_script("tools/make_synthetic_gated.py", out, "--gate", gate, *sizes)
     with Trace(out / "trace.safetensors") as trace:
         active = [masks_of(trace, layer).sum(1) for layer in range(2)]
         firing = [masks_of(trace, layer, Stream.FIRING).sum(1) for layer in range(2)]

@@ -6,8 +6,6 @@ import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import time
 from contextlib import contextmanager
 
@@ -17,7 +15,7 @@ import stage_process
 import torch
 from arch_models import VARIANTS, make_checkpoint
 from offload_runs import DEVICE, MIXED
-from scripts import REPOSITORY
+from scripts import REPOSITORY, document_of, run_python
 from tiny_models import make_tiny_opt
 
 from flashllm.errors import PeerLost
@@ -225,12 +223,9 @@ def test_offload_run_under_torchrun(models, tmp_path):
     asked = enumerate(zip(prompts(), NEW, strict=True))
     lines = [{"custom_id": str(index), "prompt": prompt, "max_tokens": new} for index, (prompt, new) in asked]
     source.write_text("\n".join(json.dumps(line) for line in lines))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(REPOSITORY / "bench/offload/workers/job.py"), fields, str(path), "-i", str(source), "-o", str(out)]
-    command.append("--json")
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout.splitlines()[-1])
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [REPOSITORY / "bench/offload/workers/job.py", fields, path, "-i", source, "-o", out, "--json"]
+    document = document_of(run_python(*command))
     assert document["measured"]["new_tokens"] == sum(NEW)
     assert document["predicted"] is None
     answers = [json.loads(line) for line in out.read_text().splitlines()]
