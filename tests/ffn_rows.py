@@ -173,6 +173,14 @@ class Ffn:
         """From now on b (a x) + bias > threshold names the neurons."""
         self.layer.set_predictor({"a": a, "b": b, "bias": bias, "threshold": np.full(1, threshold, np.float32)})
 
+    def fill(self) -> "Ffn":
+        """Cache what the policy knows to be popular, as after a prompt; nothing is predicted from now on."""
+        nothing, neurons = torch.zeros(1, self.ffn.d_model), self.ffn.num_neurons
+        self.predict_by(nothing, torch.zeros(neurons, 1), np.zeros(neurons, np.float32), 1.0)
+        self.layer.begin_fill(nothing.data_ptr(), 1)
+        self.layer.fill_from(self.ffn.rows, 0, neurons)
+        return self
+
     def predicted(self, x) -> torch.Tensor:
         """y [tokens, d_model] for x, each token over what the layer predicts."""
         return torch.stack([self(row, self.layer.predict(row.data_ptr())) for row in x])

@@ -17,8 +17,12 @@ def policy(weights=DEVICE, cache=DEVICE, hidden=DEVICE, **other):
 
 
 def sequences(prompts, new=NEW):
-    greedy = SamplingOptions(max_new_tokens=new)
-    return [Sequence(prompt, greedy, decoder=None, end_ids=frozenset()) for prompt in prompts]
+    """`new`: the tokens of all, or of each."""
+    counts = [new] * len(prompts) if isinstance(new, int) else new
+    return [
+        Sequence(prompt, SamplingOptions(max_new_tokens=count), decoder=None, end_ids=frozenset())
+        for prompt, count in zip(prompts, counts, strict=True)
+    ]
 
 
 def answers(path, prompts, scratch, chosen, new=NEW, **options):

@@ -31,6 +31,19 @@ def make_predictors(kind: str, source: Path, layer: int, *, seed: int = 0) -> di
     return {"a": a.half(), "b": b.half(), "bias": bias, "threshold": torch.tensor([threshold])}
 
 
+def write_plain(path, model, *, ranks=(4, 4), d_ff=256, metadata=(), more=()):
+    """A file of predictors of ones, for a model directory of layers of 64 and 256."""
+    tensors = {}
+    for layer, rank in enumerate(ranks):
+        tensors[f"layers.{layer}.a"] = torch.ones(rank, 64).half()
+        tensors[f"layers.{layer}.b"] = torch.ones(d_ff, rank).half()
+        tensors[f"layers.{layer}.bias"] = torch.ones(d_ff)
+        tensors[f"layers.{layer}.threshold"] = torch.full((1,), float(rank))
+    facts = {**PREDICTOR_METADATA, "model_sha256": Manifest.load(model).files[FFN].sha256, **dict(metadata)}
+    save_file({**tensors, **dict(more)}, path, facts)
+    return path
+
+
 def install(kind: str, source: Path, directory: Path, scratch: Path) -> None:
     """Put predictors of a kind into the model directory made from `source`."""
     manifest = Manifest.load(directory)

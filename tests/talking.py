@@ -29,6 +29,15 @@ class Silent:
         return ""
 
 
+class Letters:
+    """A token is a letter."""
+
+    end_ids = frozenset()
+
+    def decode(self, ids):
+        return "".join(chr(65 + each) for each in ids)
+
+
 def message(turn):
     """A prompt of up to 40 tokens, or a few, which are computed as tokens."""
     count = 3 if turn % 5 == 4 else 9 + turn * 11 % 32

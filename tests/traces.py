@@ -10,11 +10,16 @@ def write_trace(path, active):
     info = TraceInfo(num_tokens=tokens, num_layers=layers, num_neurons=neurons, synthetic=True, description="a test")
     masks = np.random.default_rng(0).random((tokens, layers, len(Stream), neurons)) < 0.5
     masks[:, :, Stream.ACTIVE] = active
-    with TraceWriter(path, info) as writer:
-        for token in pack_bits(masks):
-            writer.append(token)
-        writer.finish()
+    write_masks(path, info, masks)
     return path
+
+
+def write_masks(path, info, masks):
+    """`masks` [tokens, layers, streams, neurons]; what `finish` says."""
+    with TraceWriter(path, info) as writer:
+        for token in masks:
+            writer.append(pack_bits(token))
+        return writer.finish()
 
 
 def masks_of(trace, layer, stream=Stream.ACTIVE):

@@ -3,9 +3,10 @@
 import core_testing  # noqa: F401
 import numpy as np
 import pytest
-from activity_trace import Trace, TraceInfo, TraceWriter, pack_bits
+from activity_trace import Trace, TraceInfo
 from planned import memory_plan, with_rows
 from trace_replay import count_requests, from_trace
+from traces import write_masks
 
 from flashllm import _core
 from flashllm.format.model_dir import ModelDir
@@ -21,10 +22,7 @@ def write_trace(path, masks, **changes):
     info = TraceInfo(
         num_tokens=len(masks), num_layers=3, num_neurons=512, synthetic=True, description="a test", **changes
     )
-    with TraceWriter(path, info) as writer:
-        for token in masks:
-            writer.append(pack_bits(token))
-        writer.finish()
+    write_masks(path, info, masks)
     return Trace(path)
 
 

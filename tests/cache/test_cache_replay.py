@@ -5,7 +5,6 @@ import json
 
 import numpy as np
 import pytest
-import torch
 from ffn_rows import Ffn, random_input, write_ffn
 from replay import ALL_POLICIES, Activity, misses_of, replay_window
 from scripts import document_of, run_script
@@ -71,7 +70,7 @@ def test_replay_reads_what_the_engine_reads(tmp_path, capacity, window):
     by_frequency = {"cache_policy": "frequency", "bypass": NEURONS, "popularity": popularity}
     for layer, expected in (
         (Ffn(ffn, capacity=capacity, window=window), replay_window(activity, capacity, window)),
-        (filled(Ffn(ffn, capacity=capacity, **by_frequency)), misses_of("frequency", activity, capacity)[0]),
+        (Ffn(ffn, capacity=capacity, **by_frequency).fill(), misses_of("frequency", activity, capacity)[0]),
     ):
         counts = []
         for ids in activity.tokens:
@@ -79,15 +78,6 @@ def test_replay_reads_what_the_engine_reads(tmp_path, capacity, window):
             layer(x, ids.tolist())
             counts.append(layer.counters.take()["misses"])
         assert counts == [len(ids) for ids in expected]
-
-
-def filled(layer):
-    """With what its policy knows to be popular in the cache."""
-    nothing = torch.zeros(1, layer.ffn.d_model)
-    layer.predict_by(nothing, torch.zeros(NEURONS, 1), np.zeros(NEURONS, np.float32), 1.0)
-    layer.layer.begin_fill(nothing.data_ptr(), 1)
-    layer.layer.fill_from(layer.ffn.rows, 0, NEURONS)
-    return layer
 
 
 def test_the_script_ends_with_one_json_document(tmp_path):

@@ -126,10 +126,6 @@ def test_cache_follows_the_estimates(ffn, capacity, bypass, popularity, tokens):
 
 def test_known_popularity_fills_the_cache_after_a_prefill(ffn):
     popularity = np.linspace(0, 1, NEURONS, dtype=np.float32)
-    layer = Ffn(ffn.file, capacity=5, cache_policy="frequency", popularity=popularity)
-    nothing = torch.zeros(1, ffn.file.d_model)
-    layer.predict_by(nothing, torch.zeros(NEURONS, 1), np.zeros(NEURONS, np.float32), 1.0)
-    layer.layer.begin_fill(nothing.data_ptr(), 1)
-    layer.layer.fill_from(ffn.file.rows, 0, NEURONS)
+    layer = Ffn(ffn.file, capacity=5, cache_policy="frequency", popularity=popularity).fill()
     assert sorted(layer.layer.cached()) == [11, 12, 13, 14, 15]
     assert layer.wrong_rows() == []

@@ -17,12 +17,6 @@ from flashllm.errors import FlashError
 PIECE = ["--threads", "1"]
 
 
-@pytest.fixture
-def home(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
-
-
 def test_models_converted_on_first_use_are_listed_and_removed(run, home, tmp_path):
     status, out, err = run("list")
     assert (status, out) == (0, "")

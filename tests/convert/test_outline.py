@@ -44,12 +44,6 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def home(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
-
-
 def test_an_outline_needs_no_home_that_can_be_written(home):
     home.touch()
     with outlined(find_well_known("qwen3-0.6b"), 4) as path:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from arch_models import VARIANTS, make_checkpoint, open_model
 from planned import ids_of, saved_pages
+from talking import Letters
 
 from flashllm.config import RunConfig
 from flashllm.convert.run import convert
@@ -180,13 +181,6 @@ def test_what_is_kept_elsewhere_comes_back(model):
         other.restore(900, [len(pages) for pages in kept], fill)
         assert np.array_equal(model.step([(other, [9, 8])], as_prompt=True)[0], expected)
         assert other.keep(300) == 0
-
-
-class Letters:
-    end_ids = frozenset()
-
-    def decode(self, ids):
-        return "".join(chr(65 + each % 26) for each in ids)
 
 
 def session(model):

@@ -5,13 +5,12 @@ import json
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from predictor_files import write_plain
 from tiny_models import make_tiny_opt
 
 from flashllm.convert.run import convert
 from flashllm.errors import UsageError
 from flashllm.format.install import install_files, install_predictors
-from flashllm.format.manifest import Manifest
 from flashllm.format.manifest_values import Calibration
 from flashllm.format.model_files import POPULARITY
 from flashllm.format.popularity import encode_popularity
@@ -52,16 +51,7 @@ def test_the_text_of_a_bare_and_of_a_complete_model(model, tmp_path):
     assert "256 bytes every 512 (50.0% padding), float16" in text
     assert "none; `flashllm train` makes them" in text
 
-    tensors = {}
-    for layer, rank in enumerate((3, 5)):
-        tensors[f"layers.{layer}.a"] = np.zeros((rank, 64), np.float16)
-        tensors[f"layers.{layer}.b"] = np.zeros((256, rank), np.float16)
-        tensors[f"layers.{layer}.bias"] = np.zeros(256, np.float32)
-        tensors[f"layers.{layer}.threshold"] = np.zeros(1, np.float32)
-    sha256 = Manifest.load(model).files["ffn.safetensors"].sha256
-    metadata = {"format": "flashllm-predictors", "version": "1", "model_sha256": sha256}
-    save_file(tensors, tmp_path / "trained", metadata)
-    manifest = install_predictors(model, tmp_path / "trained")
+    manifest = install_predictors(model, write_plain(tmp_path / "trained", model, ranks=(3, 5)))
     calibration = Calibration(window=4, mean_active=(25.6, 51.2), req=(80, 90), tokens=1000, text="stories")
     dataclasses.replace(manifest, calibration=calibration).save(model)
 

@@ -7,7 +7,9 @@ import shutil
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+import torch
+from predictor_files import write_plain
+from safetensors.numpy import load_file
 from tiny_models import make_tiny_opt
 
 from flashllm.convert.run import convert
@@ -270,22 +272,9 @@ def test_other_directories_are_explained(tmp_path):
         open_model_dir(tmp_path / "x.partial")
 
 
-def _predictors(path, model, *, rank=4, d_ff=256, layers=2, metadata=(), more=()):
-    tensors = {}
-    for layer in range(layers):
-        tensors[f"layers.{layer}.a"] = np.ones((rank, 64), np.float16)
-        tensors[f"layers.{layer}.b"] = np.ones((d_ff, rank), np.float16)
-        tensors[f"layers.{layer}.bias"] = np.ones(d_ff, np.float32)
-        tensors[f"layers.{layer}.threshold"] = np.full(1, rank, np.float32)
-    sha256 = Manifest.load(model).files["ffn.safetensors"].sha256
-    facts = {"format": "flashllm-predictors", "version": "1", "model_sha256": sha256, **dict(metadata)}
-    save_file({**tensors, **dict(more)}, path, facts)
-    return path
-
-
 def test_predictors_are_installed_and_replaced(model, tmp_path):
     for rank in (4, 7):
-        path = _predictors(tmp_path / "trained", model, rank=rank)
+        path = write_plain(tmp_path / "trained", model, ranks=(rank, rank))
         manifest = install_predictors(model, path)
         assert open_model_dir(model) == manifest
         assert (model / "predictors.safetensors").read_bytes() == path.read_bytes()
@@ -299,17 +288,17 @@ def test_predictors_are_installed_and_replaced(model, tmp_path):
         ({"metadata": {"model_sha256": "0" * 64}}, "trained for another model"),
         ({"metadata": {"format": "x"}}, "is not a predictor file"),
         ({"metadata": {"version": "2"}}, "is not a predictor file of version 1"),
-        ({"rank": 0}, "with a rank from 1"),
-        ({"rank": 65}, "with a rank from 1"),
+        ({"ranks": (0, 0)}, "with a rank from 1"),
+        ({"ranks": (65, 65)}, "with a rank from 1"),
         ({"d_ff": 128}, r"layers\.0\.b is F16 \[128, 4\], not F16 \[256, 4\]"),
-        ({"layers": 1}, r"layers\.1\.a must be"),
-        ({"layers": 3}, "belong to no predictor"),
-        ({"more": {"layers.0.bias": np.ones(256, np.float16)}}, r"layers\.0\.bias is F16"),
+        ({"ranks": (4,)}, r"layers\.1\.a must be"),
+        ({"ranks": (4, 4, 4)}, "belong to no predictor"),
+        ({"more": {"layers.0.bias": torch.ones(256).half()}}, r"layers\.0\.bias is F16"),
     ],
     ids=str,
 )
 def test_foreign_predictors_are_refused_and_change_nothing(model, tmp_path, kwargs, message):
-    path = _predictors(tmp_path / "trained", model, **kwargs)
+    path = write_plain(tmp_path / "trained", model, **kwargs)
     before = sorted(os.listdir(model)), (model / "flashllm.json").read_bytes()
     with pytest.raises(FormatError, match=message):
         install_predictors(model, path)
@@ -319,8 +308,8 @@ def test_foreign_predictors_are_refused_and_change_nothing(model, tmp_path, kwar
 @pytest.mark.parametrize("had_predictors", [False, True])
 def test_an_installation_that_stops_anywhere_leaves_a_loadable_model(model, tmp_path, monkeypatch, had_predictors):
     if had_predictors:
-        install_predictors(model, _predictors(tmp_path / "old", model, rank=3))
-    path = _predictors(tmp_path / "trained", model)
+        install_predictors(model, write_plain(tmp_path / "old", model, ranks=(3, 3)))
+    path = write_plain(tmp_path / "trained", model)
     real = {name: getattr(os, name) for name in ("pwrite", "fsync", "rename", "ftruncate")}
     stop, calls = 0, 0
 

@@ -6,6 +6,7 @@ import weakref
 import numpy as np
 import psutil
 import pytest
+from serving import TEMPLATE
 
 from flashllm.errors import ChecksumError, FlashIOError, FormatError, UsageError
 from flashllm.generate.sampling import SamplingOptions
@@ -14,9 +15,6 @@ from flashllm.generate.templates.chat_template import ChatTemplate
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.hf.model import FlashModel
 
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
-)
 PROMPTS = ("One day a girl found", "It was")  # more and fewer new tokens than K0
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from damage import flip
-from generating import greedy, ids_of
+from generating import greedy, ids_of, reference_logits
 from predictor_files import make_predictors
 
 from flashllm.base.processes import beside_nbytes
@@ -30,11 +30,6 @@ K0 = 8  # sparse_prefill_tokens of the manifest
 def assert_close(ours, reference, dtype):
     assert ours.shape == reference.shape
     assert (ours.float() - reference.float()).abs().max() <= TOLERANCE[dtype]
-
-
-@torch.no_grad()
-def reference_logits(model, ids, **kwargs):
-    return model.reference(ids, **kwargs).logits
 
 
 # Parity (contract 1)

@@ -5,7 +5,7 @@ from threading import Thread
 
 import pytest
 import torch
-from generating import greedy, ids_of
+from generating import greedy, ids_of, reference_logits
 from transformers import AutoModelForCausalLM, TextIteratorStreamer, TextStreamer, pipeline
 
 from flashllm.errors import ContextFull, UsageError
@@ -22,11 +22,6 @@ def padded(rows, *, left=True):
         place = slice(width - len(values), None) if left else slice(len(values))
         ids[row, place], mask[row, place] = values, 1
     return ids, mask
-
-
-@torch.no_grad()
-def reference_logits(model, ids, **kwargs):
-    return model.reference(ids, **kwargs).logits
 
 
 # Strategies

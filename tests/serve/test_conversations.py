@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import Whole, answered, running
+from talking import Letters
 
 from flashllm.api.prompts import PromptEncoder
 from flashllm.api.requests import parse_body
@@ -26,13 +27,6 @@ from flashllm.serve.worker import Worker
 FEW = 8
 VOCAB = 40
 BYTES = 10**6  # of a token's state
-
-
-class Letters:
-    end_ids = frozenset()
-
-    def decode(self, ids):
-        return "".join(chr(65 + each) for each in ids)
 
 
 class Places:

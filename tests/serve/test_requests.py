@@ -211,9 +211,8 @@ def test_bodies_that_are_no_json_by_their_header(http):
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):
         response = http.post(COMPLETION, content=b'{"prompt": "x"}', headers={"Content-Type": kind})
         assert_is_error(response, 415, "application/json")
-    assert _post(
-        http, COMPLETION, b'{"prompt": "x", "max_tokens": 1}', **{"Content-Type": "Application/JSON; charset=utf-8"}
-    )
+    kind = {"Content-Type": "Application/JSON; charset=utf-8"}
+    assert _post(http, COMPLETION, b'{"prompt": "x", "max_tokens": 1}', **kind).status_code == 200
 
 
 def test_a_slow_body_is_given_up(served, monkeypatch):
@@ -227,7 +226,8 @@ def test_garbage_instead_of_http(served, http):
     for junk in (b"\x00" * 100, b"GET\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", twice):
         with socket.create_connection(address_of(served), timeout=10) as sock:
             sock.sendall(junk)
-            assert sock.recv(4096).startswith((b"HTTP/1.1 4", b""))
+            answer = sock.recv(4096)
+            assert not answer or answer.startswith(b"HTTP/1.1 4")
     assert http.get("/health").status_code == 200
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from activity_trace import Stream, Trace, TraceInfo, TraceWriter, bits_nbytes, pack_bits, unpack_bits
-from traces import masks_of
+from traces import masks_of, write_masks
 
 from flashllm.errors import FormatError
 from flashllm.format.safetensors import encode_header
@@ -14,13 +14,6 @@ NEURONS = 77  # no whole byte, no whole word
 def info(**changes):
     values = {"num_tokens": 3, "num_layers": 2, "num_neurons": NEURONS, "synthetic": True, "description": "a test"}
     return TraceInfo(**{**values, **changes})
-
-
-def write(path, masks, **changes):
-    with TraceWriter(path, info(**changes)) as writer:
-        for token in masks:
-            writer.append(pack_bits(token))
-        return writer.finish()
 
 
 @pytest.fixture
@@ -38,7 +31,7 @@ def test_bits_are_the_masks(masks):
 
 
 def test_what_is_written_is_read(tmp_path, masks):
-    _, nbytes = write(tmp_path / "t", masks, sequence_starts=(0, 2))
+    _, nbytes = write_masks(tmp_path / "t", info(sequence_starts=(0, 2)), masks)
     assert (tmp_path / "t").stat().st_size == nbytes
     with Trace(tmp_path / "t") as trace:
         assert trace.info == info(sequence_starts=(0, 2))

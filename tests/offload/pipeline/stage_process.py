@@ -5,22 +5,15 @@ import os
 import time
 from pathlib import Path
 
+from offload_runs import sequences
+
 from flashllm.errors import FlashError
-from flashllm.generate.sampling import SamplingOptions
-from flashllm.offload.jobs.sequences import Sequence
 from flashllm.offload.pipeline.place import Place
 from flashllm.offload.pipeline.ring import meet
 from flashllm.offload.pipeline.stage_runner import PipelineRunner, serve
 from flashllm.offload.policy import Policy
 from flashllm.offload.runtime.run import RunOptions
 from flashllm.offload.stages import split
-
-
-def sequences(prompts, new):
-    return [
-        Sequence(prompt, SamplingOptions(max_new_tokens=count), decoder=None, end_ids=frozenset())
-        for prompt, count in zip(prompts, new, strict=True)
-    ]
 
 
 def drive(ring, settings):

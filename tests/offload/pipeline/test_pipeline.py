@@ -22,7 +22,6 @@ from flashllm.errors import PeerLost
 from flashllm.offload.pipeline.place import Place
 from flashllm.offload.pipeline.ring import Ring
 from flashllm.offload.policy import Policy
-from flashllm.offload.runtime.run import Runner, RunOptions
 
 LENGTHS, NEW = (1, 7, 63, 64, 65, 100, 3, 130, 20), (20, 3, 9, 20, 1, 12, 5, 20, 2)  # the first end early, batches too
 TIMEOUT_S = 4.0
@@ -120,11 +119,8 @@ def results(started, tmp_path, within_s=60.0):
 
 
 def alone(model, tmp_path, chosen):
-    made = stage_process.sequences(prompts(), NEW)
     (tmp_path / "alone").mkdir(exist_ok=True)
-    with Runner(model[0], Policy.from_json(chosen), RunOptions(scratch=tmp_path / "alone", threads=2)) as runner:
-        runner.run(made)
-    return [list(sequence.output) for sequence in made]
+    return offload_runs.answers(model[0], prompts(), tmp_path / "alone", Policy.from_json(chosen), NEW)
 
 
 CASES = [

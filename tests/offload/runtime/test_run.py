@@ -13,8 +13,6 @@ from offload_runs import CPU, DEVICE, DISK, LENGTHS, MIXED, answers, policy, seq
 from flashllm import _core
 from flashllm.arch.mixers import Attention
 from flashllm.arch.spec import BlockSpec, LayerSpec
-from flashllm.generate.sampling import SamplingOptions
-from flashllm.offload.jobs.sequences import Sequence
 from flashllm.offload.runtime import run
 from flashllm.offload.runtime.accelerator.device import TorchDevice, host_array
 from flashllm.offload.runtime.accelerator.torch_ops import TorchOps
@@ -124,11 +122,7 @@ def test_logits_are_not_rounded_to_the_models_dtype(dtype):
 def test_a_finished_sequence_leaves_its_batch(models, tmp_path, name):
     path, prompts, expected = models(name)
     wanted = [3, 20, 1, 9, 20, 2, 11, 5]
-    made = [
-        Sequence(prompt, SamplingOptions(max_new_tokens=n), decoder=None, end_ids=frozenset())
-        for prompt, n in zip(prompts, wanted, strict=True)
-    ]
-    progress = []
+    made, progress = sequences(prompts, wanted), []
     with Runner(path, policy(DISK, MIXED, MIXED), RunOptions(scratch=tmp_path, threads=2)) as runner:
         measure = runner.run(made, progress.append)
         assert [list(s.output) for s in made] == [a[:n] for a, n in zip(expected, wanted, strict=True)]
