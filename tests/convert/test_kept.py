@@ -55,6 +55,7 @@ from flashllm.format.report.inspect import format_inspection, inspect
 from flashllm.format.report.verify import verify
 from flashllm.format.safetensors import read_header
 from flashllm.offload.runtime.host_ops import HostOps
+from flashllm.offload.runtime.tiers.scratch import Scratch, open_reader
 from flashllm.offload.runtime.tiers.source import open_weights
 from flashllm.offload.runtime.tiers.weight_plan import plan_weights
 from flashllm.offload.runtime.tiers.weights import WeightStore
@@ -94,7 +95,10 @@ def layers_of(directory, x, first=0):
     with open_weights(directory) as source:
         plan = plan_weights(source, policy())
         ops = HostOps(source.block, source.dtype.name, pool)
-        with WeightStore(source, plan, pool=pool) as store:
+        with (
+            Scratch(directory.parent, plan.scratch_nbytes) as scratch,
+            WeightStore(source, plan, reader=open_reader(), pool=pool, scratch=scratch) as store,
+        ):
             for layer, decoding in itertools.product(range(source.num_layers), (False, True)):
                 states, positions = x.copy(), np.arange(first, first + len(x))
                 ops.layer(layer, store.layer(layer, 0), states, positions, attend_queries, decoding=decoding)
