@@ -47,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--in-place",
         action="store_true",
-        help="leave the experts of a GGUF file, or of safetensors that are not in codes, where they are, and read them "
-        "there: DST holds the rest, and the files must stay as they are",
+        help="leave the experts of a GGUF file, of gpt-oss's folder, or of safetensors that are not in codes, where "
+        "they are, and read them there: DST holds the rest, and the files must stay as they are",
     )
     parser.add_argument(
         "--gate",

@@ -10,13 +10,14 @@ from flashllm.config import CACHE_BITS, MAX_THREADS, SPECULATIONS
 AUTO = "auto"  # as a limit of memory
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: argparse.ArgumentParser, *, converts: bool = True) -> None:
+    """The MODEL of a verb that `converts` what is no model directory yet."""
     parser.add_argument(
         "model",
         metavar="MODEL",
         nargs="?",
-        help="a model directory, or what is converted on first use: a Hugging Face folder, a GGUF file, a hub id or "
-        "address, smollm2 (default: the demo)",
+        help=f"a model directory, or what {'is' if converts else 'was'} converted on first use: a Hugging Face folder, "
+        "a GGUF file, a hub id or address, smollm2 (default: the demo)",
     )
 
 
@@ -40,7 +41,7 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
         "--memory",
         metavar="SIZE|auto",
         type=lambda text: text if text == AUTO else size(text),
-        help="limit of everything the process holds, like 7GB; auto: the default, four fifths of what is free, but "
+        help="limit of everything the process holds, like 7GB; auto: four fifths of what is free, as by default, but "
         "followed while the model runs, as other programs take memory and give it back",
     )
     group.add_argument("--context", metavar="N", type=whole(1), help="tokens of KV cache (default: the model's limit)")

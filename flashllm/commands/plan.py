@@ -32,7 +32,7 @@ _SPREAD_NBYTES = 1 << 19  # the run is another process, whose libraries may take
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
+    add_model(parser, converts=False)
     add_json(parser)
     add_memory(parser)
     add_engine(parser)

@@ -12,7 +12,7 @@ from flashllm.commands.options import add_json, add_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
+    add_model(parser, converts=False)
     add_json(parser)
 
 

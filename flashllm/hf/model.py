@@ -61,6 +61,8 @@ class FlashModel(FixedModel, Closing):  # type: ignore[no-untyped-call]
         if isinstance(options.get("store"), str):
             options["store"] = Path(options["store"])
         run = dataclasses.replace(config if config is not None else RunConfig(), **options)
+        if run.speculate != "off":
+            raise UsageError("a FlashModel drafts no tokens: leave speculate out, and give generate an assistant_model")
         engine = Model.open(resolve_model(None if path is None else str(path)), run)
         try:
             model_type = engine.manifest.architecture.model_type

@@ -165,6 +165,7 @@ def test_generate_gives_out_no_states(flash, option):
         (lambda model, path: model.generate(ids_of(4), assistant_early_exit=1), "goes through all layers"),
         (lambda model, path: copy.deepcopy(model), "cannot be copied or pickled"),
         (lambda model, path: FlashModel.from_pretrained(path, device_map="auto"), "knows no 'device_map'.*memory"),
+        (lambda model, path: FlashModel.from_pretrained(path, speculate="lookup"), "give generate an assistant_model"),
     ],
 )
 def test_what_cannot_be_done_says_what_to_do(flash, tmp_path, call, message):
