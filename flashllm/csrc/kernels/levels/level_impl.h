@@ -41,5 +41,5 @@ const LevelKernels kLevel = {nullptr,   nullptr, nullptr, nullptr,        nullpt
 const LevelKernels kLevel = {kTables,         nullptr,     nullptr,         &kAttention,    sum_floats,
                              softmax,         sigmoids,    multiply_add,    multiply_codes, multiply_bytes,
                              add_codes,       kStateSteps, Tables::kCodecs, Tables::kInt8,  kInt16,
-                             Tables::kUnpack, kPlanes,     kGroups,        &kInputs};
+                             Tables::kUnpack, kPlanes,     kGroups,         &kInputs};
 #endif
