@@ -257,14 +257,16 @@ def commands(line: str) -> Iterator[list[str]]:
 def lacking(row: Row, out: Path) -> list[str]:
     """What this machine has not got for a row."""
     found = [f"{name} in {out}" for name in row.needs if not (out / name).exists()]
-    if re.search(r"(beside |peers |')llama", row.measure) and not importlib.util.find_spec("llama_cpp"):
+    if re.search(r"(beside |peers |')llama|whole_model", row.measure) and not importlib.util.find_spec("llama_cpp"):
         found.append("llama-cpp-python")
-    if (limit := re.search(r"--(?:memory|limits) (\S+)", row.measure)) is not None:
+    limits = re.search(r"--(?:memory|limits)((?: \S*\d[MG]?B\b)+)", row.measure)
+    if limits is not None or "--cgroup" in row.measure:
         try:
             MemoryGroup(64 << 20).close()
         except GroupError as error:
             found.append(str(error))
-        most = max(parse_size(each) for each in limit[1].split(","))
+    if limits is not None:
+        most = max(map(parse_size, limits[1].replace(",", " ").split()))
         if most > psutil.virtual_memory().available:
             found.append(f"{format_size(most)} of free memory")
     nbytes = 1e9 * sum(MODELS[model][0] for model in row.models if not (out / model).exists())

@@ -39,6 +39,8 @@ def test_a_night_ends_with_every_row_and_another_goes_on(night, tmp_path):
     assert ended["fails"] == f"failed: status 2; {tmp_path / 'fails.log'} says why"
     assert f"gone.txt in {tmp_path}" in ended["lacks"]
     assert "4 TB of free memory" in ended["lacks"]
+    whole = Row("whole", (), (), "python bench/peer/whole_model.py gone --memory 8GB 4000GB 12GB --prompt 8")
+    assert "4 TB of free memory" in overnight.lacking(whole, tmp_path)
     assert json.loads((tmp_path / "bench.json").read_text())["tokens"] == 3
     (tmp_path / "bench.json").unlink()
     status, ended = night(rows[:2], "--discard")
