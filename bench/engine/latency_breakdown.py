@@ -90,8 +90,13 @@ class Run:
         return self.workers.run(settings)
 
 
-def roofs(roofs: list[dict[str, Any]], engine: dict[str, Any] | None, run: dict[str, Any] | None) -> dict[str, Any]:
-    """What the hardware allows for flashllm's bytes: reads at the size issued, touched weights at DRAM bandwidth."""
+def roofs(
+    roofs: list[dict[str, Any]], engine: dict[str, Any] | None, run: dict[str, Any] | None, *, position: float
+) -> dict[str, Any]:
+    """What the hardware allows for flashllm's bytes: reads at the size issued, touched weights at DRAM bandwidth.
+
+    `position`: of the tokens, on average.
+    """
     dram = statistics.median(roof["dram_gbps"] for roof in roofs)
     sequential = statistics.median(roof["sequential_gbps"] for roof in roofs)
     curve = [
@@ -102,11 +107,10 @@ def roofs(roofs: list[dict[str, Any]], engine: dict[str, Any] | None, run: dict[
     if engine is None or run is None:
         return {**result, "io_ms": None, "compute_ms": None, "read_gbps": None}
     read = rate_at(curve, engine["bytes_read"] / max(1, engine["requests"]))
-    shape, firing = run["shape"], 1 / 3 if "synthetic" in run["activity"] else 1.0
-    position = run["plan"]["context"] / 2
+    shape = run["shape"]
     touched = (
         shape["resident_touched_nbytes"]
-        + engine["active"] * (shape["row_nbytes"] - (1 - firing) * shape["matrix_nbytes"])
+        + engine["active"] * (shape["row_nbytes"] - (1 - shape["firing"]) * shape["matrix_nbytes"])
         + shape["kv_nbytes_per_token"] * position
     )
     return {
@@ -217,7 +221,7 @@ def main(argv: list[str] | None = None) -> int:
         for name, results in run.results.items()
     }
     main_run = run.results.get("flashllm", [None])[0]
-    roof = roofs(run.roofs, engines.get("flashllm"), main_run)
+    roof = roofs(run.roofs, engines.get("flashllm"), main_run, position=args.prompt + args.tokens / 2)
     document = {"conditions": conditions(run), "roof": roof, "engines": engines, "ratios": ratios(engines, roof)}
     limit = "no limit" if args.memory is None else format_size(args.memory)
     print(markdown(document, limit))

@@ -50,6 +50,7 @@ def test_the_breakdown_says_what_it_promises(model, tmp_path):
         for token in runs[0]["tokens"]:
             assert sum(token[part] for part in PARTS) == pytest.approx(token["total_ms"], rel=1e-3), engine
             assert 0 <= token["io_busy_ms"] <= token["total_ms"] * 1.001, engine
+    assert full["runs"]["flashllm"][0]["shape"]["firing"] == pytest.approx(1 / 3)
     engines, weights = result["engines"], result["conditions"]["weights"]
     assert "synthetic" in weights
     model_nbytes = sum((model / name).stat().st_size for name in ("ffn.safetensors", "resident.safetensors"))
