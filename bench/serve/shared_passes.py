@@ -82,11 +82,13 @@ def together(model: TracedModel, args: argparse.Namespace) -> dict[str, Any]:
                         raise SystemExit("shared_passes: a logit is not finite")
                     if turn >= WARM:
                         passes[count].append(dataclasses.asdict(times))
-    rows = []
+    rows, stride = [], model.manifest.rows.stride
     alone = statistics.fmean(each["total_ms"] for each in passes[args.at_once[0]]) / args.at_once[0]
     for count, found in passes.items():
         mean = {key: statistics.fmean(each[key] for each in found) for key in found[0]}
-        missing_ms = mean["misses"] * mean["io_busy_ms"] / mean["requests"] if mean["requests"] else 0.0
+        nbytes, missing_ms = mean["bytes_read"], 0.0
+        if nbytes:
+            missing_ms = mean["misses"] * stride * mean["io_busy_ms"] / nbytes
         row = {
             "at_once": count,
             "tokens_a_second": 1e3 * count / mean["total_ms"],
