@@ -5,7 +5,8 @@
 
 A share is of the model's bytes, libraries included, so that 1.0 is what the dense model would need for its weights
 alone; limits are the same for all models, and a model is left out of those that cannot hold it. With --plan each run
-stands beside the time that `flashllm plan` expects of it on this machine (`flashllm calibrate` first). Models and
+stands beside the time that `flashllm plan` expects of it on this machine (`flashllm calibrate` first), of synthetic
+models by their traces. Models and
 limits take turns in every round. The last line is one JSON document.
 """
 
@@ -23,6 +24,7 @@ from flashllm.convert.locate import resolve_model
 from flashllm.format.manifest import open_model_dir
 from flashllm.format.model_files import FFN, RESIDENT
 
+TRACED = Path(__file__).with_name("traced.py")  # the command line, for synthetic models too
 SHARES = [0.45, 0.5, 0.55, 0.6, 0.7, 0.8, 0.9, 1.0]
 
 
@@ -47,8 +49,8 @@ def points_of(directory: Path, args: argparse.Namespace) -> list[Point]:
 
 
 def planned(point: Point, args: argparse.Namespace) -> dict[str, Any] | None:
-    """What `flashllm plan` says; None where the limit cannot hold the model."""
-    command = [sys.executable, "-m", "flashllm", "plan", str(point.directory), "--json", "--memory", str(point.memory)]
+    """What `flashllm plan` says, by a model's trace; None where the limit cannot hold the model."""
+    command = [sys.executable, str(TRACED), "plan", str(point.directory), "--json", "--memory", str(point.memory)]
     command += ["--context", str(args.prompt + args.tokens + 1)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0 and "cannot hold this model" not in done.stderr:
