@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from masked import MaskedModel, Variant
 from samples import TextEncoder
-from tasks import Item
+from tasks import Item, answer_of
 
 BATCH_TOKENS = 2048  # of one pass
 LOGIT_ROWS = 256  # positions whose distributions are compared at once: each is a vocabulary in fp32
@@ -99,7 +99,7 @@ def score_items(
     """Answer every item: the choice of the highest log-likelihood, per character where the task is scored so."""
     requests = sorted(_requests(items, tokenizer, context), key=lambda request: len(request.ids))
     likelihoods: list[list[float]] = [[0.0] * len(item.choices) for item in items]
-    greedy: list[list[int]] = [[0] * len(item.choices) for item in items]
+    greedy = [False] * len(items)  # of the first choice
     model.use(variant)
     for batch in _batches(requests):
         longest = max(len(request.ids) for request in batch)
@@ -112,21 +112,14 @@ def score_items(
             targets = torch.tensor(request.ids[end - request.scored :])
             scored = torch.log_softmax(logits[row, end - request.scored - 1 : end - 1].float(), -1)
             likelihoods[request.item][request.choice] = float(scored.gather(1, targets[:, None]).double().sum())
-            greedy[request.item][request.choice] = int(bool((scored.argmax(-1) == targets).all()))
-    score = TaskScore()
-    for item, values, hits in zip(items, likelihoods, greedy, strict=True):
-        score.items += 1
-        if len(values) == 1:  # a word to be said: right where it is what greedy decoding says
-            score.chosen.append(hits[0])
-            score.correct += hits[0]
-            score.correct_normalised += hits[0]
-            continue
-        plain = max(range(len(values)), key=values.__getitem__)
-        per_character = [value / max(1, len(choice)) for value, choice in zip(values, item.choices, strict=True)]
-        normalised = max(range(len(values)), key=per_character.__getitem__)
-        score.correct += plain == item.label
-        score.correct_normalised += normalised == item.label
-        score.chosen.append(normalised if item.normalised else plain)
+            if request.choice == 0:
+                greedy[request.item] = bool((scored.argmax(-1) == targets).all())
+    score = TaskScore(items=len(items))
+    for item, values, said in zip(items, likelihoods, greedy, strict=True):
+        answer = answer_of(item, values, greedy=said)
+        score.correct += answer.right
+        score.correct_normalised += answer.right_normalised
+        score.chosen.append(answer.normalised if item.normalised else answer.plain)
     return score
 
 

@@ -5,10 +5,10 @@ Reads local `.jsonl.gz` files, or the hub's data sets of the same names. Knows n
 
 import gzip
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,29 @@ class Item:
     choices: tuple[str, ...]  # each with its leading space
     label: int
     normalised: bool  # answers are compared per character
+
+
+class Answer(NamedTuple):
+    """What a model says to an item: the number of a choice; of a text to be said 1 where greedy decoding says it."""
+
+    plain: int  # the choice of the highest log-likelihood
+    normalised: int  # that of the highest per character
+    right: bool
+    right_normalised: bool
+
+
+def answer_of(item: Item, likelihoods: Sequence[float], *, greedy: bool) -> Answer:
+    """The answer that log-likelihoods of an item's choices make. As in lm-eval, a choice's characters are those
+    without the space before it.
+
+    `greedy`: every token of the first choice is the likeliest.
+    """
+    if len(item.choices) == 1:
+        return Answer(int(greedy), int(greedy), greedy, greedy)
+    numbers = range(len(item.choices))
+    each = [value / max(1, len(choice.strip())) for value, choice in zip(likelihoods, item.choices, strict=True)]
+    plain, normalised = (max(numbers, key=values.__getitem__) for values in (likelihoods, each))
+    return Answer(plain, normalised, plain == item.label, normalised == item.label)
 
 
 Row = dict[str, Any]

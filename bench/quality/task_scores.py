@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "predictors"))
 from fewer_bits import Variant
 from folders import written_back
 from scorers import Firing, Flash, Floats, LlamaCpp, Scorer, Transformers
-from tasks import TASKS, Item
+from tasks import TASKS, Item, answer_of
 
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
@@ -135,16 +135,12 @@ def score_task(scorer: Scorer, tokenizer: Tokenizer, items: Sequence[Item]) -> d
     right, right_normalised, chosen, words = 0, 0, [], []
     groups = [answers(scorer, tokenizer, items[first : first + AT_ONCE]) for first in range(0, len(items), AT_ONCE)]
     for item, found in zip(items, (one for group in groups for one in group), strict=True):
-        likely = [one.log_likelihood for one in found]
+        answer = answer_of(item, [one.log_likelihood for one in found], greedy=found[0].greedy)
+        chosen.append(answer.plain)
+        right += answer.right
+        right_normalised += answer.right_normalised
         if len(found) == 1:
-            right += found[0].greedy
-            words.append(-likely[0])
-            chosen.append(int(found[0].greedy))
-            continue
-        each = [value / len(choice.strip()) for value, choice in zip(likely, item.choices, strict=True)]
-        chosen.append(likely.index(max(likely)))
-        right += chosen[-1] == item.label
-        right_normalised += each.index(max(each)) == item.label
+            words.append(-found[0].log_likelihood)
     share = right / len(items)
     error = math.sqrt(share * (1 - share) / len(items))
     row: dict[str, Any] = {"items": len(items), "acc": share, "standard_error": error}

@@ -11,7 +11,7 @@ from evaluate import main, read_time, text_windows
 from masked import MaskedModel, Variant, load_predictors, own_gates, untrained
 from safetensors.torch import load_file, save_file
 from scoring import score_items, score_text, windows
-from tasks import TASKS, Item, load_items
+from tasks import TASKS, Item, answer_of, load_items
 from weights import LayerWeights
 
 from flashllm.base.text import inert
@@ -106,9 +106,18 @@ def test_items_are_scored_by_the_log_likelihood_of_their_choices(tiny, opened):
 
     plain = [likelihood("The little dog", choice) for choice in items[0].choices]
     assert score.chosen[0] == int(np.argmax(plain))
-    assert score.chosen[1] == int(np.argmax([v / len(c) for v, c in zip(plain, items[0].choices, strict=True)]))
+    assert score.chosen[1] == int(np.argmax([v / len(c.strip()) for v, c in zip(plain, items[0].choices, strict=True)]))
     assert score.chosen[2] == int(likelihood("She was", " home") > likelihood("The cat said", " home"))
     assert score.items == 4
+
+
+def test_the_space_before_a_choice_is_none_of_its_characters():
+    item = Item(prompts=("It is",), choices=(" a", " two"), label=0, normalised=True)
+    assert answer_of(item, (-1.0, -2.5), greedy=False) == (0, 1, True, False)
+    assert answer_of(item, (-1.0, -3.5), greedy=False) == (0, 0, True, True)
+    word = Item(prompts=("He said",), choices=(" no",), label=0, normalised=False)
+    assert answer_of(word, (-9.0,), greedy=True) == (1, 1, True, True)
+    assert answer_of(word, (-9.0,), greedy=False) == (0, 0, False, False)
 
 
 def test_a_prompt_longer_than_the_context_is_cut_on_the_left(tiny, opened):
