@@ -54,6 +54,8 @@ def test_a_report_has_every_run_the_machine_and_the_drive(run, tiny, tmp_path):
                 each["mean_ms"]["total"], rel=0.02
             )
         assert one["peak_bytes"] > 0
+    kept = sum(not one["page_cache_dropped"] for one in document["runs"])
+    assert out.count("| cold, page cache kept |") == kept
     drive = document["drive"]
     assert drive["span_nbytes"] == 4 << 20
     assert drive["bps"] > 0
