@@ -105,7 +105,8 @@ def test_tables_are_measured(tmp_path, capsys, monkeypatch):
     sizes = {"sequences": 4, "batch": 2, "prompt": 9, "new": 4, "scratch": str(tmp_path)}
     for bits in (None, 4):
         found = run_worker.roofs(offload_run.run_settings(model, policy_of(), weight_bits=bits, **sizes))
-        assert min(found["prefill_products_s"], found["decode_products_s"]) > 0
+        assert min(found["prefill_products_s"], found["decode_products_s"], found["read_bytes_per_s"]) > 0
+        assert isinstance(found["read_direct"], bool)
 
     def table(name: str, *options: str) -> list[dict[str, object]]:
         argv = [name, str(model), "--prompt", "9", "--new", "4", "--scratch", str(tmp_path), *options]

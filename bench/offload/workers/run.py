@@ -26,6 +26,7 @@ from flashllm.offload.runtime.tiers.scratch import open_reader
 from flashllm.offload.runtime.tiers.source import WeightSource, matrix_name, open_weights
 from flashllm.offload.runtime.tiers.weight_plan import weight_packing
 from flashllm.offload.runtime.tiers.weights import pack
+from flashllm.profile.reads import batch_s
 
 _ROUNDS = 3
 
@@ -70,17 +71,13 @@ def products_s(source: WeightSource, bits: int | None, rows: int, *, decoding: b
     return layer, seconds(matrix(head, None))
 
 
-def read_rate(path: Path, nbytes: int = 1 << 30) -> float:
-    """Bytes a second of direct sequential reads of a file, many at once."""
+def read_rate(path: Path, nbytes: int = 1 << 30) -> dict[str, Any]:
+    """Bytes a second of sequential reads of a file, many at once, and whether they were direct."""
     file, reader = _core.DirectFile(str(path)), open_reader()
-    memory = np.asarray(_core.allocate(64 << 20))
-    total, started = min(nbytes, file.size) // memory.nbytes * memory.nbytes, time.perf_counter()
-    for offset in range(0, total, memory.nbytes):
-        batch = _core.ReadBatch(reader, file)
-        batch.add(offset, memory)
-        batch.submit()
-        batch.wait()
-    return total / (time.perf_counter() - started)
+    size = min(64 << 20, file.size // 4096 * 4096)
+    memory, total = _core.allocate(size), min(nbytes, file.size) // size * size
+    seconds = sum(batch_s(reader, file, np.array([offset]), size, memory) for offset in range(0, total, size))
+    return {"read_bytes_per_s": total / seconds, "read_direct": file.direct}
 
 
 def roofs(settings: dict[str, Any]) -> dict[str, Any]:
@@ -96,7 +93,7 @@ def roofs(settings: dict[str, Any]) -> dict[str, Any]:
     return {
         "prefill_products_s": batches * (layers * prefill + head),
         "decode_products_s": batches * (new - 1) * (layers * decode + head),
-        "read_bytes_per_s": read_rate(largest),
+        **read_rate(largest),
     }
 
 
