@@ -44,8 +44,9 @@ def pieces(text: str, tokenizer: Tokenizer, length: int) -> Iterator[list[int]]:
     start = 0
     while start < len(text):
         encoded = tokenizer.backend.encode(text[start : start + width])
-        yield encoded.ids[:length]
-        start += max(1, *(end for _, end in encoded.offsets[:length]))
+        if encoded.ids:
+            yield encoded.ids[:length]
+        start += max((end for _, end in encoded.offsets[:length]), default=0) or width
 
 
 def sequences(paths: list[Path], tokenizer: Tokenizer, tokens: int, length: int) -> list[list[int]]:

@@ -3,16 +3,21 @@
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from activity_trace import Stream, Trace
 from build_wheels import build
 from install_popularity import measure_popularity
 from predictor_files import MARGIN
+from record_trace import pieces
 from scripts import REPOSITORY, document_of, run_python, run_script, write_gz
 from synthetic.trace import write_synthetic_trace
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from traced import TracedModel
 from traces import masks_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -117,6 +122,13 @@ def test_a_trace_is_what_the_model_did(tiny, tmp_path):
     assert "exists" in run_script("tools/record_trace.py", *arguments, status=1).stderr
     arguments[-1], arguments[arguments.index(220)] = tmp_path / "more", 10**6
     assert "lower --tokens" in run_script("tools/record_trace.py", *arguments, status=1).stderr
+
+
+def test_a_stretch_without_tokens_is_passed_over():
+    backend = tokenizers.Tokenizer(WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    backend.pre_tokenizer = Whitespace()
+    text = f"{' ' * 40}a{' ' * 40}a"
+    assert list(pieces(text, SimpleNamespace(backend=backend), 2)) == [[0], [0]]
 
 
 @pytest.fixture(scope="module")
