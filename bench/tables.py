@@ -250,7 +250,7 @@ def planner() -> str:
     rows = []
     for one in load("offload/results/run_accuracy.json")["rows"]:
         parts = ("prefill_s", "decode_s")
-        measured = fmean(sum(run[part] for part in parts) for run in one["measured"])
+        measured = median(sum(run[part] for part in parts) for run in one["measured"])
         predicted = sum(one["predicted"][part] for part in parts)
         errors = [f"{100 * one[key]['whole_s']:+.1f} %" for key in ("error", "error_after")]
         rows.append([one["run"], f"{predicted:.1f}", f"{measured:.1f}", *errors])
