@@ -87,54 +87,49 @@ def _layer_row(name: str, layer: dict[str, Any]) -> str:
 
 def save_plots(folder: Path, report: dict[str, Any], figures: dict[str, Any]) -> None:
     """PNG files: pre-activations (figure 3a), usage over tokens (4a), co-activation (12), errors, the curve."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
     folder.mkdir(parents=True, exist_ok=True)
     layers = report["layers"]
 
     # 1. Figure 3a: what was predicted and what was missed, by pre-activation, all layers together.
-    figure, axes = plt.subplots(figsize=(7, 4))
+    figure, axes = _figure()
     centres = (BINS[:-1] + BINS[1:]) / 2
     for name in ("all", "true_positive", "false_positive", "false_negative"):
         counts = np.sum([histogram[name] for histogram in figures["histograms"]], axis=0)
         axes.plot(centres, np.maximum(counts, 0.5), label=name.replace("_", " "))
     axes.set(yscale="log", xlabel="pre-activation, standard deviations of the layer", ylabel="neurons x tokens")
     axes.legend()
-    _save(figure, folder / "preactivations.png")
+    figure.savefig(folder / "preactivations.png", dpi=110)
 
     # 2. Figure 4a: share of neurons used by n consecutive tokens.
-    figure, axes = plt.subplots(figsize=(7, 4))
+    figure, axes = _figure()
     for layer, usage in enumerate(figures["usage"]):
         axes.plot(usage["lengths"], usage["shares"], marker=".", label=f"layer {layer}")
     axes.set(xscale="log", xlabel="consecutive tokens", ylabel="share of neurons used")
     axes.legend(fontsize="small", ncols=1 + len(layers) // 9)
-    _save(figure, folder / "usage.png")
+    figure.savefig(folder / "usage.png", dpi=110)
 
     # 3. Figure 12: how often a neuron's closest friends fire with it.
-    figure, axes = plt.subplots(figsize=(7, 4))
+    figure, axes = _figure()
     for rank in figures["friends"][0]:
         shares = [share for layer in figures["friends"] for share in layer[rank]]
         axes.hist(shares, bins=np.linspace(0, 1, 41), histtype="step", label=f"friend {rank}")
     axes.set(xlabel="share of a neuron's firings in which the friend fires", ylabel="neurons")
     axes.legend()
-    _save(figure, folder / "coactivation.png")
+    figure.savefig(folder / "coactivation.png", dpi=110)
 
     # 4. Errors by layer.
-    figure, axes = plt.subplots(figsize=(7, 4))
+    figure, axes = _figure()
     positions = np.arange(len(layers))
     axes.bar(positions - 0.2, [100 * layer["true_share"] for layer in layers], 0.4, label="active")
     axes.bar(positions + 0.2, [100 * layer["predicted_share"] for layer in layers], 0.4, label="predicted")
     axes.plot(positions, [100 * layer["false_negative"] for layer in layers], "k.-", label="false negatives")
     axes.set(xlabel="layer", ylabel="%")
     axes.legend()
-    _save(figure, folder / "layers.png")
+    figure.savefig(folder / "layers.png", dpi=110)
 
     # 5. Density and perplexity by recall.
     if "curve" in report:
-        figure, axes = plt.subplots(figsize=(7, 4))
+        figure, axes = _figure()
         recalls = [100 * point["recall"] for point in report["curve"]]
         axes.plot(recalls, [100 * point["predicted_share"] for point in report["curve"]], "o-", label="predicted, %")
         axes.set(xlabel="recall, %", ylabel="predicted neurons, %")
@@ -143,12 +138,12 @@ def save_plots(folder: Path, report: dict[str, Any], figures: dict[str, Any]) ->
         other.axhline(report["curve"][0]["perplexity_dense"], color="C1", lw=0.5)
         other.set_ylabel("perplexity (line: dense)")
         figure.legend(loc="upper left", bbox_to_anchor=(0.12, 0.88))
-        _save(figure, folder / "curve.png")
+        figure.savefig(folder / "curve.png", dpi=110)
 
 
-def _save(figure: Any, path: Path) -> None:
-    from matplotlib import pyplot as plt
+def _figure() -> tuple[Any, Any]:
+    """A picture, and its axes."""
+    from matplotlib.figure import Figure
 
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    return figure, figure.subplots()

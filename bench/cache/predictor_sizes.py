@@ -101,12 +101,10 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib as mpl
+    from matplotlib.figure import Figure
 
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (mean, worst) = plt.subplots(1, 2, figsize=(9, 4), sharey=True)
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    mean, worst = figure.subplots(1, 2, sharey=True)
     for row in rows:
         recalls = [100 * p["recall"] for p in row["curve"]]
         label = f"{row['name']} ({row['share_of_model']:.1%} of the model)"
@@ -117,7 +115,6 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         axes.set(xlabel="recall, %", title=title)
     mean.set_ylabel("predicted / active neurons")
     mean.legend(fontsize="small")
-    figure.tight_layout()
     figure.savefig(path, dpi=110)
 
 

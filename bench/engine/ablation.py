@@ -19,7 +19,6 @@ from typing import Any
 from engine_runs import COLD_TOKENS, PAPER_READER, Workers, add_model, add_runs, finish, summary
 
 from flashllm.convert.locate import resolve_model
-from flashllm.convert.named import is_demo
 
 # What each row does without, and its options; but for these, as the row before it.
 ROWS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
@@ -80,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
             f"| {row['requests']} | {row['read_gbps']:.2f} | {row['hit_rate']:.1%} |"
         )
     document = {
-        "model": "demo" if is_demo(directory) else directory.name,
+        "model": directory.name,
         "activity": activity,
         "memory": args.memory,
         "cgroup": args.cgroup,

@@ -57,13 +57,11 @@ def markdown(document: dict[str, Any], limit: str) -> str:
 
 def plot(document: dict[str, Any], path: Path) -> None:
     """Stacked bars: each engine's token by what its time went to."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     engines = document["engines"]
-    figure, axes = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
+    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+    axes = figure.subplots()
     bottom = [0.0] * len(engines)
     for (part, label), colour in zip(PARTS.items(), COLOURS, strict=True):
         heights = [engine[part] for engine in engines.values()]
@@ -78,4 +76,3 @@ def plot(document: dict[str, Any], path: Path) -> None:
     axes.legend(frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
-    plt.close(figure)

@@ -17,7 +17,6 @@ from engine_runs import Workers, add_model, add_runs, finish
 
 from flashllm.base.units import format_size
 from flashllm.convert.locate import resolve_model
-from flashllm.convert.named import is_demo
 from flashllm.errors import FlashError
 from flashllm.format.manifest import open_model_dir
 
@@ -47,11 +46,10 @@ def main(argv: list[str] | None = None) -> int:
     except FlashError as error:
         raise SystemExit(f"first_token: {error}") from error
     median = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
-    name = "demo" if is_demo(directory) else directory.name
     limit = "no limit" if args.memory is None else format_size(args.memory)
     enforced = " by control group" if args.cgroup else ""
     print(
-        f"{name} ({manifest.source.name}, {manifest.dtype}); {limit}{enforced}; prompt of {args.prompt}; "
+        f"{directory.name} ({manifest.source.name}, {manifest.dtype}); {limit}{enforced}; prompt of {args.prompt}; "
         f"{os.cpu_count()} cores; direct I/O: {run['direct_io']}\n"
     )
     print("| round | ms | I/O | memory | compute | other | sequential reads alone | products alone | over the larger |")
@@ -61,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"| {row} | {' | '.join(f'{one[part]:.0f}' for part in parts)} | {one['ratio']:.2f} |")
     document = {
         "conditions": {
-            "model": name,
+            "model": directory.name,
             "weights": manifest.source.name,
             "dtype": manifest.dtype,
             "memory": args.memory,

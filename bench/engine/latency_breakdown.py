@@ -32,7 +32,6 @@ from engine_runs import COLD_TOKENS, PAPER_READER, Workers, add_model, add_runs,
 from flashllm.base.units import format_size
 from flashllm.config import DEFAULT_WINDOW
 from flashllm.convert.locate import resolve_model
-from flashllm.convert.named import is_demo
 from flashllm.errors import FlashError
 from flashllm.format.manifest import Manifest, open_model_dir
 from flashllm.format.model_files import FFN, RESIDENT
@@ -163,7 +162,7 @@ def conditions(run: Run) -> dict[str, Any]:
     args = run.args
     first = next((run.results[name][0] for name in ("flashllm", "paper", "streamed") if name in run.results), {})
     return {
-        "model": "demo" if is_demo(run.directory) else run.directory.name,
+        "model": run.directory.name,
         "weights": run.manifest.source.name,
         "activity": first.get("activity", "all neurons"),
         "dtype": run.manifest.dtype,

@@ -66,12 +66,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def plot(document: dict[str, Any], path: Path) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(5.6, 3.4), layout="constrained")
+    figure = Figure(figsize=(5.6, 3.4), layout="constrained")
+    axes = figure.subplots()
     for name, result in document["samplings"].items():
         axes.plot([100 * (at + 1) for at in range(len(result["hundreds_ms"]))], result["hundreds_ms"], "o-", label=name)
     axes.set_xlabel("tokens generated")

@@ -60,12 +60,10 @@ def planned(point: Point, args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(5.6, 3.6), layout="constrained")
+    figure = Figure(figsize=(5.6, 3.6), layout="constrained")
+    axes = figure.subplots()
     models = list(dict.fromkeys(row["model"] for row in rows))
     for model in models:
         own = [row for row in rows if row["model"] == model]

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
@@ -29,25 +28,9 @@ from flashllm.commands.predictors.scripts import sample_text
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
 from flashllm.generate.tokenizer import Tokenizer
+from flashllm.pack.score import Inputs
 
 PROMPT = 16  # tokens
-
-
-class Inputs:
-    """Observes a pass: the FFN inputs [tokens, d_model] of every layer."""
-
-    def __init__(self) -> None:
-        self._parts: dict[int, list[NDArray[np.float32]]] = {}
-
-    @property
-    def layers(self) -> list[NDArray[np.float32]]:
-        return [np.concatenate(parts) for _, parts in sorted(self._parts.items())]
-
-    def input(self, layer: int, x: NDArray[np.float32]) -> None:
-        self._parts.setdefault(layer, []).append(x.copy())  # a long prompt comes in parts
-
-    def activations(self, _layer: int, _first: int, h: NDArray[np.float32]) -> None:
-        """Of the engine's `Observer`."""
 
 
 def share(directory: Path, text: str, tokens: int, threads: int | None) -> dict[str, Any]:
@@ -55,11 +38,11 @@ def share(directory: Path, text: str, tokens: int, threads: int | None) -> dict[
     ids = Tokenizer.load(directory).encode(text)[: PROMPT + tokens]
     if len(ids) < PROMPT + tokens:
         raise SystemExit(f"the text has {len(ids)} tokens, fewer than {PROMPT + tokens}")
-    seen = Inputs()
     with Model.open(directory, RunConfig(mode="dense", threads=threads)) as model, model.new_sequence() as sequence:
+        seen = Inputs(layers=model.manifest.architecture.num_layers, step=1)
         model.step([(sequence, ids)], all_logits=True, observer=seen)
         wide, stored = WEIGHT_DTYPES["float32"], model.directory.dtype
-    inputs = [np.ascontiguousarray(cast_dtype(layer, wide, stored)) for layer in seen.layers]
+    inputs = [np.ascontiguousarray(cast_dtype(seen.of(layer), wide, stored)) for layer in range(seen.layers)]
     whole, naming, named = [], [], 0
     with Model.open(directory, RunConfig(mode="sparse", threads=threads)) as model, model.new_sequence() as sequence:
         model.step([(sequence, ids[:PROMPT])])

@@ -149,12 +149,10 @@ def table(series: Sequence[Series]) -> str:
 
 
 def plot(series: Sequence[Series], roof: float, path: Path) -> None:
-    import matplotlib as mpl
+    from matplotlib.figure import Figure
 
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5))
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
     for backend, number in dict.fromkeys((each.backend, each.at_a_time) for each in series):
         curve = [s for s in series if (s.backend, s.at_a_time, s.sequential) == (backend, number, False)]
         axes.plot(
@@ -170,9 +168,7 @@ def plot(series: Sequence[Series], roof: float, path: Path) -> None:
     axes.set_xticks(sizes, [in_binary(size) for size in sizes])
     axes.set(xlabel="bytes a read (random, direct)", ylabel="MB/s", ylim=(0, None))
     axes.legend()
-    figure.tight_layout()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def in_binary(nbytes: int) -> str:

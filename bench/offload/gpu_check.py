@@ -301,13 +301,11 @@ def read(out: Path) -> dict[str, Any]:
 
 def picture(document: dict[str, Any], file: Path) -> None:
     """Bars: seconds of activities beside their roofs; tokens a second of every run."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     steps = document["steps"]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
     busy = steps.get("breakdown", {}).get("busy_s", {})
     roof = steps.get("breakdown", {}).get("roof_s", {})
     left.barh(list(busy), list(busy.values()), color="#4c72b0", label="measured, one at a time")
@@ -320,7 +318,6 @@ def picture(document: dict[str, Any], file: Path) -> None:
     right.set(xlabel="tokens a second", title=steps.get("device", {}).get("name", "CPU: says nothing of speed"))
     left.legend(frameon=False, fontsize=8)
     figure.savefig(file, dpi=120)
-    plt.close(figure)
 
 
 def main(argv: list[str] | None = None) -> int:

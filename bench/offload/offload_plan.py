@@ -194,21 +194,16 @@ def report(results: dict[str, Any]) -> str:
 
 
 def draw(results: dict[str, Any], out: Path) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4))
-    for axis, (model, curves) in zip(axes, results["frontier"].items(), strict=True):
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    for axis, (model, curves) in zip(figure.subplots(1, 2), results["frontier"].items(), strict=True):
         for name, points in curves.items():
             axis.plot([p[0] for p in sorted(points)], [p[1] for p in sorted(points)], marker="o", label=name)
         axis.set(title=f"{model}, prompt 512, 32 new, T4", xscale="log", yscale="log")
         axis.set(xlabel="latency of a block, s", ylabel="tokens/s")
         axis.legend()
-    figure.tight_layout()
     figure.savefig(out / "offload_frontier.png", dpi=110)
-    plt.close("all")
 
 
 def main(argv: list[str] | None = None) -> int:

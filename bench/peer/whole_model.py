@@ -28,6 +28,7 @@ from drive import answers
 from protocol import Limit, text_ids
 
 from flashllm import _core
+from flashllm.base.command_line import say
 from flashllm.base.machine import num_cores, system_name
 from flashllm.base.units import format_size, parse_size
 from flashllm.commands.runtime import profile_drive
@@ -154,10 +155,6 @@ def line(run: dict[str, Any]) -> str:
         {True: "yes", False: "NO", None: ""}[run.get("finite")],
     ]
     return " | ".join(cells)
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,6 +12,7 @@ from flashllm.config import RunConfig
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
 from flashllm.generate.tokenizer import Tokenizer
+from flashllm.pack.score import Inputs
 
 
 @pytest.mark.parametrize("gate", ["rows", "resident", "4bit"])
@@ -38,11 +39,11 @@ def test_what_is_named_is_what_the_engine_names(tmp_path, capsys, gate):
 
 
 def test_inputs_of_a_prompt_in_parts_are_put_together():
-    inputs = predictor_share.Inputs()
+    inputs = Inputs(layers=2, step=1)
     for part in (0, 1):
         for layer in (0, 1):
             inputs.input(layer, np.full((2, 3), 10 * layer + part, np.float32))
-    assert [layer[:, 0].tolist() for layer in inputs.layers] == [[0, 0, 1, 1], [10, 10, 11, 11]]
+    assert [inputs.of(layer)[:, 0].tolist() for layer in (0, 1)] == [[0, 0, 1, 1], [10, 10, 11, 11]]
 
 
 def test_a_text_that_is_too_short_is_said(tmp_path):
