@@ -7,8 +7,8 @@
 Reads of `--sizes` lie at random, distinct, aligned places; those of `--stream-sizes` follow each other and are what the
 roof is taken from: the fastest of them. `--threads` are reads at a time of the threads, `--queue-depths` of io_uring.
 All combinations take turns in each round; a figure is the median of the rounds with its quartiles. The file lies in DIR
-(default: a temporary directory; give one on the drive that matters) and should be far larger than any cache on the way
-to the drive; or it is FILE, which is left alone. Says whether reads were really direct; where they were not, the file's
+(default: that of temporary files; give one on the drive that matters) and should be far larger than any cache before
+the drive; or it is FILE, which is left alone. Says whether reads were really direct; where they were not, the file's
 pages are dropped from the page cache before each batch. The last line is one JSON document; with --out it is also
 written, with a table and a picture, to PREFIX.json, .md and .png.
 """
@@ -21,6 +21,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -30,10 +31,10 @@ import numpy as np
 from flashllm import _core
 from flashllm.base.units import parse_size
 from flashllm.errors import FlashIOError
+from flashllm.profile.reads import batch_of, file_to_read
 
 BATCH_NBYTES = 16 << 20
 LARGEST_BATCH_NBYTES = 128 << 20
-WRITE_NBYTES = 8 << 20
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,25 +66,6 @@ class Series:
         }
 
 
-def write_file(path: Path, nbytes: int) -> None:
-    """Random bytes, on the drive and out of the page cache when this returns."""
-    random = np.random.default_rng(0)
-    with path.open("wb") as file:
-        for start in range(0, nbytes, WRITE_NBYTES):
-            file.write(random.bytes(min(WRITE_NBYTES, nbytes - start)))
-        file.flush()
-        os.fsync(file.fileno())
-    drop_cache(path)
-
-
-def drop_cache(path: Path) -> None:
-    """Takes the file's pages out of the page cache, where the system offers that."""
-    if hasattr(os, "posix_fadvise"):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
-
-
 def measure(series: Series, file: _core.DirectFile, random: np.random.Generator, *, seconds: float) -> None:
     """One round of one series: batches for `seconds`, at least one; adds their mean rate."""
     reader = _core.Reader(
@@ -95,20 +77,16 @@ def measure(series: Series, file: _core.DirectFile, random: np.random.Generator,
     size, places = series.size, file.size // series.size
     wanted = min(max(BATCH_NBYTES, 4 * series.at_a_time * size), max(LARGEST_BATCH_NBYTES, size))
     count = max(1, min(places, wanted // size))
-    memory = _core.allocate(count * size).reshape(count, size)
+    memory = _core.allocate(count * size)
     start = int(random.integers(places))
     spent, nbytes = 0.0, 0
     while nbytes == 0 or spent < seconds:
-        if not file.direct:
-            drop_cache(Path(file.path))
         if series.sequential:
             chosen = (start + np.arange(count)) % places
             start += count
         else:  # distinct, at the price of a few less; those beside each other are not merged: max_request is their size
             chosen = np.unique(random.integers(places, size=count))
-        batch = _core.ReadBatch(reader, file)
-        for place, destination in zip(chosen.tolist(), memory, strict=False):
-            batch.add(place * size, destination)
+        batch = batch_of(reader, file, chosen * size, size, memory)
         batch.submit()
         stats = batch.wait()
         nbytes += stats["bytes"]
@@ -189,7 +167,8 @@ def byte_sizes(text: str) -> list[int]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
-    parser.add_argument("--directory", type=Path, help="where to put the file (default: a temporary directory)")
+    folder = Path(tempfile.gettempdir())
+    parser.add_argument("--directory", type=Path, default=folder, help="where to put the file (default: %(default)s)")
     parser.add_argument("--file", type=Path, help="read this file instead")
     parser.add_argument("--file-size", type=parse_size, default=parse_size("256MiB"))
     parser.add_argument("--sizes", type=byte_sizes, default="4KiB,8KiB,16KiB,32KiB,64KiB")
@@ -211,10 +190,8 @@ def main(argv: list[str] | None = None) -> int:
     if not any(each.sequential for each in series):
         parser.error("needs a stream size and a number of threads for the roof")
 
-    with tempfile.TemporaryDirectory(dir=args.directory) as folder:
-        path = args.file or Path(folder) / "reads"
-        if args.file is None:
-            write_file(path, args.file_size)
+    place = nullcontext(args.file) if args.file else file_to_read(args.directory, args.file_size)
+    with place as path:
         file = _core.DirectFile(str(path))
         random = np.random.default_rng()
         for _ in range(args.rounds):
