@@ -8,6 +8,7 @@ reported and not assumed.
 """
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -114,6 +115,24 @@ def drop_page_cache() -> None:
         Path("/proc/sys/vm/drop_caches").write_text("1")
     except OSError as error:
         raise GroupError(f"the page cache cannot be dropped: {error.strerror}; run it as root") from error
+
+
+def document_of(command: Sequence[str], limit_nbytes: int | None) -> dict[str, Any]:
+    """The JSON document in the last line that `command` prints, or {"failed": its exit status}; under a limit from a
+    cold page cache, and with `group_peak_bytes`. GroupError where the limit cannot be enforced."""
+    if limit_nbytes is None:
+        return _printed(command)
+    with MemoryGroup(limit_nbytes) as group:
+        drop_page_cache()
+        return _printed(group.entering(command)) | {"group_peak_bytes": group.peak_nbytes}
+
+
+def _printed(command: Sequence[str]) -> dict[str, Any]:
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        return {"failed": done.returncode}
+    document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return document
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

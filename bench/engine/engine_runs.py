@@ -6,13 +6,12 @@ What the benchmarks of whole tokens share: `latency_breakdown`, `ablation`, `mem
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from memory_group import GroupError, MemoryGroup, drop_page_cache
+from memory_group import GroupError, document_of
 
 from flashllm.base.units import parse_size
 from flashllm.format.model_files import FFN, RESIDENT
@@ -74,22 +73,13 @@ class Workers:
             self.run({"task": "read_through", "files": [RESIDENT, FFN]}, capped=False)
         command = [sys.executable, str(WORKER), json.dumps({**self._common, **settings})]
         memory = self._memory if memory is None else memory
-        if memory is None or not capped:
-            return _result(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False))
         try:
-            with MemoryGroup(memory) as group:
-                drop_page_cache()
-                done = subprocess.run(group.entering(command), stdout=subprocess.PIPE, text=True, check=False)
-                return {**_result(done), "group_peak_bytes": group.peak_nbytes}
+            found = document_of(command, memory if capped else None)
         except GroupError as error:
             raise SystemExit(f"{Path(sys.argv[0]).stem}: {error}") from error
-
-
-def _result(done: "subprocess.CompletedProcess[str]") -> dict[str, Any]:
-    if done.returncode != 0:
-        raise SystemExit(f"a worker ended with {done.returncode}; -9 is a kill: a limit too low")
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+        if "failed" in found:
+            raise SystemExit(f"a worker ended with {found['failed']}; -9 is a kill: a limit too low")
+        return found
 
 
 def steady(runs: list[dict[str, Any]], cold: int) -> list[dict[str, Any]]:

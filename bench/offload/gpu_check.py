@@ -30,7 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import numpy as np
 from make_dummy_checkpoint import write
-from offload_run import run_settings
+from offload_run import placement, run_settings
 from synthetic.opt_shapes import SHAPES
 from workers.run import run
 
@@ -45,10 +45,7 @@ Found = dict[str, Any]
 
 def placed(weights: str, cache: str = "g", **other: Any) -> Policy:
     """A policy with weights and cache on the device (g), in memory (c), on the disk (d), or on all three (m)."""
-    shares = {"g": (1.0, 0.0, 0.0), "c": (0.0, 1.0, 0.0), "d": (0.0, 0.0, 1.0), "m": (0.4, 0.3, 0.3)}
-    names = ("wg", "wc", "wd", "cg", "cc", "cd", "hg", "hc", "hd")
-    values = dict(zip(names, (*shares[weights], *shares[cache], *shares["g"]), strict=True))
-    return Policy(**{"gpu_batch": 4, "num_batches": 2, "cpu_attention": True, **values, **other})
+    return Policy(**{"gpu_batch": 4, "num_batches": 2, "cpu_attention": True, **placement(weights, cache), **other})
 
 
 @dataclass(frozen=True)

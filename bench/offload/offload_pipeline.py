@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from offload_run import command_line
+from offload_run import command_line, placement
 
 from flashllm.base.machine import num_cores
 from flashllm.generate.sampling import SamplingOptions
@@ -52,8 +52,7 @@ def sequences(settings: dict[str, Any], count: int, vocab: int, *, warm: bool = 
 
 def policy_of(settings: dict[str, Any]) -> Policy:
     on_disk = settings["weights_disk"]
-    placed = {f"{kind}{tier}": float(tier == "g") for kind in "wch" for tier in "gcd"}
-    placed |= {"wg": 1 - on_disk, "wd": on_disk}
+    placed = placement("g") | {"wg": 1 - on_disk, "wd": on_disk}
     return Policy(gpu_batch=settings["batch"], num_batches=settings["num_batches"], **placed)
 
 

@@ -25,6 +25,7 @@ from typing import IO, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from offload_run import placement
 from rounded_copies import copy_in_the_papers_groups, copy_with_feedback
 
 from flashllm.generate.sampling import SamplingOptions
@@ -51,11 +52,11 @@ class Row:
     def policy(self) -> Policy:
         return Policy(
             gpu_batch=64,
-            wg=1.0, wc=0.0, wd=0.0, cg=1.0, cc=0.0, cd=0.0, hg=1.0, hc=0.0, hd=0.0,
             compress_weights=self.weight_bits is not None and self.copy is None,
             compress_cache=self.cache_bits is not None,
             attention_sparsity=self.share,
-        )  # fmt: skip
+            **placement("g"),
+        )
 
     def options(self, scratch: Path) -> RunOptions:
         return RunOptions(scratch=scratch, weight_bits=self.weight_bits or 4, cache_bits=self.cache_bits or 4)

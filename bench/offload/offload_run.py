@@ -15,14 +15,13 @@ others (workers/peer.py) in the same limit, each at the batches given: name:batc
 import argparse
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from memory_group import MemoryGroup, drop_page_cache
+from memory_group import document_of
 
 from flashllm.base.units import parse_size
 from flashllm.offload.policy import Policy
@@ -34,8 +33,21 @@ RUNS: dict[str, dict[str, Any]] = {
     "16 bit, no overlap": {"overlap": False},
     "4-bit weights": {"weight_bits": 4},
     "4-bit weights and cache": {"weight_bits": 4, "cache_bits": 4},
-    "16 bit, cache on disk": {"cache_disk": 1.0},
+    "16 bit, cache on disk": {"cache": "d"},
 }
+TIERS = {  # shares on the device (of a run without one: in its memory), in memory, on the disk
+    "g": (1.0, 0.0, 0.0),
+    "c": (0.0, 1.0, 0.0),
+    "d": (0.0, 0.0, 1.0),
+    "h": (0.5, 0.0, 0.5),
+    "m": (0.4, 0.3, 0.3),
+}
+
+
+def placement(weights: str, cache: str = "g", hidden: str = "g") -> dict[str, float]:
+    """A policy's shares; where each lies is a key of TIERS."""
+    kinds = zip("wch", (weights, cache, hidden), strict=True)
+    return {f"{kind}{tier}": share for kind, key in kinds for tier, share in zip("gcd", TIERS[key], strict=True)}
 
 
 def num_layers(model: Path) -> int:
@@ -74,23 +86,14 @@ def run_settings(model: Path, policy: Policy | dict[str, Any], **more: Any) -> d
 
 def settings_of(args: argparse.Namespace, run: dict[str, Any]) -> dict[str, Any]:
     """What the worker needs to know."""
-    on_disk = run.get("cache_disk", 0.0)
-    policy = {
-        "gpu_batch": args.batch,
-        "num_batches": -(-args.sequences // args.batch),
-        "wg": 0.0,
-        "wc": 0.0,
-        "wd": 1.0,
-        "cg": 1.0 - on_disk,
-        "cc": 0.0,
-        "cd": on_disk,
-        "hg": 1.0,
-        "hc": 0.0,
-        "hd": 0.0,
-        "compress_weights": "weight_bits" in run,
-        "compress_cache": "cache_bits" in run,
-        "overlap": run.get("overlap", True),
-    }
+    policy = Policy(
+        gpu_batch=args.batch,
+        num_batches=-(-args.sequences // args.batch),
+        compress_weights="weight_bits" in run,
+        compress_cache="cache_bits" in run,
+        overlap=run.get("overlap", True),
+        **placement("d", run.get("cache", "g")),
+    )
     sizes = {name: getattr(args, name) for name in ("sequences", "batch", "prompt", "new")}
     bits = {name: run.get(name) for name in ("weight_bits", "cache_bits")}
     return run_settings(args.model, policy, scratch=str(args.scratch), **sizes, **bits)
@@ -114,20 +117,8 @@ def peer_settings(args: argparse.Namespace, peer: str) -> dict[str, Any]:
 
 def worker(script: Path, settings: dict[str, Any], memory: int | None) -> dict[str, Any]:
     """What the worker printed; with `memory`, in a control group of that many bytes."""
-    command = [sys.executable, str(script), json.dumps(settings)]
-    if memory is None:
-        return result(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False))
-    with MemoryGroup(memory) as group:
-        drop_page_cache()
-        done = subprocess.run(group.entering(command), stdout=subprocess.PIPE, text=True, check=False)
-        return {**result(done), "group_peak_bytes": group.peak_nbytes, "group_bytes": memory}
-
-
-def result(done: "subprocess.CompletedProcess[str]") -> dict[str, Any]:
-    if done.returncode != 0:
-        return {"failed": done.returncode}
-    document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return document
+    found = document_of([sys.executable, str(script), json.dumps(settings)], memory)
+    return found if memory is None else found | {"group_bytes": memory}
 
 
 def compared(run: dict[str, Any], roof: dict[str, Any], steps: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from offload_run import WORKER, finish, num_layers, run_settings, worker
+from offload_run import WORKER, finish, num_layers, placement, run_settings, worker
 
 from flashllm.base.units import parse_size
 from flashllm.errors import BudgetError
@@ -32,8 +32,6 @@ from flashllm.offload.launch import LaunchOptions, prepare
 from flashllm.offload.policy import Policy
 from flashllm.offload.shape import load_shape
 
-ON_DISK = {"wg": 0.0, "wc": 0.0, "wd": 1.0}
-IN_MEMORY = {"cg": 1.0, "cc": 0.0, "cd": 0.0, "hg": 1.0, "hc": 0.0, "hd": 0.0}
 WIDTHS: dict[str, dict[str, Any]] = {"16 bit": {}, "4 bit": {"weight_bits": 4, "cache_bits": 4}}
 PARTS = {  # table 4's columns, of the runtime's activities
     "compute": ("compute",),
@@ -58,7 +56,7 @@ def run(args: argparse.Namespace, policy: Policy, **changes: Any) -> dict[str, A
 def breakdown(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Table 4: seconds by stage and activity."""
     batches = -(-args.sequences // args.batch)
-    policy = Policy(gpu_batch=args.batch, num_batches=batches, overlap=False, **ON_DISK, **IN_MEMORY)
+    policy = Policy(gpu_batch=args.batch, num_batches=batches, overlap=False, **placement("d"))
     rows = []
     for name, bits in WIDTHS.items():
         packed = replace(policy, compress_weights=bool(bits), compress_cache=bool(bits))
@@ -82,8 +80,8 @@ def ablation(args: argparse.Namespace) -> list[dict[str, Any]]:
     options = LaunchOptions(memory=args.memory, device="cpu", scratch=args.scratch)
     sizes = [(args.prompt, args.prompt + args.new - 1)] * args.sequences
     policy = prepare(args.model, shape, sizes, options, report=lambda line: print(line, file=sys.stderr)).policy
-    all_in_memory = replace(policy, wg=1.0, wc=0.0, wd=0.0, cg=1.0, cc=0.0, cd=0.0, hg=1.0, hc=0.0, hd=0.0)
-    alone = {"num_batches": 1, **ON_DISK}
+    all_in_memory = replace(policy, **placement("g"))
+    alone = {"num_batches": 1, "wg": 0.0, "wc": 0.0, "wd": 1.0}
     variants = [
         ("all", policy),
         ("no policy search: one batch at a time, all weights on disk", replace(policy, **alone)),
@@ -121,9 +119,8 @@ def frontier(args: argparse.Namespace) -> list[dict[str, Any]]:
     for name, bits in WIDTHS.items():
         points: list[dict[str, Any]] = []
         for batch in args.batches:
-            policy = Policy(
-                gpu_batch=batch, compress_weights=bool(bits), compress_cache=bool(bits), **ON_DISK, **IN_MEMORY
-            )
+            packed = bool(bits)
+            policy = Policy(gpu_batch=batch, compress_weights=packed, compress_cache=packed, **placement("d"))
             found = run(args, policy, **bits)
             point = {"run": name, "batch": batch, **found}
             if "throughput" in found:

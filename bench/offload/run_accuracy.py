@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from offload_run import WORKER, finish, run_settings, worker
+from offload_run import WORKER, finish, placement, run_settings, worker
 
 from flashllm.base.machine import num_cores
 from flashllm.offload.machine.hardware import Hardware
@@ -30,30 +30,25 @@ from flashllm.profile.calibrate import CalibrationOptions, measure
 from flashllm.profile.reads import file_to_read
 
 LIMIT = 0.15
-ALL_DISK = {"wg": 0.0, "wc": 0.0, "wd": 1.0}
-ALL_MEMORY = {"wg": 1.0, "wc": 0.0, "wd": 0.0}
-HALF = {"wg": 0.5, "wc": 0.0, "wd": 0.5}
-IN_MEMORY = {"cg": 1.0, "cc": 0.0, "cd": 0.0, "hg": 1.0, "hc": 0.0, "hd": 0.0}
-ON_DISK = {"cg": 0.0, "cc": 0.0, "cd": 1.0, "hg": 0.0, "hc": 0.0, "hd": 1.0}
 PACKED = {"compress_weights": True, "compress_cache": True}
 
 # name -> the policy, prompt and new tokens
 RUNS: dict[str, tuple[dict[str, Any], int, int]] = {
-    "4 sequences, weights on disk": ({"gpu_batch": 4, "num_batches": 1, **ALL_DISK, **IN_MEMORY}, 128, 24),
-    "64 sequences, weights on disk": ({"gpu_batch": 64, "num_batches": 1, **ALL_DISK, **IN_MEMORY}, 32, 12),
-    "4 batches of 8, half the weights on disk": ({"gpu_batch": 8, "num_batches": 4, **HALF, **IN_MEMORY}, 64, 12),
-    "16 sequences, all in memory": ({"gpu_batch": 16, "num_batches": 1, **ALL_MEMORY, **IN_MEMORY}, 64, 24),
+    "4 sequences, weights on disk": ({"gpu_batch": 4, "num_batches": 1, **placement("d")}, 128, 24),
+    "64 sequences, weights on disk": ({"gpu_batch": 64, "num_batches": 1, **placement("d")}, 32, 12),
+    "4 batches of 8, half the weights on disk": ({"gpu_batch": 8, "num_batches": 4, **placement("h")}, 64, 12),
+    "16 sequences, all in memory": ({"gpu_batch": 16, "num_batches": 1, **placement("g")}, 64, 24),
     "16 sequences, no overlap": (
-        {"gpu_batch": 16, "num_batches": 1, "overlap": False, **ALL_DISK, **IN_MEMORY}, 64, 12,
+        {"gpu_batch": 16, "num_batches": 1, "overlap": False, **placement("d")}, 64, 12,
     ),
     "2 batches of 16, cache and activations on disk": (
-        {"gpu_batch": 16, "num_batches": 2, **ALL_DISK, **ON_DISK}, 128, 12,
+        {"gpu_batch": 16, "num_batches": 2, **placement("d", "d", "d")}, 128, 12,
     ),
     "32 sequences, 4-bit weights and cache": (
-        {"gpu_batch": 32, "num_batches": 1, **ALL_DISK, **IN_MEMORY, **PACKED}, 64, 16,
+        {"gpu_batch": 32, "num_batches": 1, **placement("d"), **PACKED}, 64, 16,
     ),
     "32 sequences, 4-bit weights in memory, 4-bit cache on disk": (
-        {"gpu_batch": 32, "num_batches": 1, **ALL_MEMORY, **ON_DISK, **PACKED}, 128, 12,
+        {"gpu_batch": 32, "num_batches": 1, **placement("g", "d", "d"), **PACKED}, 128, 12,
     ),
 }  # fmt: skip
 

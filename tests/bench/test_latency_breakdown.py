@@ -4,7 +4,7 @@ import json
 import subprocess
 
 import breakdown_worker
-import engine_runs
+import memory_group
 import pytest
 from engine_runs import Workers
 from scripts import document_of, run_script
@@ -33,7 +33,7 @@ def in_process(monkeypatch):
         return subprocess.CompletedProcess(command, 0, stdout=json.dumps(done) + "\n")
 
     monkeypatch.setattr(breakdown_worker, "ROOF_NBYTES", 16 << 20)
-    monkeypatch.setattr(engine_runs.subprocess, "run", run)
+    monkeypatch.setattr(memory_group.subprocess, "run", run)
 
 
 def test_the_breakdown_says_what_it_promises(model, tmp_path):
@@ -140,7 +140,7 @@ def test_an_engines_files_are_read_before_it_runs(tmp_path, monkeypatch):
         asked.append(json.loads(command[-1]))
         return subprocess.CompletedProcess(command, 0, stdout="{}\n")
 
-    monkeypatch.setattr(engine_runs.subprocess, "run", run)
+    monkeypatch.setattr(memory_group.subprocess, "run", run)
     workers = Workers(tmp_path, memory=None, read_first=True)
     workers.roof(0.1)
     workers.run({"task": "flash"})
