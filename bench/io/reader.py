@@ -189,6 +189,8 @@ def main(argv: list[str] | None = None) -> int:
     series = all_series(args.sizes, args.stream_sizes, args.threads, args.queue_depths)
     if not any(each.sequential for each in series):
         parser.error("needs a stream size and a number of threads for the roof")
+    if args.file is None and not args.directory.is_dir():
+        parser.error(f"{args.directory} is no folder")
 
     place = nullcontext(args.file) if args.file else file_to_read(args.directory, args.file_size)
     with place as path:
