@@ -84,6 +84,18 @@ def test_both_engines_run_the_same_file(run, tmp_path, monkeypatch):
     assert all(len(each["token_ms_each"]) == 6 for one in runs for each in one["runs"])
 
 
+def test_a_cold_run_with_pages_in_the_page_cache_says_so(run, tiny, monkeypatch):
+    def refuse():
+        raise GroupError("not allowed")
+
+    monkeypatch.setattr(protocol, "drop_page_cache", refuse)
+    status, out, err = run(tiny().path())
+    assert status == 0, err
+    assert [one["page_cache_dropped"] for one in json.loads(out.splitlines()[-1])["runs"]] == [False, False]
+    assert out.count("| cold, page cache kept |") == 2
+    assert out.count("| warm |") == 2
+
+
 def test_a_peer_that_ends_with_words_of_its_own_is_a_row(monkeypatch, tmp_path):
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\necho '[1] 0x00 in abort ()'\nexit 134\n")
