@@ -51,6 +51,7 @@ class RunConfig:
     store: Path | None = None  # profiles; None: profiles.json in the user's cache directory
     # Who drafts tokens that are verified together: nobody, prompt lookup, or the model in this directory.
     speculate: Speculate | Path = SPECULATIONS[0]
+    has_form: bool = False  # of answers: where it leaves but one text, its tokens are computed together
     serves: bool = False  # others send requests: memory is planned for what they may send at once
     direct: bool = True  # read past the page cache
     simd: str = "auto"  # which vector instructions compute, by the level's name; auto: the best there are
@@ -73,7 +74,7 @@ class RunConfig:
             raise UsageError(f"--store must be a path, not {self.store!r}")
         if not isinstance(self.speculate, Path):
             _check_choice("--speculate", self.speculate, SPECULATIONS)
-        for name in ("follows", "serves", "direct"):
+        for name in ("follows", "has_form", "serves", "direct"):
             if type(getattr(self, name)) is not bool:
                 raise UsageError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if not isinstance(self.simd, str):

@@ -46,22 +46,13 @@ def planned(directory, config, *, loads=True, **memory):
     return Model(model_dir, dataclasses.replace(plan, memory=memory, loads=plan.loads and loads), config)
 
 
-def memory_plan(
-    model,
-    manifest=None,
-    *,
-    memory=None,
-    context=None,
-    cache_policy="frequency",
-    window=None,
-    serves=False,
-    **conditions,
-):
+def memory_plan(model, manifest=None, **options):
     """The memory plan of an opened model, perhaps with another manifest, on a machine with room for all.
-    `conditions`: fields of `Conditions`."""
-    config = RunConfig(memory=memory, context=context, cache_policy=cache_policy, window=window, serves=serves)
-    met = Conditions(**{"available": 10**12, "process": 10**8, **conditions})
-    return plan_memory(manifest or model.manifest, model.block, config, met)
+    `options`: fields of `Conditions`, others of `RunConfig`."""
+    names = {field.name for field in dataclasses.fields(Conditions)}
+    met = {name: options.pop(name) for name in names & options.keys()}
+    conditions = Conditions(**{"available": 10**12, "process": 10**8, **met})
+    return plan_memory(manifest or model.manifest, model.block, RunConfig(**options), conditions)
 
 
 def with_rows(plan, rows, **changes):

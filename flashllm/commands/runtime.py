@@ -1,6 +1,7 @@
 """Loads the model that the arguments describe, as a session, for the verbs that run one."""
 
 import argparse
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,7 +45,7 @@ def open_session(
     if constraint is not None:  # before the model, so that the plan counts its memory
         grammars = Grammars(tokenizer.backend, tokenizer.end_ids, ModelDir.open(path).block.vocab_size)
         matcher = grammars.start(constraint)
-    config = run_config(args)
+    config = dataclasses.replace(run_config(args), has_form=constraint is not None)
     profile_drive(args, path, config, notice=notice, waiting=waiting)
     opened = opened_model(path, config, tokenizer, chat=chat, notice=notice, explain=explained(args))
     with (

@@ -271,7 +271,8 @@ def _run_parts(
     context = block.context if config.context is None else config.context
     state, io_threads = state_shape(manifest, block, context, config.cache_bits), conditions.io_threads
     marked = _MARKS * block.state_nbytes if config.serves else 0
-    verified = 1 if config.speculate == "off" else max(1, min(manifest.sparse_prefill_tokens, MOST_TOGETHER))
+    alone = config.speculate == "off" and not config.has_form
+    verified = 1 if alone else max(1, min(manifest.sparse_prefill_tokens, MOST_TOGETHER))
     expansion = Expansion.of(manifest, block)
     of_head = (context + manifest.prefill_block_tokens + 2 * KV_BLOCK) * expansion.head_nbytes
     named_rows = 0

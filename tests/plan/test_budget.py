@@ -181,6 +181,13 @@ def test_a_servers_requests_are_in_the_plan(model):
     assert 1 << 20 == body_nbytes(1) < body_nbytes(20_000) < body_nbytes(10**7) == 8 << 20
 
 
+def test_text_that_is_certain_has_logits_in_the_plan(model):
+    """Those of eight tokens, now and of the pass before: of answers with a form as of drafts."""
+    alone, formed = plan_of(model), plan_of(model, has_form=True)
+    assert formed.workspace - alone.workspace == 4 * 2 * 7 * model.block.vocab_size
+    assert formed.workspace == plan_of(model, speculate="lookup").workspace
+
+
 def test_every_limit_from_the_minimum_on_is_kept(model):
     least = plan_of(model).minimum_nbytes
     before = (0, 0, 0)
