@@ -201,26 +201,22 @@ namespace {
 // Rows of bf12 as the bf16 that they are, for products in pairs; others as they lie.
 class Expanded {
  public:
-  Expanded(const RowMatrix& matrix, std::size_t first, std::size_t count, ThreadPool& pool, SimdLevel level)
-      : rows_(matrix) {
+  Expanded(const RowMatrix& matrix, ThreadPool& pool, SimdLevel level) : rows_(matrix) {
     if (matrix.codec != RowCodec::bf12) return;
     const std::size_t columns = matrix.columns;
-    values_.reset(new std::uint16_t[count * columns]);
+    values_.reset(new std::uint16_t[matrix.rows * columns]);
     const CodecKernels& kernels = codec_kernels(level, matrix.codec);
     const KernelTable& narrow = kernel_table(level, Dtype::bf16);
-    pool.parallel_for(count, kRowGrain, [&](std::size_t begin, std::size_t end) {
+    pool.parallel_for(matrix.rows, kRowGrain, [&](std::size_t begin, std::size_t end) {
       std::unique_ptr<float[]> wide(new float[columns]);
       for (std::size_t r = begin; r < end; ++r) {
-        kernels.widen(matrix.data + (first + r) * matrix.stride, columns, 0, columns, wide.get());
+        kernels.widen(matrix.data + r * matrix.stride, columns, 0, columns, wide.get());
         narrow.from_f32(wide.get(), columns, values_.get() + r * columns);
       }
     });
-    rows_ = {reinterpret_cast<const std::byte*>(values_.get()),
-             count,
-             columns,
-             columns * sizeof(std::uint16_t),
-             RowCodec::bf16,
-             matrix.bias == nullptr ? nullptr : matrix.bias + first};
+    rows_.data = reinterpret_cast<const std::byte*>(values_.get());
+    rows_.stride = columns * sizeof(std::uint16_t);
+    rows_.codec = RowCodec::bf16;
   }
   const RowMatrix& rows() const { return rows_; }
 
@@ -236,11 +232,14 @@ void linear_many_expanded(const RowMatrix& matrix, const PackedTokens& x, Dtype 
   const std::size_t together = std::max<std::size_t>(1, kExpanded / matrix.columns);
   for (std::size_t first = 0; first < matrix.rows; first += together) {
     const std::size_t count = std::min(together, matrix.rows - first);
-    const Expanded expanded(matrix, first, count, pool, level);
-    std::unique_ptr<std::byte[]> part(new std::byte[x.tokens() * count * element]);
-    linear_in_pairs(expanded.rows(), x, dtype, part.get(), pool, level);
+    RowMatrix part = matrix;
+    part.data += first * matrix.stride;
+    part.rows = count;
+    if (part.bias != nullptr) part.bias += first;
+    std::unique_ptr<std::byte[]> made(new std::byte[x.tokens() * count * element]);
+    linear_in_pairs(Expanded(part, pool, level).rows(), x, dtype, made.get(), pool, level);
     for (std::size_t m = 0; m < x.tokens(); ++m)
-      std::copy_n(part.get() + m * count * element, count * element,
+      std::copy_n(made.get() + m * count * element, count * element,
                   out + (m * matrix.rows + first) * element);
   }
 }
@@ -258,8 +257,7 @@ void linear_many(const RowMatrix& matrix, const PackedTokens& x, Dtype dtype, st
 void product_rows(const RowMatrix& matrix, const PackedTokens& x, float* products, ThreadPool& pool,
                   SimdLevel level) {
   if (x.in_pairs())
-    return product_rows_in_pairs(Expanded(matrix, 0, matrix.rows, pool, level).rows(), x, products, pool,
-                                 level);
+    return product_rows_in_pairs(Expanded(matrix, pool, level).rows(), x, products, pool, level);
   product_rows(StoredRows(matrix, level), matrix.rows, x, products, pool, level);
 }
 
@@ -267,8 +265,8 @@ void add_rows(const RowMatrix& matrix, const float* scales, std::size_t padded, 
               std::size_t y_stride, ThreadPool& pool, SimdLevel level) {
   if ((matrix.codec == RowCodec::bf16 || matrix.codec == RowCodec::bf12) &&
       in_pairs(Dtype::bf16, matrix.columns, level))
-    return add_rows_in_pairs(Expanded(matrix, 0, matrix.rows, pool, level).rows(), scales, padded, tokens, y,
-                             y_stride, pool, level);
+    return add_rows_in_pairs(Expanded(matrix, pool, level).rows(), scales, padded, tokens, y, y_stride, pool,
+                             level);
   add_rows(StoredRows(matrix, level), matrix.rows, matrix.columns, {scales, 1, padded}, tokens, y, y_stride,
            pool, level);
 }

@@ -89,8 +89,8 @@ class RunningPass {
   RunningPass& operator=(const RunningPass&) = delete;
 
   // Goes on, at least one step, until it has ended or `stop` says so between two of them; whether it has
-  // ended. Every sequence has its new tokens then; where it throws (CoreError, or what `check`
-  // throws), none has changed, and the pass is closed.
+  // ended. Every sequence has its new tokens then; where it throws (CoreError, or what `check` throws),
+  // none has changed, and the pass is closed.
   template <typename Stop>
   bool advance(const Stop& stop) {
     try {
