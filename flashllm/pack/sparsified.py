@@ -150,8 +150,8 @@ def convert_sparsified(
     elif not record.exists() or read_json_object(record) != made_from:
         raise UsageError(f"{work}: is left from another conversion; remove it, then try again")
     manifest = sparsify(work, share, text, progress=scoring)
-    record.unlink()
     os.rename(work, dst)
+    (dst / _MADE_FROM).unlink()
     fsync_directory(dst.parent)
     return manifest
 
