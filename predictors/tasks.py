@@ -24,10 +24,10 @@ class Item:
 
 
 class Answer(NamedTuple):
-    """What a model says to an item: the number of a choice; of a text to be said 1 where greedy decoding says it."""
+    """A model's answer to an item. Of a single choice: 1 where greedy decoding says it, else 0."""
 
-    plain: int  # the choice of the highest log-likelihood
-    normalised: int  # that of the highest per character
+    plain: int  # the number of the likeliest choice
+    normalised: int  # that of the likeliest per character
     right: bool
     right_normalised: bool
 

@@ -6,8 +6,7 @@
 A share is of the model's bytes, libraries included, so that 1.0 is what the dense model would need for its weights
 alone; limits are the same for all models, and a model is left out of those that cannot hold it. With --plan each run
 stands beside the time that `flashllm plan` expects of it on this machine (`flashllm calibrate` first), of synthetic
-models by their traces. Models and
-limits take turns in every round. The last line is one JSON document.
+models by their traces. Models and limits take turns in every round. The last line is one JSON document.
 """
 
 import argparse

@@ -24,7 +24,7 @@ def check_keys(value: Any, names: tuple[str, ...], where: str) -> dict[str, Any]
 
 
 def check_list(value: Any, where: str) -> list[Any]:
-    """`value` as a list of at most `_MOST_ITEMS`."""
+    """`value` as a list of at most `_MOST_ITEMS` items."""
     if not isinstance(value, list) or len(value) > _MOST_ITEMS:
         raise ValueError(f"{where} must be a list of at most {_MOST_ITEMS} items")
     return value

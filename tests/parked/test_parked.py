@@ -270,23 +270,10 @@ def test_the_name_of_what_is_being_written(opened, directory, tmp_path, monkeypa
     assert (folder.entries, list(tmp_path.iterdir())) == ([], [])
 
 
-def test_a_damaged_file_is_dropped_and_its_prompt_computed(opened, directory, tmp_path):
-    model = opened()
-    folder = ParkingFolder(tmp_path, identity(directory, model.plan.mode), max_nbytes=BIG, daily_nbytes=BIG)
-    with session_of(model) as session:
-        run(session.stream_ids(ids_of(70)))
-        assert folder.park(session, after=None)
-        (path,) = tmp_path.glob("*.kv")
-        raw = bytearray(path.read_bytes())
-        raw[-1] ^= 1
-        path.write_bytes(bytes(raw))
-        assert not folder.load(folder.entries[0], session)
-        assert session.tokens == []
-    assert not folder.entries
-    assert not path.exists()
-
-
-def test_a_file_that_cannot_be_read_now_stays(opened, directory, tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_a_file_that_is_damaged_goes_and_one_that_cannot_be_read_now_stays(
+    opened, directory, tmp_path, monkeypatch, is_damaged
+):
     def fail(*arguments, **options):
         raise FlashIOError("the read did not end")
 
@@ -296,11 +283,16 @@ def test_a_file_that_cannot_be_read_now_stays(opened, directory, tmp_path, monke
         run(session.stream_ids(ids_of(70)))
         assert folder.park(session, after=None)
         (path,) = tmp_path.glob("*.kv")
-        monkeypatch.setattr("flashllm.parked.folder.read_parked", fail)
+        if is_damaged:
+            raw = bytearray(path.read_bytes())
+            raw[-1] ^= 1
+            path.write_bytes(bytes(raw))
+        else:
+            monkeypatch.setattr("flashllm.parked.folder.read_parked", fail)
         assert not folder.load(folder.entries[0], session)
         assert session.tokens == []
     assert not folder.entries
-    assert path.exists()
+    assert path.exists() is not is_damaged
 
 
 def answer(worker, ids):
