@@ -57,9 +57,10 @@ class Flash:
         self.observer: Firing | None = None  # of what is fed from now on
 
     @property
-    def is_relu(self) -> bool:
-        """Whether neurons are exactly zero by themselves."""
-        return "relu" in self._model.manifest.architecture.activation
+    def has_zeros(self) -> bool:
+        """Whether neurons are exactly zero, by themselves or by thresholds."""
+        manifest = self._model.manifest
+        return "relu" in manifest.architecture.activation or manifest.sparsity is not None
 
     @property
     def num_layers(self) -> int:

@@ -2,22 +2,24 @@
 
     python bench/quality/task_scores.py HF_FOLDER --tasks DIR --text wiki.test.raw --calibration books.txt \\
         [--rows transformers dense 30% "30% sparse" 50% 70%] [--items 200 hellaswag=50] [--windows 20] --out scores.json
+    python bench/quality/task_scores.py HF_FOLDER --names --text wiki.test.raw --rows dense int4_32:down --out bits.json
 
 A model directory in HF_FOLDER's place is written back as one first. Rows: `transformers` runs HF_FOLDER in its own
 dtype, `llama.cpp FILE` a GGUF file of the same tokenizer. All others run a conversion of HF_FOLDER as the engine
 computes prompts: `dense` as it is; `N%` with thresholds on the gates that make that share of them zero (`convert
 --sparsify`, chosen on CALIBRATION) and the gates resident; with `sparse` behind it neuron by neuron, as it computes new
-tokens, with `cache 8` or `cache 4` with packed keys and values; a variant of fewer_bits.py (`int4_32+int4_32+int8_32*`,
-whose codes are chosen on CALIBRATION). DIR has the files that predictors/tasks.py names; the first ITEMS of each are
-asked (NAME=N: of that task). Prompts and scores are lm-eval's: `acc` is the choice of the highest log-likelihood,
-`acc_norm` that of the highest per character; LAMBADA's word counts where greedy decoding says it. Choices of an item
-share the computation of its prompt; the engine computes several items at once. The text's perplexity is that of its
-first windows, every token but a window's first; `agreement` is the share of them after which the likeliest token is the
-first row's (kept beside OUT in a .npz file); `firing` is the share of each layer's neurons that are not zero, of models
-with a ReLU. What OUT has under the same settings, text or task of a row, is not run again. `standard_error` of a task
-is the binomial one; `change` is a perplexity over the first row's, less one, `change_error` its standard error over
-windows or words, of the differences in log perplexity; `same_choices` are items answered as in the first row. The last
-line of stdout is one JSON document. No timings.
+tokens, with `4bit` so too and the gates in 4 bits, whose misses count; with `cache 8` or `cache 4` with packed keys and
+values; a variant of variants.py (`int4_32+int4_32+int8_32*`, whose codes are chosen on CALIBRATION). DIR has the files
+that predictors/tasks.py names; the first ITEMS of each are asked (NAME=N: of that task). Prompts and scores are
+lm-eval's: `acc` is the choice of the highest log-likelihood, `acc_norm` that of the highest per character; LAMBADA's
+word counts where greedy decoding says it. Choices of an item share the computation of its prompt; the engine computes
+several items at once. The text's perplexity is that of its first windows, every token but a window's first; `agreement`
+is the share of them after which the likeliest token is the first row's (kept beside OUT in a .npz file); `firing` is
+the share of each layer's neurons that are not zero, of models with a ReLU or thresholds. What OUT has under the same
+settings, text or task of a row, is not run again. `standard_error` of a task is the binomial one; `change` is a
+perplexity over the first row's, less one, `change_error` its standard error over windows or words, of the differences
+in log perplexity; `same_choices` are items answered as in the first row. The last line of stdout is one JSON document.
+No timings.
 """
 
 import argparse
@@ -38,10 +40,10 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "predictors"))
 
-from fewer_bits import Variant
 from folders import written_back
 from scorers import Firing, Flash, Floats, LlamaCpp, Scorer, Transformers
 from tasks import TASKS, Item, answer_of
+from variants import Variant
 
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
@@ -163,11 +165,11 @@ def opened(row: str, args: argparse.Namespace, folder: Path) -> Iterator[Scorer]
     directory = folder / name.strip("%*")
     if name.endswith("%"):
         share = float(name.removesuffix("%")) / 100
-        convert_sparsified(args.model, directory, share, args.calibration, gate="resident")
+        convert_sparsified(args.model, directory, share, args.calibration, gate="4bit" if way == "4bit" else "resident")
     else:
         variant = Variant.of("wide" if name == "dense" else name)
         variant.convert(args.model, directory, text=args.calibration, threads=args.threads)
-    ways: dict[str, Any] = {"mode": "sparse", "prompts": "sparse"} if way == "sparse" else {"mode": "dense"}
+    ways: dict[str, Any] = {"mode": "sparse", "prompts": "sparse"} if way in ("sparse", "4bit") else {"mode": "dense"}
     if way.startswith("cache "):
         ways["cache_bits"] = int(way.removeprefix("cache "))
     with Model.open(directory, RunConfig(**ways, threads=args.threads)) as model:
@@ -178,7 +180,7 @@ def opened(row: str, args: argparse.Namespace, folder: Path) -> Iterator[Scorer]
 def text_part(scorer: Scorer, windows: Sequence[Sequence[int]], kept: Path, *, first: bool) -> dict[str, Any]:
     """A row's figures of the text. `kept` holds the first row's likeliest tokens, or gets them."""
     firing = None
-    if isinstance(scorer, Flash) and scorer.is_relu:
+    if isinstance(scorer, Flash) and scorer.has_zeros:
         firing = scorer.observer = Firing(scorer.num_layers)
     losses, likeliest = score_text(scorer, windows)
     if isinstance(scorer, Flash):
@@ -261,7 +263,7 @@ def run_rows(document: dict[str, Any], counts: dict[str, int], args: argparse.Na
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="a Hugging Face folder, or a model directory")
-    parser.add_argument("--tasks", type=Path, required=True, help="folder of the tasks' .jsonl.gz files")
+    parser.add_argument("--tasks", type=Path, help="folder of the tasks' .jsonl.gz files")
     parser.add_argument("--names", nargs="*", choices=list(TASKS), default=list(NAMES))
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--calibration", type=Path, help="text that thresholds are chosen on")
@@ -272,6 +274,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
+    if args.names and args.tasks is None:
+        parser.error("--tasks is missing; `--names` alone asks no tasks")
     counts = items_by_task(args.items, args.names)
     settings = {"windows": args.windows, "length": args.length, "model": args.model.name, "text": args.text.name}
     document: dict[str, Any] = {"benchmark": "task_scores", **settings, "items": {}, "rows": {}}

@@ -30,20 +30,27 @@ def arguments(tmp_path):
 
 
 def test_rows_agree_and_resume(arguments, tmp_path, capsys):
-    rows = ["transformers", "dense", "40%", "40% sparse"]
+    rows = ["transformers", "dense", "40%", "40% sparse", "40% 4bit"]
     assert task_scores.main([*arguments, "--rows", *rows[:1]]) == 0
     assert task_scores.main([*arguments, "--rows", *rows]) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert document == json.loads((tmp_path / "out.json").read_text())
-    theirs, ours, cut, cut_sparse = (document["rows"][name] for name in rows)
+    theirs, ours, cut, cut_sparse, in_codes = (document["rows"][name] for name in rows)
     for one, other in ((theirs, ours), (cut, cut_sparse)):
         assert one["text"]["perplexity"] == pytest.approx(other["text"]["perplexity"], rel=1e-4)
         assert one["lambada"]["perplexity"] == pytest.approx(other["lambada"]["perplexity"], rel=1e-4)
         assert one["arc_easy"]["chosen"] == other["arc_easy"]["chosen"]
     assert cut["text"]["change"] != 0 != cut["text"]["change_error"]
+    assert "firing" not in ours["text"]
+    assert cut["text"]["firing"] == pytest.approx([0.6] * len(cut["text"]["firing"]), abs=0.15)
+    missed = [one - other for one, other in zip(cut["text"]["firing"], in_codes["text"]["firing"], strict=True)]
+    assert all(0 <= share < 0.1 for share in missed)
     assert ours["text"]["agreement"] == theirs["text"]["agreement"] == 1
     with pytest.raises(SystemExit, match="other settings"):
         task_scores.main([*arguments, "--items", "2"])
+    with pytest.raises(SystemExit):
+        task_scores.main(["--text", "text", "--out", "out.json", str(tmp_path)])
+    assert "--tasks is missing" in capsys.readouterr().err
 
 
 def test_fewer_bits_of_a_model_directory(arguments, tmp_path):

@@ -1,21 +1,11 @@
-"""Perplexity of a model whose weights are in fewer bits: neurons alone, resident matrices alone, both, parts apart.
-
-    python bench/quality/fewer_bits.py HF_FOLDER TEXT --variants wide int8_32 int4_32+int8_32 int4_32:down
+"""Models in fewer bits, by short names: neurons alone, resident matrices alone, both, parts apart.
 
 A variant is `wide` (the folder as it is, in its own dtype), a dtype (`bfloat16`), NEURONS+RESIDENT+TABLES (each may be
 empty: `+int4_32` is resident matrices alone; tables are embedding and head, otherwise as RESIDENT; `bf12` codes the
-weights in bfloat16), the same with a `*` behind it, whose codes are chosen on the text of `--calibrate`, or
-ENCODING:MATRICES, where only those of a neuron's matrices (down, or up,gate) are rounded; that rounding is done on the
-folder's weights. Everything else is converted and run by the engine, densely. Text: windows of `--length` tokens spread
-evenly, every token but a window's first predicted. The last line of stdout is one JSON document. No timings.
+weights in bfloat16), the same with a `*` behind it, whose codes are chosen on a text, or ENCODING:MATRICES, where only
+those of a neuron's matrices (down, or up,gate) are rounded; that rounding is done on the folder's weights.
 """
 
-import argparse
-import json
-import math
-import sys
-import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,22 +13,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "predictors"))
-
-from evaluate import read_text
-
 from flashllm.arch.registry import claims
 from flashllm.base.bf12 import BF12
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, cast
 from flashllm.base.group_codes import GROUP_CODES
-from flashllm.config import RunConfig
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.checkpoint.source import Checkpoint
 from flashllm.convert.run import convert_checkpoint
-from flashllm.engine.model import Model
-from flashllm.format.report.inspect import inspect
 from flashllm.format.rows import CODED_ENCODINGS
-from flashllm.generate.tokenizer import Tokenizer
 from flashllm.pack.calibrated import convert_calibrated
 
 
@@ -133,73 +115,3 @@ class RoundedCheckpoint:
             self._whole = {name: cast(rounded, WEIGHT_DTYPES["float32"], dtype).reshape(-1).view(np.uint8)}
         flat = out.reshape(-1).view(np.uint8)
         flat[:] = self._whole[name][start : start + len(flat)]
-
-
-def spread_windows(ids: list[int], count: int, length: int) -> Iterator[list[int]]:
-    """`count` windows of `length` tokens, evenly spread over the text."""
-    last = max(0, len(ids) - length)
-    for i in range(count):
-        first = last * i // max(1, count - 1)
-        yield ids[first : first + length]
-
-
-def perplexity(directory: Path, windows: list[list[int]], threads: int | None) -> float:
-    """Of the next tokens of all windows."""
-    nll, tokens = 0.0, 0
-    with Model.open(directory, RunConfig(mode="dense", threads=threads, context=len(windows[0]))) as model:
-        for window in windows:
-            sequence = model.new_sequence()
-            for first in range(0, len(window), 256):  # few logits at a time
-                part = window[first : first + 256]
-                logits = np.asarray(model.step([(sequence, part)], all_logits=True), np.float64)
-                wanted = window[first + 1 : first + 1 + len(part)]
-                rows = logits[: len(wanted)]
-                largest = rows.max(axis=1)
-                norms = largest + np.log(np.exp(rows - largest[:, None]).sum(axis=1))
-                nll += float((norms - rows[np.arange(len(wanted)), wanted]).sum())
-                tokens += len(wanted)
-            sequence.close()
-    return math.exp(nll / tokens)
-
-
-def measure(folder: Path, variant: Variant, windows: list[list[int]], args: argparse.Namespace) -> dict[str, Any]:
-    """One variant, converted into a temporary directory."""
-    with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
-        directory = Path(scratch) / "model"
-        variant.convert(folder, directory, text=args.calibrate, threads=args.threads)
-        facts = inspect(directory)
-        return {
-            "variant": variant.name,
-            "perplexity": perplexity(directory, windows, args.threads),
-            "neurons_nbytes": facts["ffn_nbytes"],
-            "resident_nbytes": facts["resident_nbytes"],
-        }
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("folder", type=Path, help="a Hugging Face folder with a tokenizer")
-    parser.add_argument("text", type=Path, help="plain, .gz, or .jsonl(.gz) with `text`")
-    parser.add_argument("--variants", nargs="+", default=["wide", "int8_32+int8_32", "int4_32+int4_32"])
-    parser.add_argument("--windows", type=int, default=8)
-    parser.add_argument("--length", type=int, default=1024, help="tokens of a window")
-    parser.add_argument("--calibrate", type=Path, help="plain text in UTF-8 for variants with a *")
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--scratch", type=Path, help="where models are converted to (default: the system's)")
-    args = parser.parse_args(argv)
-    variants = [Variant.of(text) for text in args.variants]
-    if args.calibrate is None and any(variant.calibrated for variant in variants):
-        parser.error("variants with a * need --calibrate")
-    ids = Tokenizer.load(args.folder).encode(read_text(args.text))
-    windows = list(spread_windows(list(ids), args.windows, args.length))
-    results: list[dict[str, Any]] = []
-    for variant in variants:
-        result = measure(args.folder, variant, windows, args)
-        results.append({**result, "change": result["perplexity"] / (results or [result])[0]["perplexity"] - 1})
-        print("{variant:28} {perplexity:9.4f} {change:+8.2%}".format(**results[-1]), flush=True)
-    print(json.dumps({"text": args.text.name, "windows": len(windows), "length": args.length, "results": results}))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
