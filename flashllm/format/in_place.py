@@ -191,8 +191,8 @@ def read_in_place(value: Any, experts: int) -> InPlace | None:
 
 
 def block_rows(slices: tuple[Slices, ...], layout: RowLayout, size: int) -> list[BlockRows]:
-    """For each matrix of experts of `size` neurons: puts its slices into neurons' rows."""
-    fmt = layout.native("float32")
+    """For each matrix of experts of `size` neurons: puts its slices into their rows, matrix by matrix."""
+    fmt = layout.native("float32", size)
     return [
         BlockRows(each.kind, size if matrix == "down" else layout.d_model, fmt, matrix)
         for each, matrix in zip(slices, layout.matrices, strict=True)

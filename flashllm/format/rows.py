@@ -256,8 +256,9 @@ class RowLayout:
             raise ValueError(f"matrix {matrix!r} is not one of {self.matrices!r}")
         return self.matrices.index(matrix) * self.vector_nbytes("up")  # down, which may differ, is the last
 
-    def native(self, inputs: str) -> RowFormat:
-        """The same for the core. `inputs`: what up and gate are multiplied by, as the manifest's activations."""
+    def native(self, inputs: str, unit: int = 1) -> RowFormat:
+        """The same for the core. `inputs`: what up and gate are multiplied by, as the manifest's activations. `unit`:
+        neurons whose vectors lie matrix by matrix, without gaps, in as many strides."""
         return RowFormat(
             encoding=self.encoding,
             down_encoding=self.down,
@@ -267,6 +268,7 @@ class RowLayout:
             gate=self.byte_offset("gate") if "gate" in self.matrices else -1,
             down=self.byte_offset("down"),
             inputs=inputs,
+            unit=unit,
         )
 
     def block_in(self, buffer: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -19,7 +19,7 @@ from flashllm._core import KV_BLOCK
 from flashllm.arch.registry import bundle_names
 from flashllm.arch.tensors import attentions
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, cast
-from flashllm.errors import UnsupportedModelError
+from flashllm.errors import UnsupportedModelError, UsageError
 from flashllm.offload.runtime.host_ops import HostOps, Watch
 from flashllm.offload.runtime.ops import Matrix, Projected, Tensors
 from flashllm.offload.runtime.tiers.source import WeightSource, matrix_name
@@ -229,6 +229,9 @@ class Calibration:
         table = self._table("embedding")
         vectors = self._vectors(lambda name: name.startswith("embedding_norm."))
         ends = self._ends(("positions", "project_in"), vectors)
+        foreign = next((id for ids in sequences for id in ids if id >= len(table)), None)
+        if foreign is not None:
+            raise UsageError(f"token id {foreign} is not in the model's vocabulary of {len(table)}")
         chosen = [np.ascontiguousarray(table[np.asarray(ids, np.int64)]) for ids in sequences]
         return [self._ops.embed(ends, rows, self._positions) for rows in chosen]
 

@@ -80,7 +80,7 @@ def blocks_wps(*, nbytes: int, seconds: float) -> float:
     """Weights a second that one thread puts into about `nbytes` of rows, of experts that are used where they lie. They
     are in the kinds that most such files have: up and gate in Q4_K, down in Q6_K."""
     layout = RowLayout(encoding="q4_k", d_model=_D_MODEL, d_ff=_EXPERT, matrices=MATRICES[1], down_encoding="codes6")
-    fmt, weights = layout.native("float32"), _D_MODEL * _EXPERT
+    fmt, weights = layout.native("float32", _EXPERT), _D_MODEL * _EXPERT
     parts = [
         (_core.BlockRows(kind, length, fmt, matrix), np.zeros(weights // 256 * block, np.uint8))
         for kind, block, length, matrix in (

@@ -92,6 +92,16 @@ def test_experts_whose_scales_are_not_all_in_their_blocks_are_copied():
         _core.BlockRows("NVFP4", 64, layout.native("float32"), "up")
 
 
+def by_matrices(layout, rows):
+    """Bytes of rows [n, stride] of a unit whose vectors lie matrix by matrix."""
+    found = np.zeros_like(rows)
+    for matrix in layout.matrices:
+        at, nbytes = layout.byte_offset(matrix), layout.vector_nbytes(matrix)
+        part = rows[:, at : at + nbytes]
+        found.reshape(-1)[at * len(rows) :][: part.size] = part.reshape(-1)
+    return found
+
+
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "NVFP4"])
 def test_stored_rows_become_the_rows_that_conversion_writes(kind):
     neurons, d_model, each = 256, 512, KINDS[kind]
@@ -111,10 +121,10 @@ def test_stored_rows_become_the_rows_that_conversion_writes(kind):
         found = np.zeros_like(expected)
         for matrix, stored in {"up": above, "gate": above[::-1].copy(), "down": below}.items():
             length = neurons if matrix == "down" else d_model
-            rows, half = _core.BlockRows(kind, length, layout.native("float32"), matrix), stored.nbytes // 2
+            rows, half = _core.BlockRows(kind, length, layout.native("float32", neurons), matrix), stored.nbytes // 2
             rows.unpack(stored.reshape(-1)[half:], half, found)
             rows.unpack(stored.reshape(-1)[:half], 0, found)
-        np.testing.assert_array_equal(found, expected, err_msg=plane.name)
+        np.testing.assert_array_equal(found, by_matrices(layout, expected), err_msg=plane.name)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q5_1", mixed, of_layers, of_codebooks], ids=name_of)
@@ -375,11 +385,11 @@ def test_codes_and_scales_apart_become_the_rows_that_conversion_writes():
     pack_rows(layout, vectors, expected)
     for matrix, kind, stored in (("up", "E2M1", above), ("gate", "E8M0", scales), ("down", "E2M1", below)):
         count, length = (d_model, neurons) if matrix == "down" else (neurons, d_model)
-        rows = _core.BlockRows(kind, length, layout.native("float32"), matrix)
+        rows = _core.BlockRows(kind, length, layout.native("float32", neurons), matrix)
         piece = stored.nbytes // count * 64
         for first in reversed(range(0, stored.nbytes, piece)):
             rows.unpack(stored.reshape(-1)[first : first + piece], first, found)
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(found, by_matrices(layout, expected))
     for matrix, kind in (("gate", "E2M1"), ("up", "E8M0"), ("down", "E8M0")):
         with pytest.raises(ValueError, match="do not fit the neurons' rows"):
             _core.BlockRows(kind, d_model, layout.native("float32"), matrix)
@@ -397,10 +407,10 @@ def test_stored_numbers_become_the_rows_that_conversion_writes(kind, dtype):
     expected, found = np.zeros((2, neurons, layout.stride), np.uint8)
     pack_rows(layout, {"up": up, "gate": gate, "down": np.ascontiguousarray(down.T)}, expected)
     for matrix, stored in {"up": up, "gate": gate, "down": down}.items():
-        rows = _core.BlockRows(kind, stored.shape[1], layout.native("float32"), matrix)
+        rows = _core.BlockRows(kind, stored.shape[1], layout.native("float32", neurons), matrix)
         whole, half = stored.reshape(-1).view(np.uint8), stored[: len(stored) // 64 * 32].nbytes
         rows.unpack(whole[half:], half, found)
         rows.unpack(whole[:half], 0, found)
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(found, by_matrices(layout, expected))
     with pytest.raises(ValueError, match="do not fit the neurons' rows"):
         _core.BlockRows("F32" if kind == "BF16" else "BF16", d_model, layout.native("float32"), "up")

@@ -201,13 +201,19 @@ void plane_columns(RowCodec codec, std::size_t group, bool minimums, bool factor
       ThreadPool pool(cut.size() == 2 ? 1 : 3);
       std::vector<double> sum(tokens * kWidth), most(tokens * kWidth);
       for (std::size_t i = 0; i + 1 < cut.size(); ++i) {
-        const PlaneRows rows(reinterpret_cast<const std::byte*>(codes.data()) + cut[i] * stride, stride,
-                             cut[i], kWidth, codec, plane, level);
-        CHECK(rows.can_add_codes(InputForm::int8));
-        rows.add_codes(cut[i + 1] - cut[i], {values.data() + cut[i] * kPadded, 1, kPadded}, tokens, y.data(),
-                       kWidth + kColumnPad, pool);
-        rows.add_codes(cut[i + 1] - cut[i], {values.data() + cut[i] * kPadded + tokens - 1, 1, kPadded}, 1,
-                       alone.data(), kWidth, pool);
+        const RowMatrix columns = {reinterpret_cast<const std::byte*>(codes.data()) + cut[i] * stride,
+                                   cut[i + 1] - cut[i],
+                                   kWidth,
+                                   stride,
+                                   codec,
+                                   nullptr,
+                                   InputForm::int8};
+        const PlaneRows rows(columns, cut[i], plane, level);
+        CHECK(rows.can_add_codes());
+        rows.add_codes({values.data() + cut[i] * kPadded, 1, kPadded}, tokens, y.data(), kWidth + kColumnPad,
+                       pool);
+        rows.add_codes({values.data() + cut[i] * kPadded + tokens - 1, 1, kPadded}, 1, alone.data(), kWidth,
+                       pool);
         for (std::size_t n = cut[i]; n < cut[i + 1]; ++n) {
           rows.widen(n - cut[i], 1, 0, kWidth, wide.data(), kWidth);
           for (std::size_t m = 0; m < tokens; ++m)

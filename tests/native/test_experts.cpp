@@ -196,7 +196,7 @@ void check_many_tokens(const ExpertsSpec& spec, std::mt19937& random) {
   const std::vector<float> rows = random_floats(neurons * row_floats, random);
   const auto by_parts = [&](std::size_t part, std::size_t rows_a_block) {
     ExpertFfn ffn(Dtype::f32, part, pool, best_simd_level());
-    ffn.begin(format, router, Activation::relu);
+    ffn.begin(format, format, router, Activation::relu);
     for (std::size_t t = 0; t < kTokens; t += part)
       ffn.take(x.data() + t * kWidth, x.data() + t * kWidth, std::min(part, kTokens - t));
     ffn.end();

@@ -1,6 +1,7 @@
 """A model just converted that predicts text as garbage does is warned of."""
 
 import argparse
+import json
 import math
 import shutil
 
@@ -85,6 +86,17 @@ def test_fewer_bits_of_a_model_that_is_not_computed_by_layers_are_said_by_their_
     said = capsys.readouterr().err
     assert "what fewer bits cost was not measured" in said
     assert "its perplexity is " in said
+
+
+def test_a_tokenizer_with_ids_beyond_the_vocabulary_is_said(tmp_path, tiny, capsys):
+    source = shutil.copytree(tiny("float32").source, tmp_path / "source")
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab.update(dict.fromkeys(vocab, 10**6))  # all words
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for bits in ([], ["--bits", "4"]):
+        assert main(["convert", str(source), str(tmp_path / f"model{len(bits)}"), *bits]) == 0
+        assert "token id 1000000 is not in the model's vocabulary of" in capsys.readouterr().err
 
 
 def test_a_model_whose_check_is_interrupted_is_whole(tmp_path, tiny, capsys, monkeypatch):

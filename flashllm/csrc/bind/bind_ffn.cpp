@@ -110,15 +110,16 @@ void init_ffn(nb::module_& m) {
           "__init__",
           [](RowFormat* self, const std::string& encoding, const std::string& down_encoding,
              std::uint32_t stride, std::uint32_t d_model, std::uint32_t up, std::int32_t gate,
-             std::uint32_t down, const std::string& inputs) {
+             std::uint32_t down, const std::string& inputs, std::uint32_t unit) {
             const RowCodec codec = parse_codec(encoding);
             RowFormat format{codec, parse_codec(down_encoding), stride, d_model, up, down, gate};
             format.inputs = inputs_of(codec, parse_inputs(inputs));
+            format.unit = unit;
             format.check();
             new (self) RowFormat(format);
           },
           nb::kw_only(), "encoding"_a, "down_encoding"_a, "stride"_a, "d_model"_a, "up"_a, "gate"_a, "down"_a,
-          "inputs"_a);
+          "inputs"_a, "unit"_a = 1);
 
   nb::class_<NamedTensors>(m, "ResidentTensors")
       .def(

@@ -35,8 +35,10 @@ std::pair<OwnedBytes, OwnedBytes> block_codes(const std::string& name, const Con
 // the slice.
 void unpack(const BlockRows& self, const ConstBytes& stored, std::uint64_t first, const ByteRows& rows) {
   const std::size_t grain = self.row_nbytes() * self.grain(), nbytes = stored.nbytes();
-  require(nbytes % grain == 0 && first % grain == 0 && rows.shape(1) == self.stride() &&
-              rows.shape(0) >= self.neurons((first + nbytes) / self.row_nbytes()) &&
+  const RowFormat& format = self.format();
+  require(nbytes % grain == 0 && first % grain == 0 && rows.shape(1) == format.stride &&
+              rows.shape(0) >=
+                  std::max<std::size_t>(format.unit, self.neurons((first + nbytes) / self.row_nbytes())) &&
               self.outputs_fit((first + nbytes) / self.row_nbytes()),
           "a piece must be whole stored rows, and fit the rows it goes to");
   const nb::gil_scoped_release unlocked;

@@ -80,16 +80,14 @@ void DenseFfn::add(std::size_t number, const std::byte* rows, std::size_t count)
   part.next += count;
   const float* h = norm_ ? part.h.data() + part.kept * padded : h_.data();
   if (norm_) part.kept += count;
-  if (plane_ != nullptr) {
-    const PlaneRows columns(rows + format_.down, format_.stride, first, format_.d_model, format_.down_codec,
-                            *plane_, level_);
-    if (columns.can_add_codes(format_.inputs))
-      return columns.add_codes(count, {h, 1, padded}, part.x.tokens(), part.y.data(), y_stride_, pool_);
-    return add_rows(columns, count, format_.d_model, {h, 1, padded}, part.x.tokens(), part.y.data(),
-                    y_stride_, pool_, level_);
-  }
-  add_rows(format_.matrix(rows, count, format_.down), h, padded, part.x.tokens(), part.y.data(), y_stride_,
-           pool_, level_);
+  const RowMatrix columns = format_.matrix(rows, count, format_.down);
+  if (plane_ == nullptr)
+    return add_rows(columns, h, padded, part.x.tokens(), part.y.data(), y_stride_, pool_, level_);
+  const PlaneRows scaled(columns, first, *plane_, level_);
+  if (scaled.can_add_codes())
+    return scaled.add_codes({h, 1, padded}, part.x.tokens(), part.y.data(), y_stride_, pool_);
+  add_rows(scaled, count, format_.d_model, {h, 1, padded}, part.x.tokens(), part.y.data(), y_stride_, pool_,
+           level_);
 }
 
 void DenseFfn::finish(std::size_t number, const float* down_bias, std::byte* y) {

@@ -7,9 +7,10 @@
 
 namespace flashllm {
 
-void ExpertFfn::begin(const RowFormat& format, Router& router, Activation activation,
+void ExpertFfn::begin(const RowFormat& format, const RowFormat& shared, Router& router, Activation activation,
                       const ScalePlane* plane) {
   format_ = format;
+  shared_ = shared;
   router_ = &router;
   activation_ = activation;
   plane_ = plane;
@@ -62,7 +63,9 @@ void ExpertFfn::add(const RowRun& block, const float* up_bias, const float* gate
 void ExpertFfn::gather(std::size_t begin, std::size_t end) {
   const std::size_t nbytes = format_.d_model * dtype_nbytes(dtype_);
   const std::vector<std::int32_t>& tokens = experts_.runs()[run_].tokens;
-  dense_.begin(format_, activation_, {}, plane_, runs_[run_].first_row);
+  const std::size_t row = runs_[run_].first_row;
+  const bool is_shared = row >= router_->spec().first(router_->spec().count);
+  dense_.begin(is_shared ? shared_ : format_, activation_, {}, plane_, row);
   for (; begin < end; begin += together_) {
     const std::size_t count = std::min(together_, end - begin);
     gathered_.resize(count * nbytes);

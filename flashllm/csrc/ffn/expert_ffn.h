@@ -22,8 +22,9 @@ class ExpertFfn {
         kernels_(kernel_table(level, dtype)),
         dense_(dtype, pool, level) {}
 
-  // No tokens yet. `format`: of the layer's rows; `plane`: of its down columns, where their scales lie apart.
-  void begin(const RowFormat& format, Router& router, Activation activation,
+  // No tokens yet. `format`, `shared`: of the experts' rows, and of those that every token uses; `plane`: of
+  // the layer's down columns, where their scales lie apart.
+  void begin(const RowFormat& format, const RowFormat& shared, Router& router, Activation activation,
              const ScalePlane* plane = nullptr);
   // The next tokens: x [tokens, d_model] fp32, of values that the dtype has; and what the router reads.
   void take(const float* routed_by, const float* x, std::size_t tokens);
@@ -46,7 +47,7 @@ class ExpertFfn {
  private:
   void gather(std::size_t begin, std::size_t end);
 
-  RowFormat format_;
+  RowFormat format_, shared_;
   const Dtype dtype_;
   const std::size_t together_;
   ThreadPool& pool_;

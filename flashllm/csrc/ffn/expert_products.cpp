@@ -28,46 +28,51 @@ void ExpertProducts::multiply(const std::vector<ExpertRun>& runs, const FfnGroup
 
 void ExpertProducts::multiply_chunk(const ExpertRun& run, std::size_t chunk, const FfnGroup& group,
                                     const RowInputs& x, std::vector<float>& together) const {
-  const RowFormat& format = options_.format;
   const std::int32_t unit = run.shares[0].unit, neuron = units_.first(unit);
+  const RowFormat format = options_.format_of(unit);
+  const auto rows = static_cast<std::size_t>(units_.rows(unit));
   const std::size_t first = chunk * chunks_.size, width = format.d_model,
-                    end = std::min(first + chunks_.size, static_cast<std::size_t>(units_.rows(unit)));
+                    end = std::min(first + chunks_.size, rows);
   if (first >= end) return;  // of the layer's last unit, which may be shorter
   if (run.tokens > 1) together.resize(std::max(together.size(), run.tokens * width));
   float* sums = run.tokens > 1 ? together.data() : run.shares[0].values + chunk * width;
   std::fill_n(sums, run.tokens * width, 0.0F);
-  float values[FfnTokens::kMost * ExpertChunks::kBlock];
-  for (std::size_t row = first; row < end; row += ExpertChunks::kBlock) {
-    const std::size_t count = std::min(ExpertChunks::kBlock, end - row);
-    find_values(run, row, count, group, x, values);
-    add_columns(format, run.rows + row * format.stride, count, neuron + static_cast<std::int32_t>(row),
-                has_plane(format.down_codec) ? &options_.plane : nullptr, {values, ExpertChunks::kBlock, 1},
+  const RowMatrix down = format.matrix(run.rows, rows, format.down);
+  float values[FfnTokens::kMost * ExpertChunks::kApart];
+  const std::size_t block = format.unit == 1 ? ExpertChunks::kRows : ExpertChunks::kApart;
+  for (std::size_t row = first; row < end; row += block) {
+    RowMatrix columns = down;
+    columns.data += row * down.stride;
+    columns.rows = std::min(block, end - row);
+    find_values(run, format, row, columns.rows, group, x, values);
+    add_columns(columns, neuron + static_cast<std::int32_t>(row),
+                has_plane(format.down_codec) ? &options_.plane : nullptr, {values, ExpertChunks::kApart, 1},
                 run.tokens, 0, width, sums, options_.simd);
   }
   for (std::size_t t = 0; t < run.tokens && run.tokens > 1; ++t)
     std::copy_n(sums + t * width, width, run.shares[t].values + chunk * width);
 }
 
-// values[t * kBlock + i] of `count` neurons from the run's `first` on.
-void ExpertProducts::find_values(const ExpertRun& run, std::size_t first, std::size_t count,
-                                 const FfnGroup& group, const RowInputs& x, float* values) const {
-  const RowFormat& format = options_.format;
+// values[t * kApart + i] of `count` neurons from the run's `first` on.
+void ExpertProducts::find_values(const ExpertRun& run, const RowFormat& format, std::size_t first,
+                                 std::size_t count, const FfnGroup& group, const RowInputs& x,
+                                 float* values) const {
   const auto rows = static_cast<std::size_t>(units_.rows(run.shares[0].unit));
   const auto neuron = static_cast<std::size_t>(units_.first(run.shares[0].unit));
   std::size_t members[FfnTokens::kMost];
   for (std::size_t t = 0; t < run.tokens; ++t) members[t] = run.shares[t].member;
   const auto finish = [&](const float* bias, Activation activation, float* to) {
-    for (std::size_t t = 0; t < run.tokens * ExpertChunks::kBlock; t += ExpertChunks::kBlock) {
+    for (std::size_t t = 0; t < run.tokens * ExpertChunks::kApart; t += ExpertChunks::kApart) {
       for (std::size_t i = 0; bias != nullptr && i < count; ++i) to[t + i] += bias[neuron + first + i];
       activate(activation, 0.0F, to + t, count, options_.simd);
     }
   };
-  float ups[FfnTokens::kMost * ExpertChunks::kBlock];
+  float ups[FfnTokens::kMost * ExpertChunks::kApart];
   const auto multiply = [&](std::uint32_t offset, float* to) {
     dot_listed(format.matrix(run.rows, rows, offset), first, count, x, members, run.tokens, to,
-               ExpertChunks::kBlock, options_.simd);
+               ExpertChunks::kApart, options_.simd);
   };
-  if (format.gated() && run.tokens == 1 && x.has_codes()) {
+  if (format.unit == 1 && format.gated() && run.tokens == 1 && x.has_codes()) {
     multiply_rows(run.rows + first * format.stride, count, x.codes(members[0]), x.form(), values, ups);
   } else {
     multiply(format.driver(), values);
@@ -76,15 +81,15 @@ void ExpertProducts::find_values(const ExpertRun& run, std::size_t first, std::s
   finish(format.gated() ? options_.gate_bias : options_.up_bias, options_.activation, values);
   if (format.gated()) {
     finish(options_.up_bias, options_.activation.of_up(), ups);
-    for (std::size_t t = 0; t < run.tokens * ExpertChunks::kBlock; t += ExpertChunks::kBlock)
+    for (std::size_t t = 0; t < run.tokens * ExpertChunks::kApart; t += ExpertChunks::kApart)
       for (std::size_t i = t; i < t + count; ++i) values[i] *= ups[i];
   }
-  std::int32_t neurons[ExpertChunks::kBlock];
+  std::int32_t neurons[ExpertChunks::kApart];
   std::iota(neurons, neurons + count, static_cast<std::int32_t>(neuron + first));
   for (std::size_t t = 0; t < run.tokens; ++t) {
     const FfnMember& member = group[members[t]];
     if (member.named_by != nullptr)
-      member.named_by->weigh(member.number, neurons, neurons + count, values + t * ExpertChunks::kBlock);
+      member.named_by->weigh(member.number, neurons, neurons + count, values + t * ExpertChunks::kApart);
   }
 }
 
@@ -93,8 +98,8 @@ void ExpertProducts::find_values(const ExpertRun& run, std::size_t first, std::s
 void ExpertProducts::multiply_rows(const std::byte* row, std::size_t count, const CodedInputs& x,
                                    InputForm form, float* gates, float* ups) const {
   const RowFormat& format = options_.format;
-  const void* vectors[2 * ExpertChunks::kBlock];
-  float products[2 * ExpertChunks::kBlock];
+  const void* vectors[2 * ExpertChunks::kRows];
+  float products[2 * ExpertChunks::kRows];
   for (std::size_t i = 0; i < count; ++i, row += format.stride) {
     vectors[2 * i] = row + format.up;
     vectors[2 * i + 1] = row + format.driver();

@@ -16,11 +16,13 @@ namespace flashllm {
 
 // How experts are cut. Chunks are the same whatever computes them, as each has a sum of its own.
 struct ExpertChunks {
-  static constexpr std::size_t kBlock = 128;  // neurons
-  static constexpr std::size_t kLeast = 2 * kBlock, kMost = 8;
+  // Neurons whose values are made before their columns are added: of rows, whose columns the processor has
+  // fetched on the way, or of matrices that lie apart.
+  static constexpr std::size_t kRows = 128, kApart = 2 * kRows;
+  static constexpr std::size_t kLeast = kApart, kMost = 8;
 
   explicit ExpertChunks(std::size_t neurons)
-      : size(round_up(std::max(kLeast, (neurons + kMost - 1) / kMost), kBlock)) {}
+      : size(round_up(std::max(kLeast, (neurons + kMost - 1) / kMost), kRows)) {}
   std::size_t count(std::size_t neurons) const { return (neurons + size - 1) / size; }
 
   const std::size_t size;  // neurons
@@ -50,8 +52,8 @@ class ExpertProducts {
  private:
   void multiply_chunk(const ExpertRun& run, std::size_t chunk, const FfnGroup& group, const RowInputs& x,
                       std::vector<float>& together) const;
-  void find_values(const ExpertRun& run, std::size_t first, std::size_t count, const FfnGroup& group,
-                   const RowInputs& x, float* values) const;
+  void find_values(const ExpertRun& run, const RowFormat& format, std::size_t first, std::size_t count,
+                   const FfnGroup& group, const RowInputs& x, float* values) const;
   void multiply_rows(const std::byte* row, std::size_t count, const CodedInputs& x, InputForm form,
                      float* gates, float* ups) const;
 

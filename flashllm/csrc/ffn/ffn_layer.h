@@ -123,6 +123,7 @@ class FfnLayer {
   }
   // The policy hears which units a prompt's tokens went to.
   void observe(const std::vector<std::vector<std::int32_t>>& active);
+  RowFormat format_of(std::int32_t unit) const { return options_.format_of(unit); }
   // The rows of a unit that is cached, or nullptr; until a row that comes after them is filled in.
   const std::byte* cached_rows(std::int32_t unit) const {
     return cache_.contains(unit) && !cache_.awaits(unit) ? cache_.rows(unit) : nullptr;

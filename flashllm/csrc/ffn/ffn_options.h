@@ -43,6 +43,13 @@ struct FfnLayerOptions : NeuronWeights, UnitRule {
   SimdLevel simd = SimdLevel::scalar;
 
   RowUnits units() const { return {num_neurons, unit_rows}; }
+  // Of a unit's rows: those of experts that lie in another file are put matrix by matrix.
+  RowFormat format_of(std::int32_t unit) const {
+    RowFormat found = format;
+    if (rows.experts != nullptr && unit < rows.experts->count)
+      found.unit = static_cast<std::uint32_t>(rows.experts->size);
+    return found;
+  }
 };
 
 }  // namespace flashllm

@@ -63,45 +63,40 @@ void TokenFfn::multiply(const std::byte* rows, std::size_t count, const float* u
 }
 
 void TokenFfn::add(const std::byte* rows, std::size_t count) {
-  add_columns(format_, rows, count, next_, plane_, {h_.data() + first_, stride_, 1}, tokens_, y_, pool_,
-              level_);
+  add_columns(format_.matrix(rows, count, format_.down), next_, plane_, {h_.data() + first_, stride_, 1},
+              tokens_, y_, pool_, level_);
   if (norm_) first_ += count;
   next_ += static_cast<std::int32_t>(count);
 }
 
-void add_columns(const RowFormat& format, const std::byte* rows, std::size_t count, std::int32_t first,
-                 const ScalePlane* plane, TileRows h, std::size_t tokens, float* y, ThreadPool& pool,
-                 SimdLevel level) {
-  const std::size_t width = format.d_model;
+void add_columns(const RowMatrix& columns, std::int32_t first, const ScalePlane* plane, TileRows h,
+                 std::size_t tokens, float* y, ThreadPool& pool, SimdLevel level) {
+  const std::size_t width = columns.columns;
   level_kernels(level);  // throws here, not in a thread
   if (plane != nullptr) {
-    const PlaneRows columns(rows + format.down, format.stride, static_cast<std::size_t>(first), width,
-                            format.down_codec, *plane, level);
-    if (columns.can_add_codes(format.inputs)) return columns.add_codes(count, h, tokens, y, width, pool);
+    const PlaneRows rows(columns, static_cast<std::size_t>(first), *plane, level);
+    if (rows.can_add_codes()) return rows.add_codes(h, tokens, y, width, pool);
   }
   pool.parallel_for(width, column_share(width, pool), [&](std::size_t begin, std::size_t end) {
-    add_columns(format, rows, count, first, plane, h, tokens, begin, end, y, level);
+    add_columns(columns, first, plane, h, tokens, begin, end, y, level);
   });
 }
 
-void add_columns(const RowFormat& format, const std::byte* rows, std::size_t count, std::int32_t first,
-                 const ScalePlane* plane, TileRows h, std::size_t tokens, std::size_t begin, std::size_t end,
-                 float* y, SimdLevel level) {
-  const std::size_t width = format.d_model;
+void add_columns(const RowMatrix& columns, std::int32_t first, const ScalePlane* plane, TileRows h,
+                 std::size_t tokens, std::size_t begin, std::size_t end, float* y, SimdLevel level) {
+  const std::size_t width = columns.columns, count = columns.rows;
   // Columns that are not multiplied as codes are widened for all tokens, where those are enough to pay for
   // it. Whole vectors; the scalar level rounds a vector's end once.
   const bool is_whole = width % kColumnPad == 0 && level != SimdLevel::scalar;
   if (plane != nullptr) {
-    const PlaneRows columns(rows + format.down, format.stride, static_cast<std::size_t>(first), width,
-                            format.down_codec, *plane, level);
-    if (columns.can_add_codes(format.inputs))
-      return columns.add_codes(count, h, tokens, begin, end, y, width);
-    if (tokens >= 2 && is_whole) return add_rows(columns, count, h, tokens, begin, end, y, width, level);
+    const PlaneRows rows(columns, static_cast<std::size_t>(first), *plane, level);
+    if (rows.can_add_codes()) return rows.add_codes(h, tokens, begin, end, y, width);
+    if (tokens >= 2 && is_whole) return add_rows(rows, count, h, tokens, begin, end, y, width, level);
   } else if (tokens >= 3 && is_whole) {
-    return add_rows_few(format.matrix(rows, count, format.down), h, tokens, begin, end, y, width, level);
+    return add_rows_few(columns, h, tokens, begin, end, y, width, level);
   }
   for (std::size_t t = 0; t < tokens; ++t) {
-    const void* columns[kSummed];
+    const void* vectors[kSummed];
     std::int32_t ids[kSummed];
     float values[kSummed];
     for (std::size_t i = 0; i < count;) {
@@ -109,14 +104,14 @@ void add_columns(const RowFormat& format, const std::byte* rows, std::size_t cou
       for (; some < kSummed && i < count; ++i) {
         const float value = h.data[t * h.row + i * h.step];
         if (value == 0.0F) continue;  // its column is not read
-        columns[some] = rows + i * format.stride + format.down;
+        vectors[some] = columns.data + i * columns.stride;
         ids[some] = first + static_cast<std::int32_t>(i);
         values[some++] = value;
       }
       if (plane == nullptr)
-        sum_block({columns, some, width, format.down_codec}, values, begin, end, y + t * width, level);
+        sum_block({vectors, some, width, columns.codec}, values, begin, end, y + t * width, level);
       else
-        sum_block(PlaneColumns{columns, ids, some, width, format.down_codec, plane}, values, begin, end,
+        sum_block(PlaneColumns{vectors, ids, some, width, columns.codec, plane}, values, begin, end,
                   y + t * width, level);
     }
   }

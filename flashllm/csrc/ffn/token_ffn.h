@@ -12,16 +12,14 @@
 
 namespace flashllm {
 
-// y[m] += the down columns of `count` neurons, the first of which has the id `first`, times their values: of
-// neuron i h.data[m * h.row + i * h.step]; in the order of ids. y: [tokens, d_model]. Each token has the bits
-// it has alone.
-void add_columns(const RowFormat& format, const std::byte* rows, std::size_t count, std::int32_t first,
-                 const ScalePlane* plane, TileRows h, std::size_t tokens, float* y, ThreadPool& pool,
-                 SimdLevel level);
+// y[m] += the down columns of neurons, the first of which has the id `first`, times their values: of neuron i
+// h.data[m * h.row + i * h.step]; in the order of ids. y: [tokens, d_model]. Each token has the bits it has
+// alone.
+void add_columns(const RowMatrix& columns, std::int32_t first, const ScalePlane* plane, TileRows h,
+                 std::size_t tokens, float* y, ThreadPool& pool, SimdLevel level);
 // Of outputs [begin, end), `begin` a multiple of 64, and a few tokens, by the calling thread.
-void add_columns(const RowFormat& format, const std::byte* rows, std::size_t count, std::int32_t first,
-                 const ScalePlane* plane, TileRows h, std::size_t tokens, std::size_t begin, std::size_t end,
-                 float* y, SimdLevel level);
+void add_columns(const RowMatrix& columns, std::int32_t first, const ScalePlane* plane, TileRows h,
+                 std::size_t tokens, std::size_t begin, std::size_t end, float* y, SimdLevel level);
 
 class TokenFfn {
  public:

@@ -315,6 +315,7 @@ void linear_by_columns(const RowMatrix& matrix, const std::byte* x, std::size_t 
 
 void RowFormat::check() const {
   require(d_model != 0, "a row needs a width");
+  require(unit != 0, "a unit of rows has some");
   require(!has_plane(codec), "only down columns may have their scales apart");
   require(!has_plane(down_codec) || d_model % kCodeUnit == 0,
           "columns whose scales lie apart must be multiples of 32 weights");
@@ -331,9 +332,13 @@ RowMatrix RowFormat::apart(const std::byte* data, std::size_t count) const {
   return {data, count, d_model, vector_nbytes(codec, d_model), codec, nullptr, inputs};
 }
 
+std::size_t RowFormat::step(std::uint32_t offset) const {
+  return unit == 1 ? stride : vector_nbytes(offset == down ? down_codec : codec, d_model);
+}
+
 RowMatrix RowFormat::matrix(const std::byte* rows, std::size_t count, std::uint32_t offset) const {
   const RowCodec stored = offset == down ? down_codec : codec;
-  return {rows + offset, count, d_model, stride, stored, nullptr, inputs};
+  return {rows + start(offset), count, d_model, step(offset), stored, nullptr, inputs};
 }
 
 void dot_block(const ScatteredRows& rows, const RowInputs& x, const std::int32_t* ids, const float* bias,

@@ -76,6 +76,8 @@ struct RowFormat {
   std::uint32_t up = 0, down = 0;     // first byte in the row
   std::int32_t gate = -1;             // -1: no gate
   InputForm inputs = InputForm::f32;  // of up's and gate's products
+  // Neurons whose vectors lie matrix by matrix, without gaps: products are faster then. 1: each in its row.
+  std::uint32_t unit = 1;
 
   bool gated() const { return gate >= 0; }
   // What the activation is applied to: the gate where there is one.
@@ -84,7 +86,10 @@ struct RowFormat {
   void check() const;
   // [count, d_model] without gaps, in the codec of up and gate.
   RowMatrix apart(const std::byte* data, std::size_t count) const;
-  // The vectors at byte `offset` of `count` rows, as a matrix.
+  // Where the vectors at byte `offset` of rows begin in a unit, and the bytes from one to the next.
+  std::size_t start(std::uint32_t offset) const { return std::size_t{offset} * unit; }
+  std::size_t step(std::uint32_t offset) const;
+  // These of the first `count` rows of a unit, as a matrix.
   RowMatrix matrix(const std::byte* rows, std::size_t count, std::uint32_t offset) const;
 };
 

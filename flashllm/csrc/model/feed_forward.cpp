@@ -217,7 +217,9 @@ void FeedForward::take(FfnStretch& stretch, const FfnTurn& turn) {
     require(tap == nullptr, "what the experts of a mixture see and compute cannot be observed");
     if (is_first) {
       stretch.dense.clear();
-      stretch.experts.begin(weights.format, *weights.ffn->router(), weights.spec.activation, plane(weights));
+      const FfnLayer& ffn = *weights.ffn;
+      stretch.experts.begin(ffn.format_of(0), ffn.format_of(ffn.units().count() - 1), *ffn.router(),
+                            weights.spec.activation, plane(weights));
     }
     stretch.experts.take(seen(turn), turn.x, count);
   } else {

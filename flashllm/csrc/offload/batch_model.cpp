@@ -92,17 +92,13 @@ void LentFfn::compute(const LentNeurons& of, const float* x, std::size_t count, 
 
 // y = the bias and what the neurons' columns are worth, whose scales lie apart, times up_
 void LentFfn::add_columns_of(const LentNeurons& of, std::size_t count, float* y) {
-  const RowMatrix& down = of.down;
-  RowFormat format;
-  format.down_codec = down.codec;
-  format.stride = static_cast<std::uint32_t>(down.stride);
-  format.d_model = static_cast<std::uint32_t>(down.columns);
-  format.inputs = of.up.inputs;
+  RowMatrix down = of.down;
+  down.inputs = of.up.inputs;
   for (std::size_t t = 0; t < count; ++t)
     down.bias == nullptr ? std::fill_n(y + t * down.columns, down.columns, 0.0F)
                          : std::copy_n(down.bias, down.columns, y + t * down.columns);
-  add_columns(format, down.data, down.rows, static_cast<std::int32_t>(of.first), &of.plane,
-              {up_.data(), down.rows, 1}, count, y, arithmetic_.pool(), arithmetic_.level());
+  add_columns(down, static_cast<std::int32_t>(of.first), &of.plane, {up_.data(), down.rows, 1}, count, y,
+              arithmetic_.pool(), arithmetic_.level());
   arithmetic_.round(y, count * down.columns);
 }
 

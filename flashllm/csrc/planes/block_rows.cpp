@@ -85,24 +85,27 @@ BlockRows::BlockRows(const std::string& kind, std::size_t length, const RowForma
                      RowMatrixName matrix)
     : kind_(block_kind(kind)),
       length_(length),
-      stride_(format.stride),
       outputs_(format.d_model),
+      format_(format),
       is_down_(matrix == RowMatrixName::down) {
   require(kind_.codec != RowCodec::nvfp4, "a tensor of " + kind + " is not read where it lies");
   format.check();
   bool fits = length % kind_.weights == 0 && length != 0;
   row_nbytes_ = length / kind_.weights * kind_.nbytes;
+  const auto gate = static_cast<std::uint32_t>(format.gate);
+  const std::uint32_t driven = matrix == RowMatrixName::up ? format.up : gate,
+                      offset = is_down_ ? format.down : driven;
+  at_ = format.start(offset);
+  step_ = format.step(offset);
   if (!is_down_ && kind_.is_apart()) {
     row_nbytes_ *= 2;
-    gate_at_ = static_cast<std::size_t>(format.gate);
-    up_at_ = format.up;
+    gate_at_ = format.start(gate);
+    up_at_ = format.start(format.up);
     fits = fits && format.codec == kind_.codec && length == format.d_model && format.gated() &&
            (matrix == RowMatrixName::gate) == kind_.is_plain();
   } else if (is_down_ && kind_.is_plain()) {
-    at_ = format.down;
     fits = fits && kind_.codec == format.down_codec;
   } else if (is_down_) {
-    at_ = format.down;
     fits = fits && has_plane(format.down_codec);
     if (fits) {
       const CodecShape& shape = shape_of(format.down_codec);
@@ -112,7 +115,6 @@ BlockRows::BlockRows(const std::string& kind, std::size_t length, const RowForma
     }
   } else {
     bits_ = kind_.bits;
-    at_ = matrix == RowMatrixName::up ? format.up : static_cast<std::size_t>(format.gate);
     fits = fits && kind_.codec == format.codec && length == format.d_model &&
            (matrix == RowMatrixName::up || format.gated());
   }
@@ -147,18 +149,19 @@ void put_across(const std::uint8_t* stored, std::size_t count, std::size_t lengt
 void BlockRows::unpack(const std::byte* stored, std::uint64_t first, std::uint64_t nbytes,
                        std::byte* rows) const {
   const auto* from = reinterpret_cast<const std::uint8_t*>(stored);
-  auto* to = reinterpret_cast<std::uint8_t*>(rows) + at_;
+  auto* to = reinterpret_cast<std::uint8_t*>(rows);
   const std::size_t row = first / row_nbytes_, count = nbytes / row_nbytes_;
   if (!is_down_ && kind_.is_apart()) return unpack_pairs(from, row, count, to);
+  to += at_;
   if (kind_.is_plain()) {
     if (!is_down_) {
       for (std::size_t r = 0; r < count; ++r)
-        std::memcpy(to + (row + r) * stride_, from + r * row_nbytes_, row_nbytes_);
+        std::memcpy(to + (row + r) * step_, from + r * row_nbytes_, row_nbytes_);
       return;
     }
     to += row * kind_.nbytes;
-    if (kind_.nbytes == 2) return put_across<std::uint16_t>(from, count, length_, to, stride_);
-    return put_across<std::uint32_t>(from, count, length_, to, stride_);
+    if (kind_.nbytes == 2) return put_across<std::uint16_t>(from, count, length_, to, step_);
+    return put_across<std::uint32_t>(from, count, length_, to, step_);
   }
   if (is_down_) {
     to += row / kCodeUnit * 4 * bits_;
@@ -171,7 +174,7 @@ void BlockRows::unpack(const std::byte* stored, std::uint64_t first, std::uint64
   }
   const auto to_vector = unpackers_of(kind_).vector;
   for (std::size_t r = 0; r < count; ++r)
-    to_vector(from + r * row_nbytes_, length_ / kind_.weights, to + (row + r) * stride_);
+    to_vector(from + r * row_nbytes_, length_ / kind_.weights, to + (row + r) * step_);
 }
 
 void BlockRows::unpack_pairs(const std::uint8_t* stored, std::size_t row, std::size_t count,
@@ -181,7 +184,7 @@ void BlockRows::unpack_pairs(const std::uint8_t* stored, std::size_t row, std::s
   std::uint8_t even[8 * kTogether], odd[8 * kTogether];
   for (std::size_t r = row; r < row + count; ++r)
     for (const std::size_t at : {gate_at_, up_at_}) {
-      std::uint8_t* to = rows + r * stride_ + at;
+      std::uint8_t* to = rows + r * step_ + at;
       if (kind_.is_plain()) {
         for (std::size_t g = 0; g < groups; ++g)
           to[g] = is_usual_power(stored[g]) ? stored[g] : kPowerOfZeros;
@@ -225,7 +228,7 @@ void BlockRows::unpack_outputs(const std::uint8_t* stored, std::size_t count, st
     const std::size_t neurons = std::min(kBlockWeights, length_ - first), blocks = neurons / kind_.weights;
     const std::uint8_t* from = stored + first / kind_.weights * kind_.nbytes;
     for (std::size_t r = 0; r < count;) {
-      std::uint8_t* column = to + first * stride_ + r / kCodeUnit * unit;
+      std::uint8_t* column = to + first * step_ + r / kCodeUnit * unit;
       std::size_t units = 0;
       for (; units < kTogether && r < count; ++units, r += kCodeUnit) {
         to_codes(from + r * row_nbytes_, row_nbytes_, blocks, codes);
@@ -236,7 +239,7 @@ void BlockRows::unpack_outputs(const std::uint8_t* stored, std::size_t count, st
         turn<whole, kBlockWeights>(across[units][0]);
         if constexpr (upper != 0) turn<upper, kBlockWeights>(across[units][whole]);
       }
-      for (std::size_t n = 0; n < neurons; ++n, column += stride_)
+      for (std::size_t n = 0; n < neurons; ++n, column += step_)
         for (std::size_t u = 0; u < units; ++u) {
           std::memcpy(column + u * unit, across[u][0] + n * whole, whole);
           if constexpr (upper != 0)

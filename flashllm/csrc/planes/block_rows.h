@@ -1,6 +1,6 @@
 // Rows of a tensor of a checkpoint, in ggml's blocks or plain numbers, put into rows of neurons as a
 // conversion would have written them (flashllm/convert/kept/weights.py): the same bytes, but that the padding
-// of a row is not touched.
+// of a row is not touched, and that a unit's lie matrix by matrix (RowFormat::unit).
 //
 // Stored rows of up and gate become vectors with their scales. Stored rows of down are its outputs, so that
 // their codes go across all neurons' rows, 32 outputs to a unit; their scales lie in the layer's plane.
@@ -35,7 +35,7 @@ class BlockRows final : public Unpacking {
   std::size_t neurons(std::size_t rows) const { return is_down_ ? length_ : rows; }
 
   bool outputs_fit(std::size_t rows) const { return !is_down_ || rows <= outputs_; }
-  std::size_t stride() const { return stride_; }
+  const RowFormat& format() const { return format_; }
 
   // Whole stored rows, in whole grains. Throws CoreError (format) for scales that no weights have.
   void unpack(const std::byte* stored, std::uint64_t first, std::uint64_t nbytes,
@@ -47,9 +47,10 @@ class BlockRows final : public Unpacking {
   void unpack_outputs(const std::uint8_t* stored, std::size_t count, std::uint8_t* to) const;
 
   const BlockKind& kind_;
-  const std::size_t length_, stride_, outputs_;
+  const std::size_t length_, outputs_;
+  const RowFormat format_;
   const bool is_down_;
-  std::size_t at_ = 0;                   // of the matrix, in a row
+  std::size_t at_ = 0, step_ = 0;        // of the matrix's first vector, from one to the next
   std::size_t gate_at_ = 0, up_at_ = 0;  // where both are in turn
   std::size_t row_nbytes_ = 0;
   std::size_t bits_ = 0;    // of a code in memory

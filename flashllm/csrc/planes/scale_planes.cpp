@@ -66,39 +66,41 @@ void TokenCodes::set(std::size_t token, std::size_t id, std::size_t count, const
 
 // Calls use(add), where add(begin, end) adds to these outputs: the values become codes once.
 template <typename Use>
-void PlaneRows::with_codes(std::size_t count, TileRows values, std::size_t tokens, float* y,
-                           std::size_t y_stride, const Use& use) const {
+void PlaneRows::with_codes(TileRows values, std::size_t tokens, float* y, std::size_t y_stride,
+                           const Use& use) const {
   TokenCodes all;
-  all.begin(tokens, first_ % kWindow + count, level_);
+  all.begin(tokens, first_ % kWindow + columns_.rows, level_);
   for (std::size_t m = 0; m < tokens; ++m)
-    all.set(m, first_, count, values.data + m * values.row, values.step);
+    all.set(m, first_, columns_.rows, values.data + m * values.row, values.step);
   CodeTokens each[kAlone];
   for (std::size_t m = 0; m < tokens; ++m) each[m] = all.of(m);
   use([&](std::size_t begin, std::size_t end) {
-    kernels_.add_run({data_, stride_, first_, count}, each, tokens, plane_, k_, begin, end, y, y_stride);
+    kernels_.add_run({columns_.data, columns_.stride, first_, columns_.rows}, each, tokens, plane_,
+                     columns_.columns, begin, end, y, y_stride);
   });
 }
 
-void PlaneRows::add_codes(std::size_t count, TileRows values, std::size_t tokens, std::size_t begin,
-                          std::size_t end, float* y, std::size_t y_stride) const {
-  with_codes(count, values, tokens, y, y_stride, [&](const auto& add) { add(begin, end); });
+void PlaneRows::add_codes(TileRows values, std::size_t tokens, std::size_t begin, std::size_t end, float* y,
+                          std::size_t y_stride) const {
+  with_codes(values, tokens, y, y_stride, [&](const auto& add) { add(begin, end); });
 }
 
-void PlaneRows::add_codes(std::size_t count, TileRows values, std::size_t tokens, float* y,
-                          std::size_t y_stride, ThreadPool& pool) const {
+void PlaneRows::add_codes(TileRows values, std::size_t tokens, float* y, std::size_t y_stride,
+                          ThreadPool& pool) const {
   if (tokens <= kAlone)
-    return with_codes(count, values, tokens, y, y_stride,
-                      [&](const auto& add) { pool.parallel_for(k_, column_share(k_, pool), add); });
+    return with_codes(values, tokens, y, y_stride, [&](const auto& add) {
+      pool.parallel_for(columns_.columns, column_share(columns_.columns, pool), add);
+    });
   TokenCodes all;
   // kCodeTerms slots of all tokens, then the next ones': use(which these are, their first neuron, how many)
   const auto each_block = [&](const auto& use) {
-    for (std::size_t block = 0, done = 0, some = 0; done < count; ++block, done += some) {
-      some = std::min(count - done, kCodeTerms - (first_ + done) % kWindow);
+    for (std::size_t block = 0, done = 0, some = 0; done < columns_.rows; ++block, done += some) {
+      some = std::min(columns_.rows - done, kCodeTerms - (first_ + done) % kWindow);
       use(block, done, some);
     }
   };
   const AddCodes add = level_kernels(level_).add_codes;
-  all.begin((first_ % kWindow + count + kCodeTerms - 1) / kCodeTerms * tokens, kCodeTerms, level_);
+  all.begin((first_ % kWindow + columns_.rows + kCodeTerms - 1) / kCodeTerms * tokens, kCodeTerms, level_);
   pool.parallel_for(tokens, kTokenGrain, [&](std::size_t begin, std::size_t end) {
     each_block([&](std::size_t block, std::size_t done, std::size_t some) {
       for (std::size_t m = begin; m < end; ++m)
@@ -106,11 +108,12 @@ void PlaneRows::add_codes(std::size_t count, TileRows values, std::size_t tokens
                 values.step);
     });
   });
-  pool.parallel_for(k_, kColumnGrain, [&](std::size_t begin, std::size_t end) {
+  pool.parallel_for(columns_.columns, kColumnGrain, [&](std::size_t begin, std::size_t end) {
     CodeWeights weights;
     for (std::size_t j = begin; j < end; j += kCodeColumns)
       each_block([&](std::size_t block, std::size_t done, std::size_t some) {
-        kernels_.pair(data_ + done * stride_, stride_, first_ + done, some, plane_, k_, j, weights);
+        kernels_.pair(columns_.data + done * columns_.stride, columns_.stride, first_ + done, some, plane_,
+                      columns_.columns, j, weights);
         add(all.of(block * tokens), tokens, weights, in_windows((first_ + done) % kWindow + some), y + j,
             y_stride);
       });

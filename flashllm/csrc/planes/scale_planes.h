@@ -107,43 +107,38 @@ class TokenCodes {
   std::vector<float> scales_, sums_;
 };
 
-// The columns of neurons `first` on, `stride` bytes apart, for products of many tokens.
+// The columns of neurons `first` on, for products of many tokens.
 class PlaneRows : public WideRows {
  public:
-  PlaneRows(const std::byte* data, std::size_t stride, std::size_t first, std::size_t k, RowCodec codec,
-            const ScalePlane& plane, SimdLevel level)
-      : data_(data),
-        stride_(stride),
+  PlaneRows(const RowMatrix& columns, std::size_t first, const ScalePlane& plane, SimdLevel level)
+      : columns_(columns),
         first_(first),
-        k_(k),
         plane_(plane),
         level_(level),
-        kernels_(plane_kernels(level, codec, plane)) {}
+        kernels_(plane_kernels(level, columns.codec, plane)) {}
   void widen(std::size_t begin, std::size_t count, std::size_t first, std::size_t width, float* to,
              std::size_t stride) const override {
-    kernels_.widen(data_ + begin * stride_, stride_, first_ + begin, count, plane_, k_, first, width, to,
-                   stride);
+    kernels_.widen(columns_.data + begin * columns_.stride, columns_.stride, first_ + begin, count, plane_,
+                   columns_.columns, first, width, to, stride);
   }
-  // Whether a token's values are codes where its vectors take `inputs`.
-  bool can_add_codes(InputForm inputs) const {
-    return inputs != InputForm::f32 && kernels_.pair != nullptr &&
+  // Whether a token's values are codes, as the inputs of its neurons' other vectors are.
+  bool can_add_codes() const {
+    return columns_.inputs != InputForm::f32 && kernels_.pair != nullptr &&
            (plane_.group % 32 == 0 || (plane_.group == 16 && !plane_.has_minimums()));
   }
-  // y[m] += the sum of `count` columns times values [m * row + i * step] of token m and neuron i, as codes.
+  // y[m] += the sum of the columns times values [m * row + i * step] of token m and neuron i, as codes.
   // Wants can_add_codes(). A token's bits do not depend on how many there are.
-  void add_codes(std::size_t count, TileRows values, std::size_t tokens, float* y, std::size_t y_stride,
-                 ThreadPool& pool) const;
+  void add_codes(TileRows values, std::size_t tokens, float* y, std::size_t y_stride, ThreadPool& pool) const;
   // The same of a few tokens and outputs [begin, end), by the calling thread.
-  void add_codes(std::size_t count, TileRows values, std::size_t tokens, std::size_t begin, std::size_t end,
-                 float* y, std::size_t y_stride) const;
+  void add_codes(TileRows values, std::size_t tokens, std::size_t begin, std::size_t end, float* y,
+                 std::size_t y_stride) const;
 
  private:
   template <typename Use>
-  void with_codes(std::size_t count, TileRows values, std::size_t tokens, float* y, std::size_t y_stride,
-                  const Use& use) const;
+  void with_codes(TileRows values, std::size_t tokens, float* y, std::size_t y_stride, const Use& use) const;
 
-  const std::byte* data_;
-  const std::size_t stride_, first_, k_;
+  const RowMatrix columns_;
+  const std::size_t first_;
   const ScalePlane& plane_;
   const SimdLevel level_;
   const PlaneKernels& kernels_;
