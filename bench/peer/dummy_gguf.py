@@ -17,6 +17,7 @@ experts comes true more often than a trained model's: the residual stream says l
 """
 
 import argparse
+import itertools
 import json
 import math
 import re
@@ -102,15 +103,19 @@ _APART = {"mxfp4": ("Q8_0", "MXFP4", "MXFP4"), "q2_k": ("Q4_K", "Q2_K", "Q3_K")}
 
 
 def kinds(shapes: Mapping[str, tuple[int, ...]], layers: int, choice: str) -> dict[str, str]:
-    """Name -> ggml's name of how the tensor is stored: of Q4_K_M by llama.cpp's rules (llama-quant.cpp)."""
+    """Name -> ggml's name of how the tensor is stored: of Q4_K_M and TQ2_0 by llama.cpp's rules (llama-quant.cpp)."""
+    head = "output.weight" if "output.weight" in shapes else "token_embd.weight"
     if choice != "q4_k_m":
         rest, experts, down = _APART.get(choice, (choice.upper(),) * 3)
 
+        ends = {"token_embd.weight": "Q4_K", head: "Q6_K"} if choice == "tq2_0" else {}
+
         def kind_of(name: str) -> str:
+            if name in ends:
+                return ends[name]
             return rest if "_exps" not in name else down if "down" in name else experts
 
         return {name: "F32" if _is_wide(name, shape) else kind_of(name) for name, shape in shapes.items()}
-    head = "output.weight" if "output.weight" in shapes else "token_embd.weight"
     result: dict[str, str] = {}
     values = [name for name in shapes if re.search(r"attn_(v|qkv|kv_b)\.weight", name)]
 
@@ -230,6 +235,12 @@ def blocks(kind: str, spread: float, random: np.random.Generator) -> NDArray[np.
     elif kind == "Q3_K":
         result[:, 104:108] = (result[:, 104:108] & 0x55) * 3  # factors are 16 to 31 or -32 to -17; codes -4 to 3
         half(108, spread / 24.4 / math.sqrt(5.5))
+    elif kind == "TQ2_0":  # a byte has four codes, 0, 1 or 2
+        fours = np.array(
+            [a | b << 2 | c << 4 | d << 6 for a, b, c, d in itertools.product(range(3), repeat=4)], np.uint8
+        )
+        result[:, :64] = fours[random.integers(len(fours), size=(count, 64))]
+        half(64, spread / _deviation(3))
     elif kind == "MXFP4":  # codes whose root mean square is 2.9
         result[:, 0] = 127 + round(math.log2(spread / 2.9))
     else:
@@ -343,7 +354,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("model", help="a name of `flashllm models`, one of " + ", ".join(SHAPES) + ", or a config.json")
     parser.add_argument("file", type=Path)
     parser.add_argument("--layers", type=int, help="fewer than the model has")
-    parser.add_argument("--type", choices=("q4_k_m", "q2_k", "q4_0", "q8_0", "mxfp4", "bf16", "f16"), default="q4_k_m")
+    types = ("q4_k_m", "q2_k", "tq2_0", "q4_0", "q8_0", "mxfp4", "bf16", "f16")
+    parser.add_argument("--type", choices=types, default="q4_k_m")
     args = parser.parse_args(argv)
     try:
         found = make(args.file, config_of(args.model, args.layers), args.type)

@@ -31,7 +31,9 @@ MODELS = {
         "mamba_num_heads": 8,
     },
     "gpt-oss-20b": {"intermediate_size": 256, "num_key_value_heads": 2},
+    "llama-2-7b": {"intermediate_size": 512},
 }
+CHOICES = {"gpt-oss-20b": "mxfp4", "llama-2-7b": "tq2_0"}  # of others q4_k_m
 
 
 def shapes_of(config):
@@ -41,7 +43,7 @@ def shapes_of(config):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_file_has_the_shape_and_runs_where_it_lies(tmp_path, name):
     config = config_of(name, 6 if name == "nemotron-3-nano" else 4, **SMALL, **MODELS[name])
-    make(tmp_path / "m.gguf", config, "mxfp4" if name == "gpt-oss-20b" else "q4_k_m")
+    make(tmp_path / "m.gguf", config, CHOICES.get(name, "q4_k_m"))
     reader = gguf.GGUFReader(tmp_path / "m.gguf")
     found = {tensor.name: tuple(reversed(tensor.shape.tolist())) for tensor in reader.tensors}
     assert found == shapes_of(config)
@@ -90,8 +92,25 @@ def test_of_q2_k_down_matrices_have_a_bit_more():
     assert [found[f"blk.0.{name}.weight"] for name in names] == ["Q2_K", "Q3_K", "Q4_K", "F32"]
 
 
+def test_of_tq2_0_embedding_and_head_have_more_bits():
+    shapes = shapes_of(config_of("llama-2-7b", 1))
+    found = kinds(shapes, 1, "tq2_0")
+    names = ("token_embd", "output", "blk.0.ffn_down", "blk.0.attn_q", "blk.0.attn_norm")
+    assert [found[f"{name}.weight"] for name in names] == ["Q4_K", "Q6_K", "TQ2_0", "TQ2_0", "F32"]
+    del shapes["output.weight"]
+    assert kinds(shapes, 1, "tq2_0")["token_embd.weight"] == "Q6_K"
+
+
+def test_ternary_codes_are_equally_likely():
+    """By the layout that ggml's own dequantiser reads: every place of a block has all three."""
+    values = gguf.dequantize(blocks("TQ2_0", 0.02, np.random.default_rng(0))[:5000], KINDS["TQ2_0"])
+    scale = values.max()
+    for code in (-1, 0, 1):
+        assert np.isclose(values, code * scale).mean(0) == pytest.approx(np.full(256, 1 / 3), abs=0.05)
+
+
 @pytest.mark.parametrize(
-    "kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "BF16"]
+    "kind", ["TQ2_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "BF16"]
 )
 def test_blocks_have_the_spread_that_is_asked_for(kind):
     stored = blocks(kind, 0.02, np.random.default_rng(0))[:5000]
