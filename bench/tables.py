@@ -198,24 +198,40 @@ def widths() -> str:
     return table(["weights in", "limit", "ms a token", "plan expected", "read a token", "hits"], rows)
 
 
+def compared(runs: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """A prompt's seconds and a token's milliseconds, flashllm's for llama.cpp's: medians of whole_model.py's runs over
+    their warm halves, of llama.cpp's settings the best, which is named where there were several."""
+    ran: dict[tuple[str, str], list[Any]] = {}
+    for run in runs:
+        warm = [one for one in run["runs"] if one["name"] == "warm"]
+        ran.setdefault((run["engine"], run.get("setting", "")), []).extend(warm)
+    several = len({setting for _, setting in ran} - {""}) > 1
+
+    def cell(figure: Callable[[Any], float], digits: int) -> str:
+        cells = []
+        for engine in ("flashllm", "llama.cpp"):
+            found = [(median(map(figure, each)), name) for (of, name), each in ran.items() if of == engine and each]
+            if found:
+                best, name = min(found)
+                cells.append(f"{best:,.{digits}f}" + (f" ({name})" if name and several else ""))
+        return " for ".join(cells)
+
+    return cell(lambda one: one["prompt"]["total_ms"] / 1e3, 1), cell(lambda one: one["token_ms"], 0)
+
+
 def whole_models() -> str:
     """Medians over the rounds of every document of whole_model.py, by limit."""
     rows = []
     for path in sorted((BENCH / "peer/results").glob("whole_*.json")):
         document = load(f"peer/results/{path.name}")
         for limit in dict.fromkeys(run["memory"] for run in document["runs"]):
-            ran: dict[str, list[Any]] = {"flashllm": [], "llama.cpp": []}
-            for run in document["runs"]:
-                if run["memory"] == limit:
-                    ran[run["engine"]] += [one for one in run["runs"] if one["name"] == "warm"]
-            prompts = [
-                f"{median(one['prompt']['total_ms'] for one in each) / 1e3:.1f}" for each in ran.values() if each
-            ]
-            times = [f"{median(one['token_ms'] for one in each):,.0f}" for each in ran.values() if each]
+            figures = compared([run for run in document["runs"] if run["memory"] == limit])
+            machine = document["machine"]
+            used = machine.get("used", "auto")
             shape = path.stem.removeprefix("whole_").split("_")[0] + f", {document['rows'].upper()}"
             asked = [f"{document['layers']}", f"{document['prompt']:,}", f"{limit / 1e9:g} GB"]
             named = link(f"peer/results/{path.name}")
-            rows.append([shape, *asked, " for ".join(prompts), " for ".join(times), document["machine"]["simd"], named])
+            rows.append([shape, *asked, *figures, machine["simd"] if used == "auto" else used, named])
     head = ["file", "layers", "prompt", "limit", "the prompt, s", "a token, ms", "instructions", "JSON"]
     return table(head, rows)
 

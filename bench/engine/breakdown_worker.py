@@ -57,7 +57,8 @@ def dense(settings: dict[str, Any]) -> dict[str, Any]:
     if settings["memory"] is not None:
         others = process_nbytes() + (READ_AHEAD + 1) * BLOCK_NBYTES + SLACK_NBYTES
         share = min(share, max(0.0, (settings["memory"] - others) / total))
-    stream = DenseStream(directory, share, threads=num_cores(), io_threads=READS_AT_A_TIME)
+    simd = settings.get("simd", "auto")
+    stream = DenseStream(directory, share, threads=num_cores(), io_threads=READS_AT_A_TIME, simd=simd)
     tokens = []
     energy = joules()
     for _ in range(settings["tokens"]):

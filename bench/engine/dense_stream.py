@@ -40,9 +40,9 @@ class _Block:
 class DenseStream:
     """A token's pass over all weights of a model directory, `resident_share` of them in memory."""
 
-    def __init__(self, directory: Path, resident_share: float, *, threads: int, io_threads: int) -> None:
+    def __init__(self, directory: Path, resident_share: float, *, threads: int, io_threads: int, simd: str) -> None:
         manifest = Manifest.load(directory, check_files=False)
-        self._pool = _core.ThreadPool(threads)
+        self._pool, self._simd = _core.ThreadPool(threads), simd
         self._reader = _core.Reader(io_threads, max_request=MAX_REQUEST)
         self._files = [_core.DirectFile(str(directory / name), direct=True) for name in (RESIDENT, FFN)]
         self.direct_io = all(file.direct for file in self._files)
@@ -77,7 +77,7 @@ class DenseStream:
         row_nbytes = self._width * self._dtype.itemsize
         count = len(buffer) // row_nbytes
         rows = buffer[: count * row_nbytes].view(self._dtype.storage).reshape(count, self._width)
-        return _core.Linear(rows, None, cast(Any, self._dtype.name), self._pool), count
+        return _core.Linear(rows, None, cast(Any, self._dtype.name), self._pool, self._simd), count
 
     def _submit(self, block: _Block, buffer: NDArray[np.uint8]) -> _core.ReadBatch:
         batch = _core.ReadBatch(self._reader, self._files[block.file])

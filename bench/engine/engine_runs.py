@@ -1,6 +1,7 @@
 """Runs of one engine in a process of its own, capped where asked, and the medians over its tokens.
 
-What the benchmarks of whole tokens share: `latency_breakdown`, `ablation`, `memory_curve`, `long_generation`.
+What the benchmarks of whole tokens share: `latency_breakdown`, `ablation`, `memory_curve`, `long_generation`; and the
+option that switches instructions off in any of them.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from memory_group import GroupError, document_of
 
+from flashllm import _core
 from flashllm.base.units import parse_size
 from flashllm.format.model_files import FFN, RESIDENT
 
@@ -42,6 +44,24 @@ def add_runs(
         action="store_true",
         help="read each engine's files in sequence before it runs: for virtual disks whose host caches, and forgets",
     )
+
+
+def add_simd(parser: argparse.ArgumentParser) -> None:
+    """Which vector instructions compute, to see what those of this processor are worth."""
+    parser.add_argument(
+        "--simd",
+        type=_simd_level,
+        default="auto",
+        help="flashllm's vector instructions: avx2, avx2_vnni, avx512 ... (default: the best there are)",
+    )
+
+
+def _simd_level(name: str) -> str:
+    try:
+        _core.read_bandwidth(_core.ThreadPool(1), 4096, 0.0, name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return name
 
 
 def finish(document: dict[str, Any], file: Path | None) -> int:

@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from breakdown_report import markdown, plot
-from engine_runs import COLD_TOKENS, PAPER_READER, Workers, add_model, add_runs, summary
+from engine_runs import COLD_TOKENS, PAPER_READER, Workers, add_model, add_runs, add_simd, summary
 
+from flashllm import _core
 from flashllm.base.units import format_size
 from flashllm.config import DEFAULT_WINDOW
 from flashllm.convert.locate import resolve_model
@@ -67,8 +68,9 @@ class Run:
     def _engine(self, name: str) -> dict[str, Any]:
         args = self.args
         if name in ("naive", "hybrid"):
-            settings = {"task": "dense", "tokens": args.dense_tokens, "memory": args.memory}
+            settings = {"task": "dense", "tokens": args.dense_tokens, "memory": args.memory, "simd": args.simd}
             return self.workers.run({**settings, "resident_share": 0.5 if name == "hybrid" else 0.0})
+        paper: dict[str, Any] = PAPER if name.startswith("paper") else {"options": {}}
         settings = {
             "task": "flash",
             "tokens": args.tokens,
@@ -77,7 +79,8 @@ class Run:
             "prompt_tokens": args.prompt,
             "io_backend": args.io_backend,
             "io_threads": args.io_threads,
-            **(PAPER if name.startswith("paper") else {}),
+            **paper,
+            "options": {**paper["options"], "simd": args.simd},
         }
         if name == "paper24":
             plan = self.results["paper"][-1]["plan"]
@@ -85,7 +88,8 @@ class Run:
             settings["memory"] = int(plan["total_bytes"] - plan["neuron_cache_bytes"] + ffn)
             return self.workers.run(settings, capped=False)
         if name == "streamed":
-            settings |= {"options": {"mode": "dense"}, "tokens": args.dense_tokens}
+            settings["options"]["mode"] = "dense"
+            settings["tokens"] = args.dense_tokens
         return self.workers.run(settings)
 
 
@@ -178,6 +182,8 @@ def conditions(run: Run) -> dict[str, Any]:
         "read_first": args.read_first,
         "cores": os.cpu_count(),
         "machine": platform.machine(),
+        "simd": _core.best_simd_level(),
+        "used": args.simd,
         "load_average": os.getloadavg()[0],
         "rapl": first.get("energy_j") is not None,
         "command": "python " + " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
@@ -188,6 +194,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     add_model(parser)
     add_runs(parser, tokens=60, rounds=2)
+    add_simd(parser)
     parser.add_argument("--engines", type=lambda text: text.split(","), default=list(ENGINES))
     parser.add_argument("--dense-tokens", type=int, help="tokens of naive and hybrid in each round (default: a tenth)")
     parser.add_argument("--io-threads", type=int, help="flashllm's reads at a time (default: as calibrated, else 32)")

@@ -16,7 +16,6 @@ Medians over rounds, with their spread. The last line is one JSON document.
 
 import argparse
 import contextlib
-import json
 import random
 import statistics
 import sys
@@ -27,6 +26,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from engine_runs import add_simd, finish
+
+from flashllm import _core
 from flashllm.base.units import parse_size
 from flashllm.config import RunConfig
 from flashllm.convert.locate import resolve_model
@@ -139,7 +141,7 @@ def opened(args: argparse.Namespace, directory: Path) -> Iterator[tuple[Model, T
     """The model and who may draft for it, by name."""
     tokenizer = Tokenizer.load(directory)
     speculate = resolve_model(args.draft, convert_on_first_use=False) if args.draft else "lookup"
-    config = replace(RunConfig(), memory=args.memory, context=CONTEXT, speculate=speculate)
+    config = RunConfig(memory=args.memory, context=CONTEXT, speculate=speculate, simd=args.simd)
     with opened_draft(directory, config) as draft, Model.open(directory, config, process=draft.process_nbytes) as model:
         yield model, tokenizer, {"lookup": None, **({"draft": draft.drafter} if args.draft else {})}
 
@@ -211,6 +213,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path)
+    add_simd(parser)
     args = parser.parse_args(argv)
     directory = resolve_model(args.model, convert_on_first_use=False)
     began = time.monotonic()
@@ -218,11 +221,8 @@ def main(argv: list[str] | None = None) -> int:
     print("|---|---|---|---|---|---|---|---|---|")
     figures = forced(args, directory) if args.forced else texts(args, directory)
     document = {"model": directory.name, "memory": args.memory, "tokens": args.tokens, "rounds": args.rounds, **figures}
-    document["seconds"] = time.monotonic() - began
-    if args.json:
-        args.json.write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps(document))
-    return 0
+    document |= {"simd": _core.best_simd_level(), "used": args.simd, "seconds": time.monotonic() - began}
+    return finish(document, args.json)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """How fast the kernels read weights, against how fast this machine reads memory at all.
 
-    python bench/kernels/kernels.py [--threads N] [--seconds S] [--tiny]
+    python bench/kernels/kernels.py [--threads N] [--seconds S] [--simd LEVEL] [--tiny]
 
 Prints GB/s of resident products and attention at one token and of the sparse FFN with every active neuron cached, by
 dtype and shape, and of products with coded weights, resident ones by what they are multiplied by and rows gathered from
-a cache, beside the roof: all threads summing memory well beyond the caches (`_core.read_bandwidth`), taken in turn with
-the figures because the machine's bandwidth moves with its neighbours. Then Gflop/s of coded products of a pass's and a
+a cache (a token's whole products, its up rows alone, its down columns alone), beside the roof: all threads summing
+memory well beyond the caches (`_core.read_bandwidth`), taken in turn with the figures because the machine's bandwidth
+moves with its neighbours. Then Gflop/s of coded products of a pass's and a
 prompt's tokens, by processor time, beside the format's own inner loop over what the first cache holds, and torch's
 products of int8 and of fp32. Says the load average it ran under: on a busy machine the percentages hold better than the
 figures. The last line is one JSON document. Knows no model.
@@ -27,9 +28,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 import core_testing  # noqa: F401 - the core's test build, which has attention by itself
+from engine_runs import add_simd
 
 from flashllm import _core
 from flashllm.base.dtypes import WEIGHT_DTYPES
@@ -71,8 +74,8 @@ ROUNDS = 5
 class Rounds:
     """Figures and the roof taken in turn, because the machine's bandwidth moves with its neighbours."""
 
-    def __init__(self, pool: _core.ThreadPool, seconds: float, nbytes: int = ROOF_NBYTES):
-        self.pool, self.seconds, self.nbytes = pool, seconds, nbytes
+    def __init__(self, pool: _core.ThreadPool, seconds: float, nbytes: int, simd: str):
+        self.pool, self.seconds, self.nbytes, self.simd = pool, seconds, nbytes, simd
 
     def roof(self) -> float:
         """Bytes per second of the median pass over memory."""
@@ -105,6 +108,11 @@ class Rounds:
         }
 
 
+def used(simd: str) -> str:
+    """The level that computes."""
+    return _core.best_simd_level() if simd == "auto" else simd
+
+
 def as_loaded(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in memory of the kind that resident weights are read into: huge pages where there are any."""
     memory = torch.from_numpy(_core.allocate(tensor.nbytes)).view(tensor.dtype).reshape(tensor.shape)
@@ -123,7 +131,7 @@ def bench_linear(dtype: str, shape: tuple[int, int], rounds: Rounds):
     nbytes = rows * columns * element
     copies = max(2, rounds.nbytes // nbytes)
     weight = torch.randn(rows, columns).to(DTYPES[dtype])
-    linears = [_core.Linear(as_loaded(weight), None, dtype, rounds.pool) for _ in range(copies)]
+    linears = [_core.Linear(as_loaded(weight), None, dtype, rounds.pool, rounds.simd) for _ in range(copies)]
     x, out = stored(torch.randn(1, columns), dtype), stored(torch.zeros(1, rows), dtype)
 
     def run() -> None:
@@ -152,7 +160,7 @@ def bench_coded(encoding: str, inputs: str, shape: tuple[int, int], rounds: Roun
     copies = max(2, rounds.nbytes // codes.nbytes)
     weights = [as_loaded(codes).numpy() for _ in range(copies)]
     linears = [
-        _core.Linear(weight, None, "float32", rounds.pool, "auto", encoding, columns, inputs) for weight in weights
+        _core.Linear(weight, None, "float32", rounds.pool, rounds.simd, encoding, columns, inputs) for weight in weights
     ]
     x, out = np.random.default_rng(1).standard_normal((1, columns), np.float32), np.empty((1, rows), np.float32)
 
@@ -167,7 +175,8 @@ def bench_coded(encoding: str, inputs: str, shape: tuple[int, int], rounds: Roun
 
 
 def bench_gathered(encoding: str, inputs: str, shape: tuple[int, int, float, int], rounds: Rounds):
-    """An FFN layer over random active sets of coded rows that are all cached, as `bench_sparse`."""
+    """An FFN layer over random active sets of coded rows that are all cached, as `bench_sparse`: all of a token's
+    products, those of up rows, those of down columns."""
     d_model, d_ff, share, layers = shape
     layout = RowLayout(encoding=encoding, d_model=d_model, d_ff=1)
     row = np.zeros((1, layout.stride), np.uint8)
@@ -180,12 +189,15 @@ def bench_gathered(encoding: str, inputs: str, shape: tuple[int, int, float, int
     with tempfile.NamedTemporaryFile() as file:
         file.write(bytes(layout.stride))
         file.flush()
-        products = _core.GatheredProducts(layout.native(inputs), row, neurons, file.name, rounds.pool)
-        nbytes = count * 2 * layout.vector_nbytes("up")
-        run = functools.partial(products.run, active)
-        return rounds.figure(
-            "gathered", nbytes, run, dtype=f"{encoding} x {inputs}", d_model=d_model, d_ff=neurons, active=count
+        products = _core.GatheredProducts(layout.native(inputs), row, neurons, file.name, rounds.pool, rounds.simd)
+        up, down = (count * layout.vector_nbytes(matrix) for matrix in ("up", "down"))
+        sizes = {"dtype": f"{encoding} x {inputs}", "d_model": d_model, "d_ff": neurons, "active": count}
+        ways = (
+            ("gathered", up + down, products.run),
+            ("up rows", up, products.up),
+            ("down columns", down, products.down),
         )
+        return [rounds.figure(name, nbytes, functools.partial(run, active), **sizes) for name, nbytes, run in ways]
 
 
 def bench_sparse(dtype: str, shape: tuple[int, int, float, int], rounds: Rounds):
@@ -206,7 +218,9 @@ def bench_sparse(dtype: str, shape: tuple[int, int, float, int], rounds: Rounds)
             bias = {f"layers.{index}.ffn.up_bias": stored(torch.full((d_ff,), 10.0), dtype)}
             layer = _core.FfnLayer(
                 layer=index,
-                tensors=_core.ResidentTensors(bias, dtype=dtype, encoding=dtype, other_encodings={}, inputs="float32"),
+                tensors=_core.ResidentTensors(
+                    bias, dtype=dtype, encoding=dtype, other_encodings={}, inputs="float32", simd=rounds.simd
+                ),
                 row_format=_core.RowFormat(
                     encoding=dtype,
                     down_encoding=dtype,
@@ -258,7 +272,13 @@ def bench_attention(dtype: str, shape: tuple[int, int, int, int], rounds: Rounds
     layers = []
     for _ in range(max(2, rounds.nbytes // nbytes_each)):
         layer = _core.KvAttention(
-            heads=heads, kv_heads=kv_heads, head_dim=head_dim, context=positions, dtype=dtype, pool=rounds.pool
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            context=positions,
+            dtype=dtype,
+            pool=rounds.pool,
+            simd=rounds.simd,
         )
         layer.append(keys, values)
         layers.append(layer)
@@ -273,12 +293,12 @@ def bench_attention(dtype: str, shape: tuple[int, int, int, int], rounds: Rounds
     return rounds.figure("attention", nbytes, run, dtype=dtype, **sizes)
 
 
-def bench_prompt(dtype: str, shape: tuple[int, int, int], pool: _core.ThreadPool) -> dict[str, Any]:
+def bench_prompt(dtype: str, shape: tuple[int, int, int], rounds: Rounds) -> dict[str, Any]:
     """A matrix times a prompt's tokens, in GFLOP/s: ours (fp32 sums over widened weights) and torch's, in turn."""
     tokens, rows, columns = shape
     weight, x = torch.randn(rows, columns).to(DTYPES[dtype]), torch.randn(tokens, columns).to(DTYPES[dtype])
     inputs, out = stored(x, dtype), stored(torch.zeros(tokens, rows), dtype)
-    native = _core.Linear(as_loaded(weight), None, dtype, pool)
+    native = _core.Linear(as_loaded(weight), None, dtype, rounds.pool, rounds.simd)
     ways: dict[str, Callable[[], Any]] = {
         "native": lambda: native.forward(inputs, out, many=True),
         "torch": lambda: x @ weight.T,
@@ -296,7 +316,7 @@ def bench_prompt(dtype: str, shape: tuple[int, int, int], pool: _core.ThreadPool
 
 
 def bench_tokens(
-    encoding: str, inputs: str, shape: tuple[int, int], scales: tuple[int, int, bool], pool: _core.ThreadPool
+    encoding: str, inputs: str, shape: tuple[int, int], scales: tuple[int, int, bool], rounds: Rounds
 ) -> dict[str, Any]:
     """A coded matrix times the tokens of a pass or a prompt, in GFLOP/s, the counts of tokens in turn: the best of the
     rounds, by processor time, so that neighbours matter less. Roofs of the last count: the format's inner loop in the
@@ -304,7 +324,7 @@ def bench_tokens(
     rows, columns = shape
     codes = random_codes(encoding, shape).view(np.uint8).reshape(rows, -1)
     linear = _core.Linear(
-        as_loaded(torch.from_numpy(codes)).numpy(), None, "float32", pool, "auto", encoding, columns, inputs
+        as_loaded(torch.from_numpy(codes)).numpy(), None, "float32", rounds.pool, rounds.simd, encoding, columns, inputs
     )
     weight = torch.randn(rows, columns)
     ways: dict[str, tuple[int, Callable[[], Any]]] = {}
@@ -324,10 +344,10 @@ def bench_tokens(
             spent[way] = min(spent[way], max(time.process_time() - started, 1e-9))
     flop = {way: 2 * tokens * rows * columns for way, (tokens, _) in ways.items()}
     rates = {way: round(flop[way] / seconds / 1e9, 1) for way, seconds in spent.items()}
-    if _core.best_simd_level().startswith("avx"):
+    if used(rounds.simd).startswith("avx"):
         for _ in range(2 * ROUNDS):
             started = time.process_time()
-            operations = _core.multiply_in_cache(*scales, TILES)
+            operations = _core.multiply_in_cache(*scales, TILES, rounds.simd)
             rate = operations * TILES / max(time.process_time() - started, 1e-9) / 1e9
             rates["inner_loop"] = max(rates.get("inner_loop", 0.0), round(rate, 1))
     return {
@@ -361,7 +381,7 @@ def call_microseconds(pool: _core.ThreadPool, seconds: float) -> float:
 def as_markdown(document: dict[str, Any]) -> str:
     """The figures as a table."""
     lines = [
-        f"{document['threads']} threads on {document['cores']} cores, {document['simd']}, load average "
+        f"{document['threads']} threads on {document['cores']} cores, {used(document['used'])}, load average "
         f"{document['load_average']:.1f}; a native call costs {document['call_us']:.1f} µs.",
         "",
         "| what | dtype | shape | GB/s (range of the rounds) | reading memory, GB/s | % of it |",
@@ -398,47 +418,49 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="small shapes, to see that it runs")
     parser.add_argument("--dtypes", default=",".join(DTYPES), help="which of them, with commas; empty: none")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the figures as a table, too")
+    add_simd(parser)
     args = parser.parse_args(argv)
-    rounds = Rounds(_core.ThreadPool(args.threads), args.seconds, 1 << 20 if args.tiny else ROOF_NBYTES)
+    rounds = Rounds(_core.ThreadPool(args.threads), args.seconds, 1 << 20 if args.tiny else ROOF_NBYTES, args.simd)
     print(
         f"roof: {rounds.roof() / 1e9:.1f} GB/s reading memory with {args.threads} threads; "
-        f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; {_core.best_simd_level()}"
+        f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; {used(args.simd)}"
     )
     linears = TINY_LINEARS if args.tiny else LINEARS
     sparse = TINY_SPARSE if args.tiny else SPARSE
     results, prompts = [], []
 
-    def take(bench: Callable[[], dict[str, Any]]) -> None:
-        result = bench()
-        results.append(result)
-        low, high = result["gb_per_s_range"]
-        print(
-            f"{result['name']:<11} {result['dtype']:<19} {size_of(result):<19} {result['gb_per_s']:6.1f} GB/s "
-            f"({low} to {high}), {result['percent_of_roof']} % of {result['roof_gb_per_s']} GB/s",
-            flush=True,
-        )
+    def take(*found: dict[str, Any]) -> None:
+        results.extend(found)
+        for result in found:
+            low, high = result["gb_per_s_range"]
+            print(
+                f"{result['name']:<12} {result['dtype']:<19} {size_of(result):<19} {result['gb_per_s']:6.1f} GB/s "
+                f"({low} to {high}), {result['percent_of_roof']} % of {result['roof_gb_per_s']} GB/s",
+                flush=True,
+            )
 
     for dtype in filter(None, args.dtypes.split(",")):
         for shape in linears:
-            take(functools.partial(bench_linear, dtype, shape, rounds))
-        take(functools.partial(bench_sparse, dtype, sparse, rounds))
+            take(bench_linear(dtype, shape, rounds))
+        take(bench_sparse(dtype, sparse, rounds))
         for shape in TINY_ATTENTION if args.tiny else ATTENTION:
-            take(functools.partial(bench_attention, dtype, shape, rounds))
-        prompts.append(bench_prompt(dtype, TINY_PROMPT if args.tiny else PROMPT, rounds.pool))
+            take(bench_attention(dtype, shape, rounds))
+        prompts.append(bench_prompt(dtype, TINY_PROMPT if args.tiny else PROMPT, rounds))
         print(json.dumps(prompts[-1]), flush=True)
     for encoding, inputs in CODED:
-        take(functools.partial(bench_coded, encoding, inputs, TINY_CODED_SHAPE if args.tiny else CODED_SHAPE, rounds))
+        take(bench_coded(encoding, inputs, TINY_CODED_SHAPE if args.tiny else CODED_SHAPE, rounds))
     for encoding, inputs in TOKENS:
-        take(functools.partial(bench_gathered, encoding, inputs, sparse, rounds))
+        take(*bench_gathered(encoding, inputs, sparse, rounds))
     tokens = []
     for (encoding, inputs), scales in TOKENS.items():
         shape = TINY_CODED_SHAPE if args.tiny else CODED_SHAPE
-        tokens.append(bench_tokens(encoding, inputs, shape, scales, rounds.pool))
+        tokens.append(bench_tokens(encoding, inputs, shape, scales, rounds))
         print(json.dumps(tokens[-1]), flush=True)
     document = {
         "benchmark": "kernels",
         "threads": args.threads,
         "simd": _core.best_simd_level(),
+        "used": args.simd,
         "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
         "call_us": round(call_microseconds(rounds.pool, args.seconds), 2),

@@ -6,7 +6,9 @@
 flashllm uses a mixture's file where it lies: everything but the experts is converted once, into FILE.model beside it.
 At each limit the engines take turns, each in a process of its own (bench/protocol_engine.py) in a memory
 group of exactly that size, entered with a cold page cache: a prompt and tokens, cold, then the same again, warm. Ids
-are 0, 1, 2 ... where the file has no vocabulary.
+are 0, 1, 2 ... where the file has no vocabulary. llama.cpp takes its turn once for each setting of --peer: "repack" is
+weights in another order, beside the file; what a setting does not name is as in PEER. At the end each limit's figures,
+flashllm's for the best of llama.cpp's, with the setting that it had.
 
 Roofs: *reads* are the bytes that a warm token read, at the drive's rate for requests of the engine's mean size (of
 llama.cpp's, which the kernel makes: of 128 KiB); *products* are the bytes of every matrix that a token is multiplied
@@ -24,8 +26,11 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from drive import answers
+from engine_runs import add_simd
 from protocol import Limit, text_ids
+from tables import compared
 
 from flashllm import _core
 from flashllm.base.command_line import say
@@ -40,6 +45,7 @@ from flashllm.format.model_dir import ModelDir
 from flashllm.profile.costs import ReaderChoice
 
 ENGINES = ("flashllm", "llama.cpp")
+PEER = {"repack": False, "micro_batch": 512, "flash_attention": "auto"}
 ROOF_NBYTES = 512 << 20
 PEER_READER = ReaderChoice(backend="threads", depth=8, max_gap=0, source="argument")
 PEER_REQUEST = 128 << 10  # what the kernel reads ahead of a fault, at most
@@ -63,6 +69,23 @@ def touched_nbytes(file: Path) -> int:
     return total
 
 
+def peer_setting(text: str) -> tuple[str, dict[str, Any]]:
+    """A setting of llama.cpp and its options. ArgumentTypeError where it is none."""
+    options: dict[str, Any] = dict(PEER)
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        if part == "repack":
+            options[name] = True
+        elif name == "micro_batch" and value.isdecimal() and int(value) > 0:
+            options[name] = int(value)
+        elif name == "flash_attention" and value in ("auto", "disabled", "enabled"):
+            options[name] = value
+        else:
+            known = "repack, micro_batch=TOKENS and flash_attention=auto, disabled or enabled"
+            raise argparse.ArgumentTypeError(f"a setting has {known}, with commas between them, not {part!r}")
+    return text, options
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Every limit, every engine."""
     directory = args.directory or args.file.with_suffix(".model")
@@ -73,24 +96,25 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     pool, matrices = _core.ThreadPool(args.threads), touched_nbytes(args.file)
     behind = range(args.prompt, args.prompt + args.tokens)
     states = round(statistics.fmean(model.block.mixers_read_nbytes(at + 1, model.dtype.itemsize) for at in behind))
-    peer = {"repack": args.repack, "micro_batch": args.micro_batch, "flash_attention": args.flash_attn}
+    turns = [("flashllm", "", {"context": len(ids) + 1, "simd": args.simd})]
+    turns += [("llama.cpp", setting, options) for setting, options in args.peer]
     runs: list[dict[str, Any]] = []
     for memory in args.memory:
         profile_drive(argparse.Namespace(no_profile=False), directory, RunConfig(memory=memory))
         for turn in range(args.rounds):
-            for engine in args.engines[:: 1 if turn % 2 == 0 else -1]:
-                say(f"{format_size(memory)}: {engine}")
+            for engine, setting, own in turns[:: 1 if turn % 2 == 0 else -1]:
+                if engine not in args.engines:
+                    continue
+                say(f"{format_size(memory)}: {engine} {setting}")
                 limit = Limit(memory)
-                options = {"memory": memory, "threads": args.threads}
-                if engine == "flashllm":
-                    options |= {"context": len(ids) + 1, "simd": args.simd}
-                else:
-                    options |= peer
+                options = {"memory": memory, "threads": args.threads, **own}
                 settings = {"engine": engine, "options": options, "prompt": args.prompt, "ids": ids}
                 run = limit.run(
                     {**settings, "model": str((directory if engine == "flashllm" else args.file).absolute())}
                 )
                 run |= {"engine": engine, "memory": memory, "enforced": limit.enforced, "reason": limit.reason}
+                if setting:
+                    run["setting"] = setting
                 if "error" not in run:
                     run["roofs"] = roofs(run, args.file, pool, matrices + states)
                 runs.append(run)
@@ -106,7 +130,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "touched_states_bytes": states,
         "prompt": args.prompt,
         "tokens": args.tokens,
-        "peer": peer,
+        "settings": dict(args.peer),
         "machine": {"system": system_name(), "cores": num_cores(), "simd": _core.best_simd_level(), "used": args.simd},
         "load_average": os.getloadavg()[0],
         "runs": runs,
@@ -136,14 +160,18 @@ HEAD = "limit | engine | prompt, s: cold, warm | read by it | ms a token: cold, 
 HEAD += " | reads, products (ms) | total ÷ larger | peak | finite"
 
 
+def named(run: dict[str, Any]) -> str:
+    return f"{run['engine']} {run.get('setting', '')}".strip()
+
+
 def line(run: dict[str, Any]) -> str:
     """The run as a row of the table."""
     if "error" in run:
-        return f"{format_size(run['memory'])} | {run['engine']} | {run['error']}"
+        return f"{format_size(run['memory'])} | {named(run)} | {run['error']}"
     cold, warm = run["runs"]
     cells = [
         format_size(run["memory"]) + ("" if run["enforced"] else f" NOT enforced: {run['reason']}"),
-        run["engine"],
+        named(run),
         ", ".join(f"{one['prompt']['total_ms'] / 1e3:.1f}" for one in (cold, warm)),
         ", ".join(format_size(one["prompt"]["bytes_read"]) for one in (cold, warm)),
         f"{cold['token_ms']:.0f}, {warm['token_ms']:.0f} ({warm['mean_ms']['total']:.0f})",
@@ -164,10 +192,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--prompt", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=24, help="behind the prompt (default: %(default)s)")
-    parser.add_argument("--micro-batch", type=int, default=512, help="llama.cpp's tokens at a time in a prompt")
-    parser.add_argument("--flash-attn", choices=("auto", "disabled", "enabled"), default="auto", help="llama.cpp's")
-    parser.add_argument("--simd", default="auto", help="flashllm's vector instructions: avx2, avx2_vnni, avx512 ...")
-    parser.add_argument("--repack", action="store_true", help="llama.cpp's weights in another order, beside the file")
+    parser.add_argument(
+        "--peer",
+        type=peer_setting,
+        nargs="+",
+        default=[peer_setting("micro_batch=512")],
+        metavar="SETTING",
+        help="llama.cpp's: micro_batch=2048 repack,flash_attention=disabled ... (default: micro_batch=512)",
+    )
+    add_simd(parser)
     parser.add_argument("--rounds", type=int, default=1, help="each other one in the other order")
     parser.add_argument("--threads", type=int, default=num_cores())
     parser.add_argument("--directory", type=Path, help="of what is converted (default: FILE.model)")
@@ -175,10 +208,14 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     print(HEAD)
     try:
-        document = json.dumps(measure(args))
+        found = measure(args)
     except FlashError as error:
         print(f"whole_model: {error}", file=sys.stderr)
         return 1
+    for memory in args.memory:
+        prompt, token = compared([run for run in found["runs"] if run["memory"] == memory])
+        print(f"{format_size(memory)}: the prompt, s: {prompt}; a token, ms: {token}")
+    document = json.dumps(found)
     if args.json is not None:
         args.json.write_text(document + "\n", encoding="utf-8")
     print(document)

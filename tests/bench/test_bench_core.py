@@ -13,7 +13,7 @@ READER = ["--file-size", "1MiB", "--sizes", "512B,4KiB", "--threads", "2", "--ro
 @pytest.mark.parametrize(
     ("script", "arguments", "figures", "compared"),
     [
-        ("kernels/kernels.py", ["--tiny", "--threads", "1", "--seconds", "0.001"], 68, "percent_of_roof"),
+        ("kernels/kernels.py", ["--tiny", "--threads", "1", "--seconds", "0.001"], 82, "percent_of_roof"),
         ("kernels/attention.py", ["--tiny", "--threads", "1", "--rounds", "1"], 3, "ratio"),
         ("io/reader.py", [*READER, "--queue-depths", ""], 3, "percent_of_roof"),
     ],
@@ -22,6 +22,26 @@ def test_benchmarks_end_with_one_json_document(script, arguments, figures, compa
     document = document_of(run_script(f"bench/{script}", *arguments))
     assert len(document["results"]) == figures
     assert all(compared in figure for figure in document["results"])
+
+
+def test_up_rows_and_down_columns_are_timed_apart_with_the_instructions_asked_for():
+    quick = ["--tiny", "--threads", "1", "--seconds", "0.001", "--dtypes", "", "--simd", "scalar"]
+    document = document_of(run_script("bench/kernels/kernels.py", *quick))
+    nbytes = {}
+    for each in document["results"]:
+        nbytes.setdefault(each["dtype"], {})[each["name"]] = each["nbytes"]
+    for encoding in ("int4_32", "q2_k", "q6_k"):
+        found = nbytes[f"{encoding} x int8"]
+        assert found["gathered"] == found["up rows"] + found["down columns"] == 2 * found["up rows"]
+    assert document["used"] == "scalar"
+    assert all("inner_loop" not in each["gflop_per_cpu_s"] for each in document["tokens"])
+
+
+def test_speculation_runs_with_the_instructions_asked_for():
+    quick = ["--tokens", "12", "--rounds", "1", "--forced", "--simd", "scalar"]
+    document = document_of(run_script("bench/engine/speculation.py", *quick))
+    assert document["used"] == "scalar"
+    assert document["forced"]["ms"] > 0
 
 
 def test_rows_that_tokens_name_are_timed(tmp_path):

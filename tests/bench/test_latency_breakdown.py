@@ -4,6 +4,7 @@ import json
 import subprocess
 
 import breakdown_worker
+import latency_breakdown
 import memory_group
 import pytest
 from engine_runs import Workers
@@ -68,9 +69,19 @@ def test_the_breakdown_says_what_it_promises(model, tmp_path):
 
 
 def test_the_breakdown_refuses_what_it_cannot_mean(model):
-    for wrong in (["--engines", "fast"], ["--cgroup"], ["--tokens", 10], ["--engines", "paper24"]):
+    for wrong in (["--engines", "fast"], ["--cgroup"], ["--tokens", 10], ["--engines", "paper24"], ["--simd", "sse"]):
         done = run_script("bench/engine/latency_breakdown.py", "--model", model, *wrong, status=2)
         assert "error:" in done.stderr
+
+
+def test_every_engine_computes_with_the_instructions_asked_for(model, monkeypatch):
+    run = latency_breakdown.Run(latency_breakdown.parse(["--simd", "scalar"]), model)
+    monkeypatch.setattr(run.workers, "run", lambda settings, **_: settings)
+    settings = {name: run._engine(name) for name in (*latency_breakdown.ENGINES, "streamed")}
+    assert settings["naive"]["simd"] == settings["hybrid"]["simd"] == "scalar"
+    assert settings["paper"]["options"] == {**latency_breakdown.PAPER["options"], "simd": "scalar"}
+    assert settings["flashllm"]["options"] == {"simd": "scalar"}
+    assert settings["streamed"]["options"] == {"simd": "scalar", "mode": "dense"}
 
 
 def test_parts_are_left_out_of_the_ablation(tmp_path):

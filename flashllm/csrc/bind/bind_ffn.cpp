@@ -157,12 +157,12 @@ void init_ffn(nb::module_& m) {
       .def(
           "__init__",
           [](GatheredProducts* self, const RowFormat& format, const ConstBytes& row, std::int32_t neurons,
-             const std::string& path, ThreadPool& pool) {
+             const std::string& path, ThreadPool& pool, const std::string& simd) {
             require(row.nbytes() == format.stride && neurons > 0,
                     "rows need neurons, of `stride` bytes each");
-            new (self) GatheredProducts(format, bytes_of(row), neurons, path, pool);
+            new (self) GatheredProducts(format, bytes_of(row), neurons, path, pool, parse_simd(simd));
           },
-          "row_format"_a, "row"_a, "neurons"_a, "path"_a, "pool"_a, nb::keep_alive<1, 6>())
+          "row_format"_a, "row"_a, "neurons"_a, "path"_a, "pool"_a, "simd"_a = "auto", nb::keep_alive<1, 6>())
       .def(
           "run",
           [](GatheredProducts& self, const IdArray& active) {

@@ -31,8 +31,9 @@ void inject_write_fault(DirectWriter& file, const std::string& kind, std::uint64
 // A block of codes and inputs that lies in the first cache, multiplied `times` times: the inner loop alone of
 // weights in bytes, with `offsets` a unit, or, in words, of those whose scales `unit` codes share. Operations
 // a time.
-std::size_t multiply_in_cache(std::size_t unit, std::size_t offsets, bool in_bytes, std::size_t times) {
-  const SimdLevel level = best_simd_level();
+std::size_t multiply_in_cache(std::size_t unit, std::size_t offsets, bool in_bytes, std::size_t times,
+                              const std::string& simd) {
+  const SimdLevel level = parse_simd(simd);
   const TileKernels* tiles = level_kernels(level).tiles;
   require(level_kernels(level).multiply_codes != nullptr && (unit == 16 || unit == 32),
           "this processor has no products of codes");
@@ -74,7 +75,8 @@ void init_testing(nb::module_& m) {
 
   m.def("digest", [](const std::string& simd) { return digest_of(parse_simd(simd)); }, "simd"_a);
 
-  m.def("multiply_in_cache", &multiply_in_cache, "unit"_a, "offsets"_a, "in_bytes"_a, "times"_a);
+  m.def("multiply_in_cache", &multiply_in_cache, "unit"_a, "offsets"_a, "in_bytes"_a, "times"_a,
+        "simd"_a = "auto");
 
   m.def("refuse_enters", &refuse_enters, "count"_a);
   m.def("hang_reads", &hang_reads, "count"_a, "after"_a = 0);

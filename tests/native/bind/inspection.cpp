@@ -4,6 +4,7 @@
 #include "bind/py_ffn.h"
 #include "bind_testing.h"
 #include "cache_replay.h"
+#include "ffn/gathered_products.h"
 #include "io/row_stream.h"
 #include "simd_levels.h"
 #include "trace_predictor.h"
@@ -81,6 +82,14 @@ void make_layer(PyFfnLayer* self, std::size_t layer, std::shared_ptr<NamedTensor
       options, {std::move(tensors), std::move(source), std::move(pool), std::move(counters)}, rows, cache);
 }
 
+// A part of a token's products over some neurons.
+template <void (GatheredProducts::*part)(const std::vector<std::int32_t>&)>
+void multiply(GatheredProducts& self, const IdArray& active) {
+  const std::vector<std::int32_t> ids = checked_ids(active, self.num_neurons());
+  const nb::gil_scoped_release unlocked;
+  (self.*part)(ids);
+}
+
 nb::dict take(RowStream& self) {
   const StreamTimes times = self.take();
   return dict_of({NAMED_MEMBER(times, wait_ns), NAMED_MEMBER(times, busy_ns), NAMED_MEMBER(times, bytes),
@@ -120,6 +129,10 @@ void init_inspection(nb::module_& m) {
     for (const SimdLevel level : simd_levels()) names.emplace_back(name_of(level, kSimdLevels));
     return names;
   });
+
+  bound<GatheredProducts>(m, "GatheredProducts")
+      .def("up", &multiply<&GatheredProducts::up>, "active"_a)
+      .def("down", &multiply<&GatheredProducts::down>, "active"_a);
 
   bound<DirectFile>(m, "DirectFile").def_prop_ro("memory_alignment", &DirectFile::memory_alignment);
 
