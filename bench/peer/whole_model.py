@@ -81,8 +81,8 @@ def peer_setting(text: str) -> tuple[str, dict[str, Any]]:
         elif name == "flash_attention" and value in ("auto", "disabled", "enabled"):
             options[name] = value
         else:
-            known = "repack, micro_batch=TOKENS and flash_attention=auto, disabled or enabled"
-            raise argparse.ArgumentTypeError(f"a setting has {known}, with commas between them, not {part!r}")
+            known = "repack, micro_batch=TOKENS, flash_attention=auto, disabled or enabled"
+            raise argparse.ArgumentTypeError(f"{part!r} is none of {known}; several have commas between them")
     return text, options
 
 

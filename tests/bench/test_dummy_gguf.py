@@ -1,5 +1,6 @@
 """A dummy model as a GGUF file: the right tensors in the right kinds, and tokens that stay with their experts."""
 
+import argparse
 from pathlib import Path
 
 import gguf
@@ -8,7 +9,8 @@ import pytest
 from dummy_gguf import blocks, coded, config_of, embedding_walk, kinds, make, stored_nbytes, tensors
 from make_synthetic_experts import locality
 from scripts import document_of, run_script
-from whole_model import touched_nbytes
+from tables import compared
+from whole_model import PEER, peer_setting, touched_nbytes
 
 from flashllm.config import RunConfig
 from flashllm.convert.run import convert
@@ -66,6 +68,42 @@ def test_it_is_held_against_roofs_of_matrices_and_states(tmp_path):
     assert document["machine"]["used"] == "scalar"
     (run,) = document["runs"]
     assert run["roofs"]["products_ms"] == pytest.approx(1e3 * document["touched_bytes"] / run["roofs"]["memory_bps"])
+
+
+def test_a_setting_of_the_peer_changes_what_it_names():
+    assert peer_setting("repack,micro_batch=2048") == (
+        "repack,micro_batch=2048",
+        {**PEER, "repack": True, "micro_batch": 2048},
+    )
+    for wrong in ("", "micro_batch", "micro_batch=0", "flash_attention=no", "repack=1", "repack micro_batch=2048"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is none of"):
+            peer_setting(wrong)
+
+
+def warm_run(engine, prompt_s, token_ms, **more):
+    return {
+        "engine": engine,
+        "runs": [
+            {"name": "cold", "prompt": {"total_ms": 1.0}, "token_ms": 1.0},
+            {"name": "warm", "prompt": {"total_ms": 1e3 * prompt_s}, "token_ms": token_ms},
+        ],
+        **more,
+    }
+
+
+def test_each_figure_is_held_against_the_peers_best_setting():
+    small, large = ("llama.cpp", 30.0, 80.0), ("llama.cpp", 20.0, 90.0)
+    ours = [warm_run("flashllm", *both) for both in ((9.0, 60.0), (11.0, 62.0))]
+    killed = {"engine": "llama.cpp", "setting": "repack", "error": "killed", "runs": []}
+    theirs = [warm_run(*small, setting="micro_batch=512"), warm_run(*large, setting="micro_batch=2048"), killed]
+    assert compared([*ours, *theirs]) == ("10.0 for 20.0 (micro_batch=2048)", "61 for 80 (micro_batch=512)")
+    # The median of a setting's rounds, not its best one.
+    lucky = warm_run("llama.cpp", 1.0, 1.0, setting="micro_batch=2048")
+    prompt, token = compared([*ours, *theirs, lucky, warm_run(*large, setting="micro_batch=2048")])
+    assert (prompt, token) == ("10.0 for 20.0 (micro_batch=2048)", "61 for 80 (micro_batch=512)")
+    # One setting has no name, and documents of before had none.
+    assert compared([*ours, theirs[0]]) == compared([*ours, warm_run(*small)]) == ("10.0 for 30.0", "61 for 80")
+    assert compared([*ours, killed]) == ("10.0", "61")
 
 
 def test_kinds_are_those_of_llama_cpps_quantiser():
