@@ -1,10 +1,12 @@
-"""What answers gain by passes that hold more than one token: several at once, and a form that says what comes next.
+"""What answers gain by passes that hold more than one token: several at once, a form that says what comes next, and a
+prompt whose beginning the server knows.
 
     python bench/serve/shared_passes.py together MODEL [--memory SIZE] [--at-once 1 2 4 8]
     python bench/serve/shared_passes.py forced MODEL [--memory SIZE]
+    python bench/serve/shared_passes.py known MODEL [--memory SIZE] [--known 10500] [--new 500]
 
-Both call the engine as the server does, without HTTP. A model of dummy weights is computed as its trace says
-(bench/engine/traced.py), each sequence at places of its own; ids of `together` are a walk of its own for each.
+All call the engine as the server does, without HTTP. A model of dummy weights is computed as its trace says
+(bench/engine/traced.py), each sequence at places of its own; ids are a walk of its own for each, but of `forced`.
 
 together  one token each of so many sequences, in passes that they share, in turn with one alone: tokens a second of all
           together and of each, and what sharing could give at most where the union of the units that are wanted
@@ -12,6 +14,9 @@ together  one token each of so many sequences, in passes that they share, in tur
           the drive did nothing but read those of the union that are missing, at the rate it had in these passes.
 forced    an answer by the schema of an address book, with and without passes over the tokens that the schema forces;
           the tokens are the same. A model without a tokenizer is refused.
+known     the time to the first token of NEW tokens alone, of KNOWN and NEW cold, of as many whose first KNOWN the
+          server has in memory, and of as many whose first KNOWN it has parked on disk, read from a cold page cache
+          where it may be dropped; in this order in every round, each with NEW tokens of its own.
 
 Put `python bench/capped.py SIZE` before the command to have the limit enforced. The last line is one JSON document.
 """
@@ -19,25 +24,39 @@ Put `python bench/capped.py SIZE` before the command to have the limit enforced.
 import argparse
 import contextlib
 import dataclasses
-import json
+import itertools
+import queue
 import statistics
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
+import core_testing  # noqa: F401 - before what loads the product's core
 import numpy as np
+from engine_runs import add_simd, finish
+from memory_group import GroupError, drop_page_cache
+from talking import Silent
 from traced import TracedModel
 
+from flashllm import _core
+from flashllm.api.requests import Request
 from flashllm.base.units import format_size, parse_size
 from flashllm.config import RunConfig
+from flashllm.errors import FlashError
 from flashllm.generate.grammar import Constraint, Grammars
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.session import PrefillRecord, Session, TokenRecord
 from flashllm.generate.speculation import Decoding
 from flashllm.generate.tokenizer import Tokenizer
+from flashllm.parked.file import identity
+from flashllm.parked.folder import ParkingFolder
+from flashllm.serve.worker import Began, Chosen, Finished, Job, Worker
 
 WARM = 4  # passes that do not count, of each number
 APART = 4999  # first ids of sequences
@@ -110,9 +129,9 @@ def together(model: TracedModel, args: argparse.Namespace) -> dict[str, Any]:
     return {"together": rows}
 
 
-def forced(model: TracedModel, path: Path, args: argparse.Namespace) -> dict[str, Any]:
+def forced(model: TracedModel, args: argparse.Namespace) -> dict[str, Any]:
     """The answer with and without passes over forced tokens, in turns."""
-    tokenizer = Tokenizer.load(path)
+    tokenizer = Tokenizer.load(args.model)
     grammars = Grammars(tokenizer.backend, tokenizer.end_ids, model.vocab_size)
     form = Constraint.of_schema(SCHEMA)
     options = SamplingOptions(max_new_tokens=args.tokens)
@@ -153,22 +172,108 @@ def forced(model: TracedModel, path: Path, args: argparse.Namespace) -> dict[str
     return {"forced": answers, "gain": gain, "same_tokens": same}
 
 
+def first_token(worker: Worker, ids: list[int], marks: Sequence[int] = ()) -> dict[str, Any]:
+    """A request of the prompt `ids` and one token: its time, and how many tokens were computed and reused."""
+    options = SamplingOptions(max_new_tokens=1, ignore_eos=True)
+    request = Request(
+        custom_id="",
+        kind="completion",
+        prompt=tuple(ids),
+        options=options,
+        max_new_given=True,
+        logprobs=None,
+        marks=tuple(marks),
+    )
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    found: dict[str, Any] = {}
+    began = time.perf_counter()
+    worker.submit(Job(prompts=[(request, ids)], deliver=events.put))
+    while not isinstance(event := events.get(), Finished):
+        if isinstance(event, Began):
+            found |= {"computed": event.record.tokens, "reused": event.record.reused_tokens}
+            found["bytes_read"] = event.record.times.bytes_read
+        elif isinstance(event, Chosen):
+            found["seconds"] = time.perf_counter() - began
+    if event.error is not None:
+        raise SystemExit(f"shared_passes: {event.error}")
+    return found
+
+
+def known(model: TracedModel, args: argparse.Namespace) -> dict[str, Any]:
+    """First tokens of prompts of which the server knows nothing, or the beginning."""
+    numbers, marks, dropped = itertools.count(), (args.known,), True
+
+    def walk(count: int) -> list[int]:
+        first = next(numbers) * APART
+        return [(first + at) % model.vocab_size for at in range(count)]
+
+    rows: dict[str, list[dict[str, Any]]] = {"alone": [], "cold": [], "known": [], "parked": []}
+    with tempfile.TemporaryDirectory(dir=args.parking) as folder:
+        parking = ParkingFolder(
+            Path(folder), identity(args.model, model.arithmetic), max_nbytes=1 << 50, daily_nbytes=1 << 50
+        )
+        keep = model.plan.memory.kept_nbytes
+        with Worker(
+            model, cast(Tokenizer, Silent()), max_waiting=1, keep=keep, on_event=lambda event: None, parking=parking
+        ) as worker:
+            first_token(worker, walk(args.new))  # it does not count
+            for _ in range(args.rounds):
+                while worker.make_room():
+                    pass
+                beginning = walk(args.known)
+                rows["alone"].append(first_token(worker, walk(args.new)))
+                rows["cold"].append(first_token(worker, beginning + walk(args.new), marks))
+                rows["known"].append(first_token(worker, beginning + walk(args.new), marks))
+                while worker.make_room():
+                    pass
+                try:
+                    drop_page_cache()
+                except GroupError:  # it takes root
+                    dropped = False
+                rows["parked"].append(first_token(worker, beginning + walk(args.new), marks))
+    whole_pages = args.known // _core.KV_BLOCK * _core.KV_BLOCK  # what a model with windows or states can go back to
+    for name in ("known", "parked"):
+        if (reused := min(one["reused"] for one in rows[name])) < whole_pages:
+            raise SystemExit(
+                f"shared_passes: {name}: of {args.known} known tokens {reused} were kept; give more --memory"
+            )
+    medians = {name: statistics.median(one["seconds"] for one in found) for name, found in rows.items()}
+    over = {name: medians[name] / medians["alone"] for name in ("known", "parked")}
+    for name, found in rows.items():
+        spread = f"{min(one['seconds'] for one in found):.2f} to {max(one['seconds'] for one in found):.2f}"
+        times = f", {over[name]:.2f} times those alone" if name in over else ""
+        print(f"{name}: {found[0]['computed']} tokens computed, {medians[name]:.2f} s (median; {spread}){times}")
+    sizes = {"known_tokens": args.known, "new_tokens": args.new}
+    return {**sizes, "first_tokens": rows, "seconds": medians, "over_alone": over, "page_cache_dropped": dropped}
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("together", "forced"))
+    parser.add_argument("what", choices=("together", "forced", "known"))
     parser.add_argument("model", type=Path, help="a model directory")
     parser.add_argument("--memory", type=parse_size)
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 2, 4, 8], help="the first is what gains are of")
     parser.add_argument("--tokens", type=int, help="of each sequence a round (default: 16), or of an answer (400)")
     parser.add_argument("--prompt", type=int, default=16)
+    parser.add_argument("--known", type=int, default=10500, help="tokens that a prompt begins with")
+    parser.add_argument("--new", type=int, default=500, help="tokens behind them")
+    parser.add_argument("--parking", type=Path, help="a folder on the drive of what is parked (default: the system's)")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", type=Path, help="write the document here too")
+    add_simd(parser)
     args = parser.parse_args(argv)
-    args.tokens = args.tokens or {"together": 16, "forced": 400}[args.what]
-    config = RunConfig(memory=args.memory, context=512, threads=args.threads, serves=True)
-    with TracedModel.open(args.model, config) as model:
-        found = together(model, args) if args.what == "together" else forced(model, args.model, args)
+    if args.known < _core.KV_BLOCK or args.new < 1:
+        parser.error(f"--known must be at least {_core.KV_BLOCK}, a page of tokens, and --new at least 1")
+    args.tokens = args.tokens or {"together": 16}.get(args.what, 400)
+    context = args.known + args.new + 1 if args.what == "known" else 512
+    config = RunConfig(memory=args.memory, context=context, threads=args.threads, serves=True, simd=args.simd)
+    try:
+        model = TracedModel.open(args.model, config)
+    except FlashError as error:
+        raise SystemExit(f"shared_passes: {error}") from error
+    with model:
+        found = {"together": together, "forced": forced, "known": known}[args.what](model, args)
         document = {
             "benchmark": "shared_passes",
             "model": args.model.name,
@@ -176,13 +281,12 @@ def main(argv: list[str] | None = None) -> int:
             "activity": model.activity_source,
             "memory": args.memory,
             "threads": model.plan.threads,
+            "simd": _core.best_simd_level(),
+            "used": args.simd,
             "direct_io": model.direct_io,
             **found,
         }
-    if args.json is not None:
-        args.json.write_text(json.dumps(document) + "\n", encoding="utf-8")
-    print(json.dumps(document))
-    return 0
+    return finish(document, args.json)
 
 
 if __name__ == "__main__":
