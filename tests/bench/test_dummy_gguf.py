@@ -1,15 +1,16 @@
 """A dummy model as a GGUF file: the right tensors in the right kinds, and tokens that stay with their experts."""
 
 import argparse
+import json
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
+import tables
 from dummy_gguf import blocks, coded, config_of, embedding_walk, kinds, make, stored_nbytes, tensors
 from make_synthetic_experts import locality
 from scripts import document_of, run_script
-from tables import compared
 from whole_model import PEER, peer_setting, touched_nbytes
 
 from flashllm.config import RunConfig
@@ -96,14 +97,29 @@ def test_each_figure_is_held_against_the_peers_best_setting():
     ours = [warm_run("flashllm", *both) for both in ((9.0, 60.0), (11.0, 62.0))]
     killed = {"engine": "llama.cpp", "setting": "repack", "error": "killed", "runs": []}
     theirs = [warm_run(*small, setting="micro_batch=512"), warm_run(*large, setting="micro_batch=2048"), killed]
-    assert compared([*ours, *theirs]) == ("10.0 for 20.0 (micro_batch=2048)", "61 for 80 (micro_batch=512)")
+    assert tables.compared([*ours, *theirs]) == ("10.0 for 20.0 (micro_batch=2048)", "61 for 80 (micro_batch=512)")
     # The median of a setting's rounds, not its best one.
     lucky = warm_run("llama.cpp", 1.0, 1.0, setting="micro_batch=2048")
-    prompt, token = compared([*ours, *theirs, lucky, warm_run(*large, setting="micro_batch=2048")])
+    prompt, token = tables.compared([*ours, *theirs, lucky, warm_run(*large, setting="micro_batch=2048")])
     assert (prompt, token) == ("10.0 for 20.0 (micro_batch=2048)", "61 for 80 (micro_batch=512)")
     # One setting has no name, and documents of before had none.
-    assert compared([*ours, theirs[0]]) == compared([*ours, warm_run(*small)]) == ("10.0 for 30.0", "61 for 80")
-    assert compared([*ours, killed]) == ("10.0", "61")
+    assert (
+        tables.compared([*ours, theirs[0]])
+        == tables.compared([*ours, warm_run(*small)])
+        == ("10.0 for 30.0", "61 for 80")
+    )
+    assert tables.compared([*ours, killed]) == ("10.0", "61")
+
+
+def test_a_row_names_the_best_setting_and_the_instructions_used(tmp_path, monkeypatch):
+    theirs = (warm_run("llama.cpp", *both, setting=setting) for setting, both in {"a": (3, 50), "b": (4, 40)}.items())
+    document = {"rows": "q4_k", "layers": 8, "prompt": 512, "machine": {"simd": "avx512", "used": "avx2"}}
+    document["runs"] = [{**run, "memory": 10**9} for run in (warm_run("flashllm", 2, 30), *theirs)]
+    (tmp_path / "peer/results").mkdir(parents=True)
+    (tmp_path / "peer/results/whole_m_8layers.json").write_text(json.dumps(document))
+    monkeypatch.setattr(tables, "BENCH", tmp_path)
+    row = "| m, Q4_K | 8 | 512 | 1 GB | 2.0 for 3.0 (a) | 30 for 40 (b) | avx2 | [JSON]"
+    assert row in tables.whole_models()
 
 
 def test_kinds_are_those_of_llama_cpps_quantiser():

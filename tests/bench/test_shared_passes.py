@@ -4,6 +4,8 @@ beginning the server knows the rest is computed."""
 import pytest
 from scripts import REPOSITORY, document_of, run_script
 
+from flashllm.parked.folder import ParkingFolder
+
 DEMO = REPOSITORY / "flashllm/demo"
 
 
@@ -20,12 +22,15 @@ def test_both_run_on_the_demo(what):
         assert one < 0.6 * other
 
 
-def test_of_a_prompt_whose_beginning_is_known_the_rest_is_computed(tmp_path):
+def test_of_a_prompt_whose_beginning_is_known_the_rest_is_computed(tmp_path, monkeypatch):
+    read, load = [], ParkingFolder.load
+    monkeypatch.setattr(ParkingFolder, "load", lambda self, *entry: read.append(load(self, *entry)) or read[-1])
     quick = ["--known", "150", "--new", "20", "--rounds", "2", "--parking", tmp_path, "--simd", "scalar"]
     document = document_of(run_script("bench/serve/shared_passes.py", "known", DEMO, *quick))
     computed = {name: [one["computed"] for one in found] for name, found in document["first_tokens"].items()}
     assert computed == {"alone": [20, 20], "cold": [170, 170], "known": [20, 20], "parked": [20, 20]}
     assert document["over_alone"]["parked"] == document["seconds"]["parked"] / document["seconds"]["alone"]
+    assert read == [True, True]  # for a round's last prompt alone
     assert document["used"] == "scalar"
     assert not list(tmp_path.iterdir())
 
