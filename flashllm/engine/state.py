@@ -97,7 +97,7 @@ class StateMemory(OneProcess):
 
     def can_lend(self, nbytes: int, added: int, *, rows: bool) -> bool:
         """True where a pass can borrow so much, while sequences take `added` more bytes: of memory that holds no rows,
-        or with `rows` a quarter of the neuron caches' at most."""
+        or with `rows` a third of the neuron caches' at most."""
         before, total = (self._blocks_with(n) + self._withheld for n in (added, added + nbytes))
         if total > self._plan.max_kv_blocks:
             return False

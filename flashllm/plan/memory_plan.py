@@ -10,7 +10,7 @@ import numpy as np
 from flashllm._core import KV_BLOCK
 from flashllm.plan.shares import Rows
 
-LENT_SHARE = 4  # bytes of the neuron caches, at least, for each that a prompt may borrow of them
+LENT_SHARE = 3  # bytes of the neuron caches, at least, for each that a prompt may borrow of them
 KEPT_CONTEXTS = 4  # of memory that nothing else wants: more is asked for, `serve --keep`
 # Of a plan's figures, those that `as_dict` has under their own names, sizes as `_bytes`.
 _SIZES = (
