@@ -35,6 +35,12 @@ OPT = ARCHITECTURES["opt"]
 TINY = {"model_type": "opt", "hidden_size": 64, "ffn_dim": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
 BITNET, ROUNDED = {"model_type": "bitnet"}, {"quant_method": "bitnet", "linear_class": "autobitlinear"}
 LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+LING = {  # 2.0
+    "model_type": "bailing_moe",
+    "score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "use_qk_norm": True,
+}
 
 
 def test_an_opt_config_is_understood():
@@ -220,8 +226,8 @@ def test_what_no_logit_shows_of_routers(model_type):
     config = {"model_type": model_type}
     if model_type in _NO_MODELS:
         config |= make_config(VARIANTS[model_type]).to_dict()
-    if model_type == "bailing_moe":  # Ling 2.0
-        config |= {"score_function": "sigmoid", "moe_router_enable_expert_bias": True, "use_qk_norm": True}
+    if model_type == "bailing_moe":
+        config |= LING
     router = getattr(block_spec(config).experts, "router", None)
     wide = any(name.endswith(".wide_router.weight") for name in resident_shapes(config))
     assert (getattr(router, "epsilon", 0.0), wide) == ROUTERS.get(model_type, (0.0, False))
@@ -257,6 +263,8 @@ def test_what_no_logit_shows_of_routers(model_type):
         ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "gpt2 with scale_attn_by_inverse_layer_idx"),
         ({"model_type": "bamboo", "hidden_act": "silu"}, "activation silu is not supported for bamboo"),
         ({"model_type": "bailing_moe", "score_function": "softmax"}, r"bailing_moe whose score_function .* \(Ling 1\)"),
+        ({**LING, "norm_head": True}, "bailing_moe with norm_head True is not supported; False is"),
+        ({**LING, "norm_softmax": True}, "bailing_moe with norm_softmax True is not supported; False is"),
         ({"model_type": "phimoe", "num_experts_per_tok": 1}, "num_experts_per_tok 1 is not supported; 2 is"),
         ({"model_type": "olmo", "clip_qkv": 8.0}, "olmo with clip_qkv 8.0 is not supported"),
         ({"model_type": "hunyuan_v1_moe", "num_experts": [4] + [8] * 31}, "num_experts that differs by layer"),

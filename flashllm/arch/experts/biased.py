@@ -275,6 +275,7 @@ def _ling(config: Config) -> BlockSpec:
             raise UnsupportedModelError(
                 f"bailing_moe whose {key} is {str(config[key])[:80]} (Ling 1) is not supported; Ling 2.0 runs"
             )
+    check_usual(config, {"norm_head": False, "norm_softmax": False})
     dims = config["rotary_dim"]
     normalized = {**config, "norm_topk_prob": config["num_experts_per_tok"] != 1}
     return mixture_block(
