@@ -793,8 +793,8 @@ def make_checkpoint(path: Path, variant: Variant, *, dtype: str = "float32", see
         for name, parameter in [*sorted(model.named_parameters()), *biases]:
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith(_CHOICES):
-                # By far below the scores in one variant: what is left out must not count as zero.
-                parameter.copy_((-3.0 if variant == VARIANTS["glm4_moe groups"] else 0.0) + 0.2 * noise)
+                # By far below the scores where there are groups: what is left out must not count as zero.
+                parameter.copy_((-3.0 if variant.config.get("n_group", 1) > 1 else 0.0) + 0.2 * noise)
             elif name.endswith("layer_scalar"):
                 parameter.copy_(0.7 + 0.1 * noise)
             elif "norm" in name or ".ln_" in name:

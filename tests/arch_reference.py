@@ -3,6 +3,7 @@
 Reads the converted model directory alone, so it also shows that the canonical tensors are the right ones.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,11 @@ OF_UP = {"drelu": relu, "clamped_swiglu": lambda h: h.clamp(-7.0, 7.0) + 1.0}  #
 class ReferenceDecoder:
     """The model in a directory, all of it in memory."""
 
-    norm_groups: int | None = None  # of what state spaces mix, where it is not as the spec says
+    # Tests set these, to see that it shows. None: as the spec says.
+    norm_groups: int | None = None  # of what state spaces mix
+    delta_scale: float | None = None  # of a delta rule's queries
+    delta_gate: Callable[[torch.Tensor], torch.Tensor] | None = None  # of a delta rule's output
+    left_out = -torch.inf  # the score of experts whose group does not count
 
     def __init__(self, path: Path, *, cuts: bool = True) -> None:
         self.model = ModelDir.open(path)
@@ -319,7 +324,7 @@ class ReferenceDecoder:
         owner = torch.arange(mixer.value_heads)
         owner = owner % mixer.key_heads if mixer.tiled else owner // (mixer.value_heads // mixer.key_heads)
         query, key = (each.view(len(x), mixer.key_heads, -1)[:, owner] for each in (query, key))
-        query, key = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (query, key))
+        query, key = (self._unit(each) for each in (query, key))
         value = value.view(len(x), mixer.value_heads, -1)
         beta = mixer.beta_scale * torch.sigmoid(self._linear(at + "beta", x))
         by_channel = mixer.channel_rank is not None
@@ -327,18 +332,24 @@ class ReferenceDecoder:
         steps = torch.nn.functional.softplus(self._linear(at + "decay", low[0]) + self.tensors[at + "decay_bias"])
         steps = steps.view(len(x), mixer.value_heads, -1)  # the last: 1, or the key's channels
         decay = torch.exp(-self.tensors[at + "decay_log"].view(-1, 1).exp() * steps)
+        scale = mixer.key_dim**-0.5 if self.delta_scale is None else self.delta_scale
         state, mixed = torch.zeros(mixer.value_heads, mixer.key_dim, mixer.value_dim), []
         for t in range(len(x)):
             state = state * decay[t, :, :, None]
             found = torch.einsum("hkv,hk->hv", state, key[t])
             state = state + torch.einsum("hk,hv->hkv", key[t], beta[t, :, None] * (value[t] - found))
-            mixed.append(torch.einsum("hkv,hk->hv", state, query[t]) / mixer.key_dim**0.5)
+            mixed.append(torch.einsum("hkv,hk->hv", state, query[t]) * scale)
         made = torch.stack(mixed)
         epsilon = self.block.norm_epsilon if mixer.norm_epsilon is None else mixer.norm_epsilon
         made = made * torch.rsqrt(made.square().mean(-1, keepdim=True) + epsilon)
         made = (made * self.tensors[at + "mixed_norm.weight"]).flatten(1)
-        gate = self._linear(at + "out_gate", low[1])
-        return self._linear(at + "out", made * (torch.sigmoid(gate) if by_channel else silu(gate)))
+        gate = self.delta_gate or (torch.sigmoid if by_channel else silu)
+        return self._linear(at + "out", made * gate(self._linear(at + "out_gate", low[1])))
+
+    @staticmethod
+    def _unit(states):
+        """Of length 1."""
+        return states / (states.square().sum(-1, keepdim=True) + 1e-6).sqrt()
 
     def _space(self, layer, x):
         mixer, at = self.block.layers[layer].recurrent, f"layers.{layer}.state."
@@ -429,7 +440,7 @@ class ReferenceDecoder:
         groups = keys.view(len(x), router.groups, -1)
         best = groups.topk(min(2 if router.groups_by == "two" else 1, groups.shape[-1])).values.sum(-1)
         counted = torch.zeros_like(best).scatter(-1, best.topk(router.chosen_groups).indices, 1.0).bool()
-        keys = groups.masked_fill(~counted[..., None], -torch.inf).view(products.shape)
+        keys = groups.masked_fill(~counted[..., None], self.left_out).view(products.shape)
         chosen = keys.topk(experts.chosen).indices
         values = scores.gather(-1, chosen)
         if router.score == "softmax_of_chosen":

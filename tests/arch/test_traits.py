@@ -12,6 +12,7 @@ import pytest
 import torch
 from arch_models import CONTEXT, VARIANTS, full_config, open_model, tokens
 from arch_reference import ReferenceDecoder
+from torch.nn.functional import rms_norm, silu
 
 from flashllm.arch.mixers import Growth, Latent, Rotary
 from flashllm.arch.registry import block_spec
@@ -99,6 +100,11 @@ def tensors(end, change):
     return sabotage
 
 
+def hooks(**values):
+    """What the decoder leaves open, and its methods."""
+    return lambda decoder: vars(decoder).update(values)
+
+
 def method(name, change):
     """A method of the decoder, by what `change` makes of it."""
     return lambda decoder: setattr(decoder, name, change(getattr(decoder, name)))
@@ -129,10 +135,6 @@ def norms_of_heads(decoder):
         tensors(end, lambda weight: weight.view(-1, width))(decoder)
 
 
-def one_group(decoder):
-    decoder.norm_groups = 1
-
-
 def backwards(tensor):
     return tensor.flip(-1)
 
@@ -146,12 +148,41 @@ def turned_by_share(mixer):
     return replace(mixer.rotary, inverse_frequency=tuple(each for each in mixer.rotary.inverse_frequency if each))
 
 
+def turned_first(rows):
+    """Of each head's query, the part that is turned lies before the other."""
+    return rows.view(4, 20, -1).roll(-8, 1).reshape(rows.shape)
+
+
+def values_first(decoder):
+    """Of each head's rows that make keys and values of a latent row."""
+    for layer in range(len(decoder.block.layers)):
+        names = [f"layers.{layer}.{part}.weight" for part in ("key_up", "value")]
+        keys, values = (decoder.tensors[name] for name in names)  # keys [heads, rank, plain]
+        keys, values = keys.view(4, 32, -1).mT, values.view(4, -1, 32)
+        values, keys = torch.cat((keys, values), 1).split((values.shape[1], keys.shape[1]), 1)
+        made = keys.mT.reshape(decoder.tensors[names[0]].shape), values.reshape(decoder.tensors[names[1]].shape)
+        decoder.tensors |= dict(zip(names, made, strict=True))
+
+
+def with_norm_of_shared_key(rotate):
+    """The part that is turned of the one key for all heads has a norm, too."""
+    return lambda states, *turn: rotate(rms_norm(states, states.shape[-1:]) if states.shape[1] == 1 else states, *turn)
+
+
+def factor_of_all(_, layer):
+    """The routed experts' factor, and of the shared one, too."""
+    if layer.experts is None:
+        return layer
+    router = layer.experts.router
+    return replace(layer, ffn_scale=router.factor, experts=replace(layer.experts, router=replace(router, factor=1.0)))
+
+
 def kept_above(cut):
     return lambda layer, gates: torch.where(cut(layer, gates) > 0, gates, 0.0)
 
 
 def with_silu(convolved):
-    return lambda *args: torch.nn.functional.silu(convolved(*args))
+    return lambda *args: silu(convolved(*args))
 
 
 def of_next_layer(rows_of):
@@ -159,6 +190,7 @@ def of_next_layer(rows_of):
 
 
 negative, zeros, ones = torch.neg, torch.zeros_like, torch.ones_like
+LATENT = "deepseek_v2|deepseek_v3|glm4_moe_lite|mistral4|youtu|minicpm3"  # of whose heads 8 of 20 numbers turn
 SHARED = [  # what is otherwise, how, and of which variants
     (
         "weights of experts as they are",
@@ -201,7 +233,44 @@ SHARED = [  # what is otherwise, how, and of which variants
         router(groups=1, chosen_groups=1),
         "bailing_moe|deepseek_v2 groups|deepseek_v3|glm4_moe groups|kimi_linear groups",
     ),
-    ("interleaved pairs", style("interleaved"), "bailing_moe|glm4_moe|dots1|minimax_m2 half turned|minicpm3"),
+    (
+        "groups left out count as zero",
+        hooks(left_out=0.0),
+        "bailing_moe|deepseek_v3|dots1 window|glm4_moe groups|kimi_linear groups|nemotron_h neurons first",
+    ),
+    (
+        "a factor of the shared expert, too",
+        each_layer(factor_of_all),
+        "afmoe|laguna|bailing_moe|deepseek_v2|deepseek_v3|glm4_moe_lite|hy_v3|kimi_linear|nemotron_h",
+    ),
+    (
+        "interleaved pairs",
+        style("interleaved"),
+        "bailing_moe|glm4_moe|dots1|minimax_m2 half turned|minicpm3|qwen3_next|qwen3_5_moe",
+    ),
+    (
+        "the whole head is turned",
+        attention(rotary=whole_head_turned),
+        "glm4_moe|minimax_m2 half turned|qwen3_next|qwen3_5_moe",
+    ),
+    (
+        "heads are turned",
+        attention(rotary=Rotary(inverse_frequency=(1.0, 0.5, 0.1, 0.02))),
+        "nemotron_h|granitemoehybrid|kimi_linear",
+    ),
+    ("norms of weight + 1", block(norm_shift=1.0), "gemma4|gemma3n|kimi_linear"),
+    ("norms of what layers read", layers(norms="input"), "olmo_hybrid|afmoe"),
+    (
+        "lengths with the epsilon of a mean",
+        hooks(_unit=lambda states: rms_norm(states, states.shape[-1:], eps=1e-6) / states.shape[-1] ** 0.5),
+        "qwen3_next|qwen3_5_moe",
+    ),
+    ("queries and keys of any length", hooks(_unit=lambda states: states), "qwen3_next|qwen3_5_moe|kimi_linear"),
+    ("queries of a state are not scaled", hooks(delta_scale=1.0), "qwen3_next|qwen3_5_moe"),
+    ("a sigmoid as the state's gate", hooks(delta_gate=torch.sigmoid), "qwen3_next|qwen3_5_moe"),
+    ("the turned part of queries first", tensors(".query.weight", turned_first), LATENT),
+    ("a norm of the shared key's turned part", method("_rotate", with_norm_of_shared_key), LATENT),
+    ("values before keys", values_first, LATENT),
     ("norms of the weight alone", block(norm_shift=0.0), "vaultgemma|qwen3_next|qwen3_5_moe"),
     (
         "scores scaled by what the cache keeps",
@@ -217,7 +286,7 @@ SHARED = [  # what is otherwise, how, and of which variants
     (
         "no norm of queries and keys",
         attention(query_key_norm="none"),
-        "glm4_moe norms of heads, biases|dots1|lfm2|lfm2_moe",
+        "glm4_moe norms of heads, biases|dots1|bailing_moe|lfm2|lfm2_moe",
     ),
     ("nothing is turned", attention(rotary=None), "lfm2|lfm2_moe"),
     ("parts of the projection in another order", exchanged, "lfm2|lfm2_moe"),
@@ -229,7 +298,7 @@ SHARED = [  # what is otherwise, how, and of which variants
         "qwen3_next|qwen3_5_moe|nemotron_h|granitemoehybrid|falcon_h1|bamba",
     ),
     ("values do not skip", tensors(".skip", zeros), "nemotron_h|granitemoehybrid|falcon_h1|bamba"),
-    ("one group's norm", one_group, "nemotron_h|granitemoehybrid|falcon_h1 gate first|bamba"),
+    ("one group's norm", hooks(norm_groups=1), "nemotron_h|granitemoehybrid|falcon_h1 gate first|bamba"),
     ("the gate behind the norm", state(gate_first=False), "nemotron_h|granitemoehybrid|falcon_h1 gate first"),
 ]
 OTHERWISE = {
@@ -273,7 +342,6 @@ OTHERWISE = {
     "deepseek_v2 groups": {"groups by the sum of two": router(groups_by="two")},
     "deepseek_v2 yarn rope": {"scores without the factor of YaRN": attention(query_scale=20**-0.5)},
     "glm4_moe_lite": {"the epsilon of transformers' latent norms": latent_epsilon(1e-6)},
-    "glm4_moe": {"the whole head is turned": attention(rotary=whole_head_turned)},
     "glm4_moe norms of heads, biases": {
         "no bias of queries": tensors(".query.bias", zeros),
         "weights of experts are normalized": router(normalized=True),
@@ -282,10 +350,10 @@ OTHERWISE = {
     "dots1 window": {"a window one wider": attention(window=lambda mixer: mixer.window and mixer.window + 1)},
     "ernie4_5_moe with a floor": {"no floor": router(least_sum=0.0)},
     "minimax_m2": {"norms of each head": norms_of_heads},
-    "minimax_m2 half turned": {"the whole head is turned": attention(rotary=whole_head_turned)},
     "youtu yarn rope": {"scores without the factor of YaRN": attention(query_scale=20**-0.5)},
     "minicpm3": {"logits as they are": block(logit_scale=1.0)},
     "kimi_linear": {
+        "SiLU as the state's gate": hooks(delta_gate=silu),
         "scores scaled by the rank": attention(query_scale=0.25),
         "the model's epsilon in latent norms": attention(
             latent=Latent(rank=32, plain_dim=12, value_dim=20, norm_epsilon=0.03)
@@ -300,7 +368,6 @@ OTHERWISE = {
     "olmo_hybrid": {
         "strengths of at most 1": mixers("delta_rule", beta_scale=1.0),
         "another epsilon of the mixed norm": mixers("delta_rule", norm_epsilon=1e-3),
-        "norms of what layers read": layers(norms="input"),
     },
     "gemma4": {
         "values are not normalized": attention(value_norm=False),
@@ -308,7 +375,6 @@ OTHERWISE = {
         "a window one wider": attention(window=lambda mixer: mixer.window and mixer.window + 1),
         "pairs of a share of the head": attention(rotary=turned_by_share),
         "no scale of a layer": tensors(".scale", ones),
-        "norms of weight + 1": block(norm_shift=1.0),
         "no soft cap": block(logit_softcap=None),
     },
     "gemma4 shared keys, rows of ids": {
@@ -345,7 +411,6 @@ OTHERWISE = {
         "a stream goes out otherwise": tensors("streams.1.leave.weight", other_rows),
         "values as they are": attention(value_norm=False),
         "scores that are scaled": attention(query_scale=lambda mixer: mixer.head_dim**-0.5),
-        "norms with 1 added": block(norm_shift=1.0),
         "keys of another layer": attention(shared=lambda mixer: mixer.shared and mixer.shared - 1),
     },
     "qwen3_next": {
@@ -366,11 +431,9 @@ OTHERWISE = {
         "keys of another group": tensors(".state.key.weight", lambda rows: rows.roll(12, 0)),
         "taps turned round": tensors(".conv.weight", backwards),
         "no bias of the convolution": tensors(".conv.bias", zeros),
-        "heads are turned": attention(rotary=Rotary(inverse_frequency=(1.0, 0.1))),
         "neurons are not squared": block(activation="relu"),
     },
     "granitemoehybrid": {
-        "heads are turned": attention(rotary=Rotary(inverse_frequency=(1.0, 0.1))),
         "scores scaled by the head": attention(query_scale=0.25),
         "logits multiplied": block(logit_scale=2.0),
         "the router's scores are all's": router(score="softmax"),
