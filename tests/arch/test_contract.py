@@ -23,7 +23,7 @@ from flashllm import _core
 from flashllm.arch.registry import ARCHITECTURES
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
-from flashllm.errors import FlashIOError, UnsupportedModelError, UsageError
+from flashllm.errors import ContextFull, FlashIOError, UnsupportedModelError, UsageError
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import PREDICTORS
 from flashllm.offload.runtime.accelerator.torch_ops import lacking
@@ -231,19 +231,29 @@ def test_a_cut(made, way):
 
 @pytest.mark.parametrize("bits", [None, 8], ids=["plain", "packed"])
 @pytest.mark.parametrize("lends", [True, False], ids=["a stretch", "parts"])
-def test_a_long_prompt_that_fails_in_its_middle(made, bits, lends):
+def test_a_long_prompt_that_ends_in_its_middle(made, bits, lends):
     """Nothing has changed, and again it succeeds; in parts, with every row read, it has the bits it has elsewhere."""
     (whole, expected), model = made.ways[bits], made.bare(bits, lends=lends)
     with model.new_sequence() as sequence, model.new_sequence() as other:
         same(run(model, made.ids[:20], sequence), expected[:20])
         held = model._memory.pool.nbytes
         entries = [(sequence, made.ids[20:]), (other, made.ids[:3])]  # the few come first
+
+        def changes_nothing(error):
+            with pytest.raises(error):
+                model.step(entries, all_logits=True)
+            assert (sequence.length, other.length, model._memory.pool.nbytes) == (20, 0, held)
+
         # Of at least 6 reads, or 18: three layers of the few tokens, and of one stretch or of five parts.
         for first in (0, 2, 5) if lends else (0, 5, 10, 17):
             model.parts.file.inject("error", first, count=10**6, argument=5)
-            with pytest.raises(FlashIOError):
-                model.step(entries, all_logits=True)
-            assert (sequence.length, other.length, model._memory.pool.nbytes) == (20, 0, held)
+            changes_nothing(FlashIOError)
+        model.parts.file.inject("interrupt", 5)
+        changes_nothing(KeyboardInterrupt)
+        plan = model.plan.memory
+        model.keep_to(plan.least_limit_nbytes(-(-held // plan.kv_block_nbytes)))
+        changes_nothing(ContextFull)
+        model.keep_to(plan.limit_nbytes)
         model.parts.file.inject("error", 2**60)
         found = model.step(entries, all_logits=True)
         same(found[:-3], expected[20:])
