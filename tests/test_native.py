@@ -32,9 +32,11 @@ OF_ARITHMETIC = [
     *("io/memory.cpp", "io/xxh3.cpp"),
     *(f"ffn/{name}.cpp" for name in ("dense_ffn", "expert_ffn", "expert_products", "experts", "ffn_group")),
     *(f"ffn/{name}.cpp" for name in ("neuron_norm", "predictor", "token_ffn")),
-    *("sequence/page_pool.cpp", "sequence/sequence_state.cpp"),
+    *("sequence/page_pool.cpp", "sequence/sequence_state.cpp", "model/recurrence.cpp"),
 ]
-TESTS_OF_ARITHMETIC = ("attention", "compute", "experts", "sequence_state", "norm", "offload", "pack", "predictor")
+TESTS_OF_ARITHMETIC = (
+    *("attention", "compute", "experts", "sequence_state", "norm", "offload", "pack", "predictor", "recurrence"),
+)
 
 
 def _core_flags() -> dict[str, list[str]]:

@@ -15,6 +15,7 @@ void test_arithmetic(int scale) {
   test_many_tokens(scale);
   test_offload(scale);
   test_pack(scale);
+  test_recurrence(scale);
   // Every kernel of every level, for the sanitizers; the same twice.
   for (const flashllm::SimdLevel level : flashllm::simd_levels())
     CHECK(flashllm::digest_of(level) == flashllm::digest_of(level));

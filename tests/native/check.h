@@ -33,3 +33,4 @@ void test_sequence_state(int scale);
 void test_direct_writer(const std::string& directory, int scale);
 void test_offload(int scale);
 void test_pack(int scale);
+void test_recurrence(int scale);

@@ -146,6 +146,14 @@ std::uint64_t digest_of(SimdLevel level) {
   level_kernels(level).attention->online_softmax(block.data(), 5, kWidth, kWidth, largest.data(), sum.data(),
                                                  factor.data());
   for (const std::vector<float>& each : {block, largest, sum, factor}) digest.add(each);
+  for (std::size_t kind = 0; kind < 3; ++kind) {
+    std::vector<float> state = fractions(kTerms * kColumns, random);
+    level_kernels(level).state_steps[kind](
+        {kTerms, kColumns, a.data(), b.data(), x.data(), 0.5F, scales.data(), 0.25F}, state.data(),
+        state.data(), sums.data());
+    digest.add(state);
+    digest.add(sums);
+  }
   return digest.value();
 }
 
