@@ -1,4 +1,4 @@
-"""Chat templates as data: in the manner of twenty-two families, and bombs. Written for the tests alone."""
+"""Chat templates as data: in the manner of thirty-three families, and bombs. Written for the tests alone."""
 # ruff: noqa: E501
 
 # Each uses what its family's templates use; the texts are short and their own.
@@ -253,6 +253,125 @@ FAMILIES = {
 {{- (messages | map(attribute='content') | list | tojson(indent=2, ensure_ascii=true))[:80] }}{{ [3, 1, 2] | sort | reverse | list }}
 {{- messages | batch(2) | list | length }}{{ 'a' | center(9) }}|{{ 'x'.ljust(4) }}|{{ 7 | round(1) }}{{ 5000000 | tojson }}""",
 }
+
+# What several of those with tools share: reasoning, the last question, calls in JSON.
+_SAID = """{%- macro said(m) -%}{{ (m.content or '').split('</think>')[-1] | trim }}{%- endmacro -%}
+{%- macro thought(m) -%}{%- if m.reasoning_content is string -%}{{ m.reasoning_content | trim }}
+{%- elif '</think>' in m.content -%}{{ m.content.split('</think>')[0].split('<think>')[-1] | trim }}{%- endif -%}{%- endmacro -%}
+{%- set ns = namespace(last=-1) -%}{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}
+{%- endif -%}{%- endfor -%}"""
+_CALLS = """{%- macro call_of(call, line='\\n') -%}{%- set f = call.function -%}{%- set given = f.arguments -%}
+{{- '<tool_call>' ~ line ~ '{"name": "' ~ f.name ~ '", "arguments": ' }}{{ given if given is string else given | tojson }}
+{{- '}' ~ line ~ '</tool_call>' }}{%- endmacro -%}"""
+
+# Of 2026, with tools and reasoning.
+OF_2026 = {
+    "qwen-3.5": _SAID
+    + """{%- if ns.last < 0 -%}{{- raise_exception('no question') }}{%- endif -%}
+{%- set first = messages[0].content | trim if messages[0].role == 'system' else '' -%}
+{%- if tools -%}{{- '<|im_start|>system\\n# Tools\\n<tools>' }}{%- for tool in tools -%}{{- '\\n' }}{{ tool | tojson }}{%- endfor -%}
+{{- '\\n</tools>\\nCalls:\\n<tool_call>\\n<function=name>\\n<parameter=key>\\nvalue\\n</parameter>\\n</function>\\n</tool_call>' }}
+{{- '\\n\\n' + first if first }}{{- '<|im_end|>\\n' }}{%- elif first -%}{{- '<|im_start|>system\\n' + first + '<|im_end|>\\n' }}{%- endif -%}
+{%- for m in messages -%}{%- if m.role == 'system' and not loop.first -%}{{- raise_exception('a system message is first') }}
+{%- elif m.role == 'user' -%}{{- '<|im_start|>user\\n' ~ (m.content | trim) ~ '<|im_end|>\\n' }}{%- elif m.role == 'assistant' -%}
+{{- '<|im_start|>assistant\\n' }}{%- if loop.index0 > ns.last -%}{{- '<think>\\n' ~ thought(m) ~ '\\n</think>\\n\\n' }}{%- endif -%}{{- said(m) }}
+{%- for call in m.tool_calls or [] -%}{{- '\\n\\n' if loop.first and said(m) else '\\n' if not loop.first }}
+{{- '<tool_call>\\n<function=' ~ call.function.name ~ '>\\n' }}{%- for key, value in call.function.arguments | items -%}
+{{- '<parameter=' ~ key ~ '>\\n' }}{{ value | tojson | safe if value is mapping or (value is sequence and value is not string) else value | string }}
+{{- '\\n</parameter>\\n' }}{%- endfor -%}{{- '</function>\\n</tool_call>' }}{%- endfor -%}{{- '<|im_end|>\\n' }}
+{%- elif m.role == 'tool' -%}{{- '<|im_start|>user' if loop.previtem and loop.previtem.role != 'tool' }}
+{{- '\\n<tool_response>\\n' ~ m.content ~ '\\n</tool_response>' }}{{- '<|im_end|>\\n' if loop.last or loop.nextitem.role != 'tool' }}{%- endif -%}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n<think>\\n' }}{{- '\\n</think>\\n\\n' if enable_thinking is false }}{%- endif -%}""",
+    "gemma-4": """{%- macro told(v) -%}{%- if v is string -%}<|"|>{{ v }}<|"|>{%- elif v is boolean -%}{{ v | lower }}
+{%- elif v is mapping -%}{{ '{' }}{% for key, each in v | dictsort %}{{ key }}:{{ told(each) }}{{ ',' if not loop.last }}{% endfor %}{{ '}' }}
+{%- elif v is sequence -%}[{% for each in v %}{{ told(each) }}{{ ',' if not loop.last }}{% endfor %}]{%- else -%}{{ v }}{%- endif -%}{%- endmacro -%}
+{%- set ns = namespace(answered=false) -%}{%- set first = messages[0].role in ['system', 'developer'] -%}{{ bos_token }}
+{%- if tools or first or enable_thinking -%}{{- '<|turn>system\\n' }}{{- '<|think|>\\n' if enable_thinking }}{{- messages[0].content | trim if first }}
+{%- for tool in tools or [] -%}<|tool>declaration:{{ tool.function.name ~ told({'parameters': tool.function.parameters}) }}<tool|>{%- endfor -%}{{- '<turn|>\\n' }}{%- endif -%}
+{%- set rest = messages[1:] if first else messages -%}{%- for m in rest -%}{%- set ns.answered = false -%}
+{{- '<|turn>' ~ ('model' if m.role == 'assistant' else m.role) ~ '\\n' }}{%- for call in m['tool_calls'] or [] -%}
+{{- '<|tool_call>call:' ~ call.function.name ~ told(call.function.arguments) ~ '<tool_call|>' }}{%- endfor -%}
+{%- for each in m['tool_responses'] or [] -%}{%- set ns.answered = true -%}
+{{- '<|tool_response>response:' ~ each['name'] ~ told({'value': each['response']}) ~ '<tool_response|>' }}{%- endfor -%}
+{{- m.content.split('<channel|>')[-1] | trim }}{{- '<turn|>\\n' if m.content or not ns.answered }}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|turn>model\\n' if not ns.answered }}{{- '<|channel>thought\\n<channel|>' if not enable_thinking | default(false) }}{%- endif -%}""",
+    "lfm-2.5": """{{- bos_token -}}{%- set own = namespace(system='') -%}
+{%- if messages[0]['role'] == 'system' -%}{%- set own.system = messages[0].get('content') -%}{%- endif -%}
+{%- if tools -%}{%- set own.system = own.system ~ ('\\n\\n' if own.system else '') ~ 'List of tools: ' ~ (tools | tojson) -%}{%- endif -%}
+{{- '<|im_start|>system\\n' ~ own.system ~ '<|im_end|>\\n' if own.system -}}
+{%- for m in messages if m.role != 'system' -%}{{- '<|im_start|>' ~ m.role ~ '\\n' -}}{%- if m.role == 'assistant' -%}{%- generation -%}
+{{- '<think>' ~ m.thinking ~ '</think>' if m.thinking is defined -}}{{- (m.content or '').split('</think>')[-1] | trim -}}{%- if m.tool_calls is defined -%}<|tool_call_start|>[
+{%- for call in m.tool_calls -%}{{ ', ' if not loop.first }}{{ call['function']['name'] }}({% for key, value in call['function']['arguments'].items() %}
+{{- ', ' if not loop.first }}{{ key }}={{ "'" ~ value ~ "'" if value is string else value | string }}{% endfor %}){%- endfor -%}]<|tool_call_end|>{%- endif -%}
+{%- endgeneration -%}{%- else -%}{{- m.get('content') -}}{%- endif -%}{{- '<|im_end|>\\n' -}}{%- endfor -%}
+{{- '<|im_start|>assistant\\n' if add_generation_prompt -}}""",
+    "ling-2": _SAID
+    + _CALLS
+    + """<role>SYSTEM</role>{%- if messages[0].role == 'system' -%}{{- messages[0].content ~ '\\n' }}{%- endif -%}
+{%- if tools -%}{{- '# Tools\\n<tools>' }}{%- for tool in tools -%}{{- '\\n' ~ (tool | tojson) }}{%- endfor -%}{{- '\\n</tools>\\n' }}{%- endif -%}
+{{- 'detailed thinking ' ~ ('on' if enable_thinking else 'off') ~ '<|role_end|>' }}
+{%- for m in messages -%}{%- if m.role == 'user' -%}{{- '<role>HUMAN</role>' ~ m.content ~ '<|role_end|>' }}{%- elif m.role == 'assistant' -%}
+<role>ASSISTANT</role>{{- '\\n<think>\\n' ~ thought(m) ~ '\\n</think>\\n\\n' if thought(m) and loop.index0 > ns.last }}{{- said(m) }}
+{%- for call in m.tool_calls or [] -%}{{- '\\n' }}{{ call_of(call) }}{%- endfor -%}<|role_end|>{%- elif m.role == 'tool' -%}
+{{- '<role>OBSERVATION</role>' if loop.previtem.role != 'tool' }}{{- '\\n<tool_response>\\n' ~ m.content ~ '\\n</tool_response>' }}
+{{- '<|role_end|>' if loop.last or loop.nextitem.role != 'tool' }}{%- endif -%}{%- endfor -%}
+{%- if add_generation_prompt -%}<role>ASSISTANT</role>{{- '\\n<think>\\n' if enable_thinking }}{%- endif -%}""",
+    "ernie-4.5": """{%- if not cls_token is defined -%}{%- set cls_token = '<|begin_of_sentence|>' -%}{%- endif -%}{{- cls_token -}}
+{%- for m in messages -%}{%- if m['role'] == 'user' -%}{{- 'User: ' + m['content'] + '\\n' -}}{%- elif m['role'] == 'assistant' -%}
+{{- 'Assistant: ' + m['content'] + eos_token -}}{%- elif m['role'] == 'system' -%}{{- m['content'] + '\\n' -}}{%- endif -%}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- 'Assistant: ' -}}{%- endif -%}""",
+    "ernie-4.5-thinking": _SAID
+    + _CALLS
+    + """{{- '<|im_start|>system\\n<global_setting>\\nthink_mode=True\\n</global_setting>' }}
+{%- if messages[0].role == 'system' -%}{{- '\\n<system_setting>\\n' ~ messages[0].content ~ '\\n</system_setting>' }}{%- endif -%}
+{%- if tools -%}{{- '\\n<tool_list>\\n' ~ (tools | tojson) ~ '\\n</tool_list>' }}{%- endif -%}{{- '<|im_end|>\\n\\n' }}
+{%- for m in messages if m.role != 'system' -%}{{- '<|im_start|>' ~ m.role ~ '\\n' }}{%- if m.role == 'assistant' -%}
+{{- '<think>\\n' ~ thought(m) ~ '\\n</think>\\n\\n\\n' if thought(m) }}{{- '<response>\\n' ~ said(m) ~ '\\n</response>\\n' if said(m) }}
+{%- for call in m.tool_calls or [] -%}{{- call_of(call) ~ '\\n' }}{%- endfor -%}{%- elif m.role == 'tool' -%}
+{{- '<tool_output>' ~ m.content ~ '</tool_output>' }}{%- else -%}{{- m.content }}{%- endif -%}{{- '<|im_end|>\\n\\n' }}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif -%}""",
+    "exaone-moe": _SAID
+    + _CALLS
+    + """{%- if tools -%}{{- '<|tool_declare|>\\n# Tools\\n' }}{%- for tool in tools -%}{{- '<tool>' ~ (tool | tojson) ~ '</tool>\\n' }}{%- endfor -%}
+{{- '<|endofturn|>\\n' }}{%- endif -%}{%- for m in messages -%}{%- if m.role == 'tool' -%}{{- '<|tool|>\\n' if loop.previtem.role != 'tool' else '\\n' }}
+{{- '<tool_result>' ~ m.content ~ '</tool_result>' }}{{- '<|endofturn|>\\n' if loop.last or loop.nextitem.role != 'tool' }}{%- else -%}
+{{- '<|' ~ m.role ~ '|>\\n' }}{%- if m.role == 'assistant' -%}{{- '<think>\\n' ~ (thought(m) if loop.index0 > ns.last) ~ '\\n</think>\\n\\n' }}{{- said(m) }}
+{%- for call in m.tool_calls or [] -%}{{- '\\n' if said(m) or not loop.first }}{{ call_of(call, '') }}{%- endfor -%}{%- else -%}{{- m.content | trim }}{%- endif -%}
+{{- '<|endofturn|>\\n' }}{%- endif -%}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>\\n<think>\\n' }}{{- '\\n</think>\\n\\n' if enable_thinking is defined and not enable_thinking }}{%- endif -%}""",
+    "laguna": _SAID
+    + """{%- set thinks = enable_thinking | default(false) -%}〈|EOS|〉<system>{{ '\\n\\n' ~ (messages[0].content if messages[0].role == 'system' else 'You help.') }}
+{%- if tools -%}{{- '\\n\\n### Tools\\n<available_tools>\\n' }}{%- for tool in tools -%}{{- (tool | tojson) ~ '\\n' }}{%- endfor -%}
+{{- '</available_tools>\\n' }}{{- '<think> your thoughts </think>\\n' if thinks }}{{- '<tool_call>name\\n<arg_key>key</arg_key>\\n<arg_value>value</arg_value>\\n</tool_call>' }}
+{%- endif -%}{{- '\\n</system>\\n' }}{%- for m in messages -%}{%- if m.role == 'user' -%}{{- '<user>\\n' ~ m.content ~ '\\n</user>\\n' }}
+{%- elif m.role == 'tool' -%}{{- '<tool_response>\\n' ~ m.content ~ '\\n</tool_response>\\n' }}{%- elif m.role == 'assistant' -%}
+{{- '<assistant>\\n' }}{{- '<think>\\n' ~ thought(m) ~ '\\n' if thought(m) }}{{- '</think>\\n' }}{{- said(m) ~ '\\n' if said(m) }}
+{%- for call in m.tool_calls or [] -%}{{- '<tool_call>' ~ call.function.name ~ '\\n' }}{%- for key, value in call.function.arguments.items() -%}
+{{- '<arg_key>' ~ key ~ '</arg_key>\\n<arg_value>' }}{{ value if value is string else value | tojson }}{{ '</arg_value>\\n' }}{%- endfor -%}{{- '</tool_call>\\n' }}
+{%- endfor -%}{{- '</assistant>\\n' }}{%- endif -%}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<assistant>\\n' ~ ('<think>' if thinks else '</think>') }}{%- endif -%}""",
+    "afmoe": _SAID
+    + _CALLS
+    + """{{- bos_token }}{%- if tools or messages[0].role == 'system' -%}{{- '<|im_start|>system\\n' ~ (messages[0].content if messages[0].role == 'system') }}
+{%- if tools -%}{{- '\\n\\n# Tools\\n<tools>' }}{%- for tool in tools -%}{{- '\\n' ~ (tool | tojson) }}{%- endfor -%}{{- '\\n</tools>' }}{%- endif -%}
+{{- '<|im_end|>\\n' }}{%- endif -%}{%- for m in messages if m.role != 'system' -%}{%- if m.role == 'tool' -%}
+{{- '<|im_start|>user' if loop.previtem.role != 'tool' }}{{- '\\n<tool_response>\\n' ~ m.content ~ '\\n</tool_response>' }}
+{{- '<|im_end|>\\n' if loop.last or loop.nextitem.role != 'tool' }}{%- else -%}{{- '<|im_start|>' ~ m.role ~ '\\n' }}{%- if m.role == 'assistant' -%}
+{{- '<think>\\n' ~ thought(m) ~ '\\n</think>\\n' if thought(m) }}{{- said(m) }}{%- for call in m.tool_calls or [] -%}{{- '\\n' ~ call_of(call) }}{%- endfor -%}
+{%- else -%}{{- m.content }}{%- endif -%}{{- '<|im_end|>\\n' }}{%- endif -%}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif -%}""",
+    "youtu": _SAID
+    + _CALLS
+    + """{{ bos_token }}{{- messages[0].content if messages[0].role == 'system' }}{%- if tools -%}
+{{- '\\n\\n<|begin_of_tool_description|>Tools:' }}{%- for tool in tools -%}{{- '\\n```json\\n' ~ (tool | tojson) ~ '\\n```' }}{%- endfor -%}
+{{- '\\n<tool_call>{"name": "name", "arguments": {}}</tool_call>\\n<|end_of_tool_description|>' }}{%- endif -%}
+{%- for m in messages -%}{%- if m.role == 'user' -%}{{- '<|User|>' ~ m.content }}{%- elif m.role == 'assistant' -%}<|Assistant|>
+{{- '<think>\\n' ~ thought(m) ~ '\\n</think>\\n\\n' if thought(m) }}{{- said(m) }}{%- for call in m.tool_calls or [] -%}{{- call_of(call, '') }}{%- endfor -%}
+<|end_of_text|>{%- elif m.role == 'tool' -%}{{- '<|User|>' if loop.previtem.role != 'tool' else '\\n' }}{{- '<tool_response>' ~ m.content ~ '</tool_response>' }}
+{%- endif -%}{%- endfor -%}
+{%- if add_generation_prompt -%}<|Assistant|>{{- '<think>\\n\\n</think>\\n\\n' if enable_thinking is defined and not enable_thinking }}{%- endif -%}""",
+}
+FAMILIES |= OF_2026
 
 # What the templates of 2026's models are made of, a snippet each: Gemma 4, LFM2.5, Qwen3.5, Kimi K3, Step 3.7 and others.
 FEATURES = {

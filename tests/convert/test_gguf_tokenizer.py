@@ -274,6 +274,7 @@ def test_pieces_with_merges_of_their_own_are_gemmas(pieces, tmp_path):
         ({3: "<|im_end|>", 5: "<|call|>"}, 3, [0, 3, 5]),
         ({3: "<turn|>", 5: "<|tool_response>"}, 4, [0, 3, 5]),
         ({3: "<turn|>", 5: "<|im_end|>"}, 1, 0),  # plain words
+        ({3: "<|endofturn|>", 5: "<|role_end|>"}, 3, [0, 3, 5]),
         ({3: "<|end|>", 5: "<|user|>"}, 3, [0, 3]),
         ({3: "<|end|>", 5: "<|return|>"}, 3, [0, 5]),  # of a part of the answer
     ],

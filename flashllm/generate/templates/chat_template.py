@@ -20,6 +20,8 @@ MAX_TEMPLATE_CHARS = 1_000_000
 # A template that goes through a message's parts (text, pictures) without a look at their type takes no plain text.
 _OF_PARTS = re.compile(r"for\s+\w+\s+in\s+\w+(\.content\b|\[['\"]content['\"]\])")
 _OF_EITHER = re.compile(r"content(['\"]\])?\s+is\s+(not\s+)?(string|iterable|sequence|mapping)\b")
+_OF_RESULTS = re.compile(r"[=!]=\s*['\"]tool['\"]")  # it has messages of tools
+_OF_THINKING = re.compile(r"""\.thinking\b|\[['"]thinking['"]\]""")
 
 
 class ChatTemplate(Closing):
@@ -109,6 +111,11 @@ class ChatTemplate(Closing):
         source = self.for_tools if values.get("tools") else self._source
         if messages is not None and _OF_PARTS.search(source) and not _OF_EITHER.search(source):
             messages = [_with_parts(message) for message in messages]
+        if messages is not None and "tool_responses" in source and not _OF_RESULTS.search(source):
+            messages = _with_results(messages)
+        if messages is not None and _OF_THINKING.search(source):
+            refused = "<|channel|>" in source  # gpt-oss takes no reasoning beside text and calls
+            messages = [_with_thinking(message, refused) for message in messages]
         return {"source": source, "values": values, "messages": messages}
 
     def close(self) -> None:
@@ -118,6 +125,31 @@ class ChatTemplate(Closing):
 def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
     text = message.get("content")
     return {**message, "content": [{"type": "text", "text": text}]} if isinstance(text, str) else message
+
+
+def _with_results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tools' results in the message with their calls, and the answer behind them too, as in one turn of the model's."""
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        turn = found[-1] if found and "tool_responses" in found[-1] and not found[-1]["content"] else None
+        if turn and message["role"] == "tool":
+            turn["tool_responses"].append({"name": message.get("name", ""), "response": message["content"]})
+        elif turn and turn["tool_responses"] and message["role"] == "assistant" and not message.get("tool_calls"):
+            turn["content"] = message["content"]
+        elif message.get("tool_calls"):
+            if message["content"]:  # it is before the calls, where the template has it behind them
+                found.append({"role": "assistant", "content": message["content"]})
+            found.append({**message, "content": "", "tool_responses": []})
+        else:
+            found.append(message)
+    return found
+
+
+def _with_thinking(message: dict[str, Any], refused: bool) -> dict[str, Any]:
+    """Reasoning under its other name too; not where it is `refused`, beside text and calls."""
+    if "reasoning_content" not in message or (refused and message.get("content") and message.get("tool_calls")):
+        return message
+    return {"thinking": message["reasoning_content"], **message}
 
 
 @contextmanager

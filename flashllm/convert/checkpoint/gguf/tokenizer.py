@@ -27,7 +27,7 @@ _ENDS = frozenset(
     (
         *("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|end|>"),
         *("<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>", "<turn|>", "<|tool_response>"),
-        *("[e~[", "[|endofturn|]", "<|role_end|>", "<|endofresponse|>", "</assistant>"),
+        *("[e~[", "[|endofturn|]", "<|endofturn|>", "<|role_end|>", "<|endofresponse|>", "</assistant>"),
     )
 )
 _GO_ON = ("<|return|>", "<|flush|>")
