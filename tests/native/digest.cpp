@@ -26,6 +26,22 @@ class Digest {
   std::uint64_t state_ = 0xcbf29ce484222325U;
 };
 
+// Products of a prompt, of every form of inputs: of `rows` vectors of a codec.
+void add_prompt(SimdLevel level, RowCodec codec, const std::vector<std::byte>& vectors, std::size_t rows,
+                const std::vector<float>& x, std::size_t columns, Digest& digest) {
+  ThreadPool pool(1);
+  const std::size_t tokens = x.size() / columns;
+  const RowMatrix matrix{vectors.data(), rows, columns, vector_nbytes(codec, columns), codec};
+  std::vector<float> out(tokens * rows);
+  for (const InputForm form : {InputForm::f32, InputForm::int8, InputForm::int16, InputForm::token_int8}) {
+    if (form != InputForm::f32 && !takes_inputs(codec, form)) continue;
+    const PackedTokens packed(reinterpret_cast<const std::byte*>(x.data()), tokens, columns, Dtype::f32,
+                              form_of_many(codec, form, Dtype::f32, columns, level), pool, level);
+    linear_many(matrix, packed, Dtype::f32, reinterpret_cast<std::byte*>(out.data()), pool, level);
+    digest.add(out);
+  }
+}
+
 // Exact on every machine: no library's logarithm is in them.
 std::vector<float> fractions(std::size_t n, std::mt19937& random) {
   std::vector<float> values(n);
@@ -75,6 +91,15 @@ void add_planes(SimdLevel level, std::mt19937& random, Digest& digest) {
     kernels.widen(row.data(), row.size(), 63, 1, plane, kWidth, 0, kWidth, wide.data(), kWidth);
     digest.add(sums);
     digest.add(wide);
+    const PlaneRows neuron(row.data(), row.size(), 63, kWidth, codec, plane, level);
+    for (const std::size_t tokens : {1, 3, 11}) {
+      if (!neuron.can_add_codes(InputForm::int8)) continue;
+      const std::vector<float> by = fractions(tokens, random);
+      std::vector<float> y(tokens * kWidth);
+      ThreadPool pool(1);
+      neuron.add_codes(1, {by.data(), 1, tokens}, tokens, y.data(), kWidth, pool);
+      digest.add(y);
+    }
   }
 }
 
@@ -115,6 +140,8 @@ std::uint64_t digest_of(SimdLevel level) {
     digest.add(dots);
     digest.add(sums);
     digest.add(wide);
+    const std::vector<std::byte> vectors = random_rows(codec, kRows, kColumns, random);
+    add_prompt(level, codec, vectors, kRows, fractions(27 * kColumns, random), kColumns, digest);
     for (const InputForm form : {InputForm::int8, InputForm::int16, InputForm::token_int8}) {
       if (!takes_inputs(codec, form)) continue;
       const RowInputs inputs(x.data(), 1, kColumns, form, level);

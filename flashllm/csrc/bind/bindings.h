@@ -125,10 +125,10 @@ const char* name_of(T value, const Named<T> (&values)[kCount]) {
 
 inline constexpr Named<Dtype> kDtypes[] = {
     {"float32", Dtype::f32}, {"float16", Dtype::f16}, {"bfloat16", Dtype::bf16}};
-inline constexpr Named<SimdLevel> kSimdLevels[] = {NAMED(SimdLevel, scalar),    NAMED(SimdLevel, neon),
-                                                   NAMED(SimdLevel, avx2),      NAMED(SimdLevel, avx2_vnni),
-                                                   NAMED(SimdLevel, avx512),    NAMED(SimdLevel, avx512_bf16),
-                                                   NAMED(SimdLevel, avx512_amx)};
+inline constexpr Named<SimdLevel> kSimdLevels[] = {
+    NAMED(SimdLevel, scalar),      NAMED(SimdLevel, neon),      NAMED(SimdLevel, neon_dot),
+    NAMED(SimdLevel, avx2),        NAMED(SimdLevel, avx2_vnni), NAMED(SimdLevel, avx512),
+    NAMED(SimdLevel, avx512_bf16), NAMED(SimdLevel, avx512_amx)};
 
 // Throws CoreError for an array of another dtype; bf16 comes as uint16 from numpy, which has no such type.
 template <typename Array>

@@ -36,6 +36,9 @@ extern const TileKernels kTiles;
 namespace neon {
 extern const LevelKernels kLevel;
 }
+namespace neon_dot {
+extern const LevelKernels kLevel;  // as avx2_vnni's
+}
 #endif
 
 namespace {
@@ -65,7 +68,8 @@ SimdLevel best_simd_level() {
   }();
   return best;
 #elif defined(__aarch64__)
-  return SimdLevel::neon;  // part of every one
+  static const bool has_dot = this_processor().dot && neon_dot::kLevel.multiply_bytes != nullptr;
+  return has_dot ? SimdLevel::neon_dot : SimdLevel::neon;  // which is part of every one
 #else
   return SimdLevel::scalar;
 #endif
@@ -74,25 +78,31 @@ SimdLevel best_simd_level() {
 void require_simd_level(SimdLevel level) {
   bool is_there = level <= best_simd_level();
 #if defined(__x86_64__)
-  if (level == SimdLevel::neon || (level == SimdLevel::avx2_vnni && !has_avx_vnni())) is_there = false;
+  if (level == SimdLevel::neon || level == SimdLevel::neon_dot) is_there = false;
+  if (level == SimdLevel::avx2_vnni && !has_avx_vnni()) is_there = false;
 #endif
   require(is_there, "this processor lacks the SIMD level asked for");
 }
 
+namespace {
+
+// A level's kernels, with products of codes of another.
+LevelKernels with_products(LevelKernels kernels, const LevelKernels& own) {
+  kernels.multiply_codes = own.multiply_codes;
+  kernels.multiply_bytes = own.multiply_bytes;
+  kernels.add_codes = own.add_codes;
+  kernels.int8 = own.int8;
+  kernels.int16 = own.int16;
+  kernels.planes = own.planes;
+  return kernels;
+}
+
+}  // namespace
+
 const LevelKernels& level_kernels(SimdLevel level) {
   require_simd_level(level);
 #if defined(__x86_64__)
-  static const LevelKernels kWithVnni = [] {
-    LevelKernels kernels = avx2::kLevel;
-    const LevelKernels& own = avx2_vnni::kLevel;
-    kernels.multiply_codes = own.multiply_codes;
-    kernels.multiply_bytes = own.multiply_bytes;
-    kernels.add_codes = own.add_codes;
-    kernels.int8 = own.int8;
-    kernels.int16 = own.int16;
-    kernels.planes = own.planes;
-    return kernels;
-  }();
+  static const LevelKernels kWithVnni = with_products(avx2::kLevel, avx2_vnni::kLevel);
   static const LevelKernels kWithPairs = [] {
     LevelKernels kernels = avx512::kLevel;
     kernels.pairs = &avx512_bf16::kPairs;
@@ -109,6 +119,8 @@ const LevelKernels& level_kernels(SimdLevel level) {
   if (level == SimdLevel::avx2_vnni) return kWithVnni;
   if (level == SimdLevel::avx2) return avx2::kLevel;
 #elif defined(__aarch64__)
+  static const LevelKernels kWithDot = with_products(neon::kLevel, neon_dot::kLevel);
+  if (level == SimdLevel::neon_dot) return kWithDot;
   if (level == SimdLevel::neon) return neon::kLevel;
 #endif
   return scalar::kLevel;

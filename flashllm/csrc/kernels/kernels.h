@@ -17,9 +17,9 @@ namespace flashllm {
 enum class Dtype { f32, f16, bf16 };
 inline std::size_t dtype_nbytes(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
 
-// scalar is everywhere; neon is 64-bit ARM's; the others x86-64's, each with all of those before it, though
-// processors with AVX-512 may lack the instructions of avx2_vnni.
-enum class SimdLevel { scalar, neon, avx2, avx2_vnni, avx512, avx512_bf16, avx512_amx };
+// scalar is everywhere; neon and neon_dot are 64-bit ARM's; the others x86-64's, each with all of those
+// before it, though processors with AVX-512 may lack the instructions of avx2_vnni.
+enum class SimdLevel { scalar, neon, neon_dot, avx2, avx2_vnni, avx512, avx512_bf16, avx512_amx };
 SimdLevel best_simd_level();
 void require_simd_level(SimdLevel level);  // throws CoreError (usage) where the processor lacks it
 

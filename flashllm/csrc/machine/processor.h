@@ -1,5 +1,5 @@
-// What an x86-64 processor and its system offer, asked of the processor itself: __builtin_cpu_supports asks
-// the linked runtime, and Zig's says "nothing", which left a published wheel at the scalar level.
+// What a processor and its system offer. An x86-64 one is asked itself: __builtin_cpu_supports asks the
+// linked runtime, and Zig's says "nothing", which left a published wheel at the scalar level.
 #pragma once
 
 #if defined(__x86_64__)
@@ -32,6 +32,27 @@ inline Processor this_processor() {
   found.avx_vnni = found.avx2 && (a & kAvxVnni) != 0;
   found.avx512_bf16 = found.avx512_vnni && (a & bit_AVX512BF16) != 0;
   return found;
+}
+
+}  // namespace flashllm
+#elif defined(__aarch64__)
+#if defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
+namespace flashllm {
+
+struct Processor {
+  bool dot = false;  // products of four bytes, summed
+};
+
+inline Processor this_processor() {
+#if defined(__linux__)
+  return {(getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0};
+#else
+  return {true};  // Apple's all have them
+#endif
 }
 
 }  // namespace flashllm

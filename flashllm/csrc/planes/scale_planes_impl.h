@@ -174,7 +174,7 @@ void widen_plane_rows(const void* rows, std::size_t stride, std::size_t id, std:
   }
 }
 
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(FLASHLLM_NEON)
 // As PlaneKernels says. What lies beyond the neurons is multiplied by zeros: the nearest one's codes do.
 template <typename Scales>
 void pair_plane_rows(const void* rows, std::size_t stride, std::size_t id, std::size_t count,
@@ -195,20 +195,26 @@ void pair_plane_rows(const void* rows, std::size_t stride, std::size_t id, std::
     }
   }
   const auto* codes = static_cast<const std::uint8_t*>(rows) + first / 8 * Scales::kBits;
-  auto* words = reinterpret_cast<__m256i*>(to.pairs);
   const auto codes_at = [&](std::size_t slot) { return signed_codes<Scales>(codes + neuron(slot) * stride); };
-  for (std::size_t slot = 0; slot < slots; slot += 2, words += kCodeColumns / 8) {
-    const __m256i low = codes_at(slot), high = codes_at(slot + 1);
-    const __m256i even = _mm256_unpacklo_epi8(low, high), odd = _mm256_unpackhi_epi8(low, high);
-    _mm256_store_si256(words, _mm256_cvtepi8_epi16(_mm256_castsi256_si128(even)));
-    _mm256_store_si256(words + 1, _mm256_cvtepi8_epi16(_mm256_castsi256_si128(odd)));
-    _mm256_store_si256(words + 2, _mm256_cvtepi8_epi16(_mm256_extracti128_si256(even, 1)));
-    _mm256_store_si256(words + 3, _mm256_cvtepi8_epi16(_mm256_extracti128_si256(odd, 1)));
-  }
+  for (std::size_t slot = 0; slot < slots; slot += 2)
+    Eight::put_pairs(codes_at(slot), codes_at(slot + 1), to.pairs + slot / 2 * kCodeColumns);
 }
 
 // Two neurons' codes of some units, which lie `apart` bytes from each other, as words: four vectors of pairs.
 // What their codes are more than what they stand for; and sums of such pairs as floats, the outputs in order.
+#if defined(FLASHLLM_NEON)
+template <typename Scales>
+constexpr int kMore = 0;
+constexpr std::size_t kPairUnits = 1, kBlockSteps = 2;
+template <typename Scales>
+inline void pair_units(const std::uint8_t* low, const std::uint8_t* high, std::size_t, Halves* to) {
+  const Eight::Codes a = signed_codes<Scales>(low), b = signed_codes<Scales>(high);
+  for (std::size_t i = 0; i < 4; ++i) to[i] = Eight::pair_of(a, b, i);
+}
+inline void put_in_order(const Ints* sums, Vec* to) {
+  for (std::size_t v = 0; v < 4; ++v) to[v] = sums[v].floats();
+}
+#else
 template <typename Scales>
 constexpr int kMore = Scales::kOfTable || Scales::kBits == 8 ? 128 : Scales::kZero;
 #if defined(__AVX512VNNI__)
@@ -258,6 +264,7 @@ inline void put_in_order(const Ints* sums, Vec* to) {
     to[2 + i] = {_mm256_permute2f128_ps(first, second, 0x31)};
   }
 }
+#endif
 #endif
 
 // Neurons of a window that are multiplied, two at a time, with values of T tokens. Those whose values are all
@@ -345,11 +352,11 @@ inline void add_window(const RunWindow<T>& window, const RunWindow<T>& next, con
       const auto& term = window.terms[term_at];
       next.fetch(term_at, at, kSteps * kPairUnits * kUnitNbytes);
       for (std::size_t s = 0; s < kSteps; ++s) {
-        Ints codes[4];
+        Words::Column codes[4];
         const std::size_t from = at + s * kPairUnits * kUnitNbytes;
         pair_units<Scales>(term.low + from, term.high + from, apart, codes);
         for (std::size_t t = 0; t < T; ++t) {
-          const Ints by = Ints::everywhere(term.values[t]);
+          const auto by = Words::Column::everywhere(term.values[t]);
           for (std::size_t v = 0; v < 4; ++v) sum[t][s][v] = Words::add(by, codes[v], sum[t][s][v]);
         }
       }

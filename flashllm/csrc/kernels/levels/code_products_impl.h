@@ -1,9 +1,10 @@
 // The products of codes of kernels.h over vector types, and at the end the UnpackCodes of row_codecs.h, which
-// make weights such codes; included, as kernels_impl.h is, by the levels of x86, behind
-// row_codecs_inputs_impl.h and eight_x86.h. `Vec`: of kernels_impl.h. `Ints` (row_codecs_inputs_impl.h) has
-// load and everywhere (one word) besides. `Words` and `Bytes`: products of a word's codes, two or four; Code,
-// kStep (codes a word), kTogether (words whose products are summed together; of nibbles kNibblesTogether, of
-// codes times factors kProductsTogether), first, add, and End, which adds such a sum to others.
+// make weights such codes; included, as kernels_impl.h is, by the levels of x86 and of ARM, behind
+// row_codecs_inputs_impl.h. `Vec`: of kernels_impl.h. `Ints` (row_codecs_inputs_impl.h) has zero and load
+// besides. `Words` and `Bytes`: products of a word's codes, two or four; Code, kStep (codes a word),
+// kTogether (words whose products are summed together; of nibbles kNibblesTogether, of codes times factors
+// kProductsTogether), Column (a vector of words, with load and everywhere, of one word), first, add, and End,
+// which adds such a sum to others. `Eight` has what makes bytes of a unit's codes (eight_x86.h).
 //
 // Every index of a tile's sums is a constant from the start: of loops a compiler stores the sums at every
 // step. Totals are in memory, at constant places.
@@ -14,14 +15,15 @@ __attribute__((always_inline)) inline void sum_code_products(const typename Form
                                                              const std::uint32_t* columns, std::size_t row,
                                                              std::size_t words, Ints* to,
                                                              std::index_sequence<I...>) {
-  Ints sum[sizeof...(I)], column[V];
-  const auto code = [&](std::size_t i) { return Ints::everywhere(codes + i / V * kCodeTerms); };
-  for (std::size_t v = 0; v < V; ++v) column[v] = Ints::load(columns + v * Vec::kWidth);
+  Ints sum[sizeof...(I)];
+  typename Form::Column column[V];
+  const auto code = [&](std::size_t i) { return Form::Column::everywhere(codes + i / V * kCodeTerms); };
+  for (std::size_t v = 0; v < V; ++v) column[v] = Form::Column::load(columns + v * Vec::kWidth);
   ((sum[I] = Form::first(code(I), column[I % V], to[I])), ...);
   for (std::size_t s = 1; s < words; ++s) {
     codes += Form::kStep;
     columns += row;
-    for (std::size_t v = 0; v < V; ++v) column[v] = Ints::load(columns + v * Vec::kWidth);
+    for (std::size_t v = 0; v < V; ++v) column[v] = Form::Column::load(columns + v * Vec::kWidth);
     ((sum[I] = Form::add(code(I), column[I % V], sum[I])), ...);
   }
   const typename Form::End end(sum[0]);
@@ -211,15 +213,15 @@ void add_codes(const CodeTokens& a, std::size_t tokens, const CodeWeights& b, st
 // UnpackCodes. Codes of 16 bits are less what they begin at, unless the weights have minimums.
 
 template <typename Units>
-inline __m256i signed_codes(const std::uint8_t* p) {
+inline Eight::Codes signed_codes(const std::uint8_t* p) {
   if constexpr (Units::kOfTable) return Eight::looked_up<Units::kBits>(Units::kTable.values, p);
-  const __m256i codes = Eight::codes_of<Units::kBits>(p);
-  return Units::kZero == 0 ? codes : _mm256_sub_epi8(codes, _mm256_set1_epi8(Units::kZero));
+  const Eight::Codes codes = Eight::codes_of<Units::kBits>(p);
+  return Units::kZero == 0 ? codes : Eight::less(codes, Units::kZero);
 }
 
 // Codes a byte each, from 0 on.
 template <typename Units>
-inline __m256i byte_codes(const std::uint8_t* p) {
+inline Eight::Codes byte_codes(const std::uint8_t* p) {
   if constexpr (Units::kOfTable) return Eight::looked_up<Units::kBits>(Units::kTable.from_zero, p);
   return Eight::codes_of<Units::kBits>(p);
 }
@@ -242,20 +244,19 @@ void unpack_codes(const void* vector, std::size_t k, std::size_t first, std::siz
   if constexpr (Units::kMinimums && Units::kScales == 2)
     Units::later_minimums(row, u).store(offsets + kScaled);
   const std::uint8_t* from = row.codes + u * kCodeUnit * Units::kBits / 8;
-  auto* to = static_cast<__m256i*>(codes);
+  auto* bytes = static_cast<std::uint8_t*>(codes);
+  auto* words = static_cast<std::int16_t*>(codes);
   // Of the terms that come next, behind those of other rows.
   for (std::size_t line = 0; line < kCodeTerms * Units::kBits / 8; line += kCacheLine)
     __builtin_prefetch(from + kCodeTerms * Units::kBits / 8 + line, 0, 2);
   for (std::size_t i = 0; i < units; ++i, from += kCodeUnit * Units::kBits / 8) {
     if constexpr (kBytes && Units::kFactorsAlong) {
       const std::int8_t* factors = row.factors + 2 * (u + i);
-      _mm256_storeu_si256(to++, Eight::times(byte_codes<Units>(from), factors[0], factors[1]));
+      Eight::put(Eight::times(byte_codes<Units>(from), factors[0], factors[1]), bytes + i * kCodeUnit);
     } else if constexpr (kBytes) {
-      _mm256_storeu_si256(to++, byte_codes<Units>(from));
+      Eight::put(byte_codes<Units>(from), bytes + i * kCodeUnit);
     } else {
-      const __m256i bytes = signed_codes<Units>(from);
-      _mm256_storeu_si256(to++, _mm256_cvtepi8_epi16(_mm256_castsi256_si128(bytes)));
-      _mm256_storeu_si256(to++, _mm256_cvtepi8_epi16(_mm256_extracti128_si256(bytes, 1)));
+      Eight::put_wide(signed_codes<Units>(from), words + i * kCodeUnit);
     }
   }
 }

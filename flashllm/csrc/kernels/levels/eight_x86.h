@@ -34,6 +34,7 @@ struct Eight {
   }
 
   // A unit's codes, from 0 on but for those of 8 bits.
+  using Codes = __m256i;
   template <std::size_t kBits>
   static __m256i codes_of(const std::uint8_t* p) {
     if constexpr (kBits == 8) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
@@ -58,6 +59,22 @@ struct Eight {
     const __m128i by[] = {_mm_mullo_epi32(products, _mm_set1_epi32(first)),
                           _mm_mullo_epi32(products, _mm_set1_epi32(second))};
     return _mm256_shuffle_epi8(_mm256_inserti128_si256(_mm256_castsi128_si256(by[0]), by[1], 1), codes);
+  }
+  static __m256i less(__m256i codes, int zero) {
+    return _mm256_sub_epi8(codes, _mm256_set1_epi8(static_cast<char>(zero)));
+  }
+  static void put(__m256i codes, void* to) { _mm256_storeu_si256(static_cast<__m256i*>(to), codes); }
+  static void put_wide(__m256i codes, std::int16_t* to) {
+    put(_mm256_cvtepi8_epi16(_mm256_castsi256_si128(codes)), to);
+    put(_mm256_cvtepi8_epi16(_mm256_extracti128_si256(codes, 1)), to + kCodeUnit / 2);
+  }
+  // Words whose halves are low's and high's.
+  static void put_pairs(__m256i low, __m256i high, std::uint32_t* to) {
+    const __m256i even = _mm256_unpacklo_epi8(low, high), odd = _mm256_unpackhi_epi8(low, high);
+    put(_mm256_cvtepi8_epi16(_mm256_castsi256_si128(even)), to);
+    put(_mm256_cvtepi8_epi16(_mm256_castsi256_si128(odd)), to + 8);
+    put(_mm256_cvtepi8_epi16(_mm256_extracti128_si256(even, 1)), to + 16);
+    put(_mm256_cvtepi8_epi16(_mm256_extracti128_si256(odd, 1)), to + 24);
   }
 
  private:

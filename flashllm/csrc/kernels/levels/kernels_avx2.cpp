@@ -288,6 +288,7 @@ struct AllInWords {  // nothing is left to do
 struct Words {
   using End = AllInWords;
   using Code = std::int16_t;
+  using Column = Ints;
   static constexpr std::size_t kStep = 2;
   static Ints first(Ints a, Ints b, Ints to) { return add(a, b, to); }
   static Ints add(Ints a, Ints b, Ints sum) {
@@ -308,6 +309,7 @@ struct Bytes : Words {
 struct Words {
   using End = AllInWords;
   using Code = std::int16_t;
+  using Column = Ints;
   static constexpr std::size_t kStep = 2;
   static Ints first(Ints a, Ints b, Ints to) { return {_mm256_add_epi32(to.v, _mm256_madd_epi16(a.v, b.v))}; }
   static Ints add(Ints a, Ints b, Ints sum) {
@@ -318,6 +320,7 @@ struct Words {
 // Sums of 16 bits: of a word's first two products, and of the others.
 struct Bytes {
   using Code = std::uint8_t;
+  using Column = Ints;
   static constexpr std::size_t kStep = 4, kTogether = 4, kNibblesTogether = 8, kProductsTogether = 2;
   static_assert(2 * kTogether * kLargestByte * 127 < 1 << 15 &&
                     2 * kNibblesTogether * kLargestNibble * 127 < 1 << 15 &&

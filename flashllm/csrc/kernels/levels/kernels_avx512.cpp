@@ -290,6 +290,7 @@ inline Ints operator*(Ints a, Ints b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
 
 struct Words {
   using Code = std::int16_t;
+  using Column = Ints;
   static constexpr std::size_t kStep = 2;
   static Ints first(Ints a, Ints b, Ints to) { return add(a, b, to); }
   static Ints add(Ints a, Ints b, Ints sum) { return {_mm512_dpwssd_epi32(sum.v, a.v, b.v)}; }

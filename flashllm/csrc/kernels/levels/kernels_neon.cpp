@@ -1,13 +1,22 @@
 // NEON of 64-bit ARM: eight floats a vector, in two registers. The same operations in the same order as
-// AVX2's (kernels_avx2.cpp), so that both levels give the same bits.
+// AVX2's (kernels_avx2.cpp), so that both levels give the same bits. Or neon_dot, of kernels_neon_dot.cpp.
 #if defined(__aarch64__)
 
 #include <arm_neon.h>
 
+#include <utility>
+
 #include "kernels/half.h"
 #include "kernels/levels/levels.h"
 
-namespace flashllm::neon {
+#ifndef FLASHLLM_NEON
+#define FLASHLLM_NEON neon
+#endif
+
+namespace flashllm::FLASHLLM_NEON {
+
+template <std::size_t kBits>  // of scaled_codecs_impl.h
+void spread_codes(const std::uint8_t* unit, std::int8_t* to);
 
 namespace {
 
@@ -149,6 +158,9 @@ struct Ints {
   uint32x4_t row[kTileOfDot];
   static constexpr int kSignedZero = 0, kWideZero = 0;
 
+  static Ints zero() { return set(0); }
+  static Ints load(const std::uint32_t* p) { return {{vld1q_u32(p), vld1q_u32(p + 4)}}; }
+  static Ints everywhere(const void* codes) { return set(load_as<std::int32_t>(codes)); }
   static Ints set(int value) {
     const uint32x4_t all = vreinterpretq_u32_s32(vdupq_n_s32(value));
     return {{all, all}};
@@ -217,6 +229,31 @@ struct Ints {
   }
   Ints to_words() const { return *this; }
 
+#if defined(FLASHLLM_NEON_DOT)
+  // Adds the products of a word's four codes.
+  static uint32x4_t add_dots(uint32x4_t to, uint32x4_t a, uint32x4_t b) {
+    return vreinterpretq_u32_s32(
+        vdotq_s32(vreinterpretq_s32_u32(to), vreinterpretq_s8_u32(a), vreinterpretq_s8_u32(b)));
+  }
+  template <int kMost>
+  static Ints sum_four(const Ints* codes, const std::int8_t* x) {
+    Ints sum = set(0);
+    for (std::size_t j = 0; j < 4; ++j) sum = each(add_dots, sum, codes[j], each_sixteen(x + 16 * j));
+    return sum;
+  }
+  // Lower bytes have no sign: 128 less they have one, and so many times the codes are missing.
+  static Ints sum_wide(const Ints* codes, const std::int8_t* x) {
+    Ints lower = set(0), upper = lower, missing = lower;
+    for (std::size_t j = 0; j < 8; ++j, x += 16) {
+      const Ints less =
+          each([](uint32x4_t of) { return veorq_u32(of, vdupq_n_u32(0x80808080)); }, each_sixteen(x));
+      lower = each(add_dots, lower, codes[j], less);
+      upper = each(add_dots, upper, codes[j], each_sixteen(x + 128));
+      missing = each(add_dots, missing, codes[j], set(0x01010101));
+    }
+    return lower + (upper + upper + missing) * set(128);
+  }
+#else
   // A sum of two products fits 16 bits: 2 * 128 * 127.
   template <int kMost>
   static Ints sum_four(const Ints* codes, const std::int8_t* x) {
@@ -254,6 +291,7 @@ struct Ints {
     }
     return sum;
   }
+#endif
   static Ints each_row(const std::int32_t* p) {
     const uint32x4_t all = vreinterpretq_u32_s32(vld1q_s32(p));
     return {{all, all}};
@@ -269,11 +307,96 @@ struct Ints {
   }
 
  private:
+  static Ints each_sixteen(const std::int8_t* p) {
+    const uint32x4_t all = vreinterpretq_u32_s8(vld1q_s8(p));
+    return {{all, all}};
+  }
   template <int kMask>
   static uint32x4_t masked(uint32x4_t words) {
     return vandq_u32(words, vreinterpretq_u32_u8(vdupq_n_u8(kMask)));
   }
 };
+
+// The lower halves of eight words, and the upper ones.
+struct Halves {
+  int16x8_t first, second;
+  static Halves load(const std::uint32_t* p) {
+    return of(vld2q_s16(reinterpret_cast<const std::int16_t*>(p)));
+  }
+  static Halves everywhere(const void* word) {
+    return of(vld2q_dup_s16(static_cast<const std::int16_t*>(word)));
+  }
+
+ private:
+  static Halves of(const int16x8x2_t& both) { return {both.val[0], both.val[1]}; }
+};
+
+struct AllInWords {  // nothing is left to do
+  explicit AllInWords(const Ints&) {}
+  Ints operator()(const Ints&, const Ints& sum) const { return sum; }
+};
+struct Words {
+  using End = AllInWords;
+  using Code = std::int16_t;
+  using Column = Halves;
+  static constexpr std::size_t kStep = 2;
+  static Ints first(const Halves& a, const Halves& b, const Ints& to) { return add(a, b, to); }
+  static Ints add(const Halves& a, const Halves& b, const Ints& sum) {
+    int32x4_t low = vreinterpretq_s32_u32(sum.row[0]), high = vreinterpretq_s32_u32(sum.row[1]);
+    low = vmlal_s16(low, vget_low_s16(a.first), vget_low_s16(b.first));
+    high = vmlal_high_s16(high, a.first, b.first);
+    low = vmlal_s16(low, vget_low_s16(a.second), vget_low_s16(b.second));
+    high = vmlal_high_s16(high, a.second, b.second);
+    return {{vreinterpretq_u32_s32(low), vreinterpretq_u32_s32(high)}};
+  }
+};
+// No byte of weights is above 127, so that all have a sign.
+#if defined(FLASHLLM_NEON_DOT)
+struct Bytes {
+  using End = AllInWords;
+  using Code = std::uint8_t;
+  using Column = Ints;
+  static constexpr std::size_t kStep = 4, kTogether = 8, kNibblesTogether = 8, kProductsTogether = 8;
+  static Ints first(const Ints& a, const Ints& b, const Ints& to) { return add(a, b, to); }
+  static Ints add(const Ints& a, const Ints& b, const Ints& sum) {
+    return Ints::each(Ints::add_dots, sum, a, b);
+  }
+};
+#else
+// Sums of 16 bits: of a word's first and third products, and of the others.
+struct Bytes {
+  using Code = std::uint8_t;
+  using Column = Halves;
+  static constexpr std::size_t kStep = 4, kTogether = 4, kNibblesTogether = 8, kProductsTogether = 2;
+  static_assert(2 * kTogether * kLargestByte * 127 < 1 << 15 &&
+                    2 * kNibblesTogether * kLargestNibble * 127 < 1 << 15 &&
+                    2 * kProductsTogether * kLargestProduct * 127 < 1 << 15,
+                "sums must fit 16 bits");
+  static Ints first(const Halves& a, const Halves& b, const Ints&) { return add(a, b, Ints::zero()); }
+  static Ints add(const Halves& a, const Halves& b, const Ints& sum) {
+    int16x8_t low = vreinterpretq_s16_u32(sum.row[0]), high = vreinterpretq_s16_u32(sum.row[1]);
+    const auto more = [&](int16x8_t code, int16x8_t column) {
+      const int8x16_t by = vreinterpretq_s8_s16(code), of = vreinterpretq_s8_s16(column);
+      low = vmlal_s8(low, vget_low_s8(by), vget_low_s8(of));
+      high = vmlal_high_s8(high, by, of);
+    };
+    more(a.first, b.first);
+    more(a.second, b.second);
+    return {{vreinterpretq_u32_s16(low), vreinterpretq_u32_s16(high)}};
+  }
+  struct End {
+    explicit End(const Ints&) {}
+    Ints operator()(const Ints& all, const Ints& sum) const {
+      return Ints::each(
+          [](uint32x4_t to, uint32x4_t pairs) {
+            return vreinterpretq_u32_s32(
+                vpadalq_s16(vreinterpretq_s32_u32(to), vreinterpretq_s16_u32(pairs)));
+          },
+          all, sum);
+    }
+  };
+};
+#endif
 
 struct Eight : Vec {
   static Eight set(float value) { return {Vec::set(value)}; }
@@ -300,6 +423,54 @@ struct Eight : Vec {
           vandq_u32(vreinterpretq_u32_f32(values), vcltq_u32(vld1q_u32(lanes), count)));
     };
     return {Vec{kept(low, kLanes), kept(high, kLanes + 4)}};
+  }
+
+  // A unit's codes, as eight_x86.h has them.
+  struct Codes {
+    int8x16_t of[2];
+  };
+  template <std::size_t kBits>
+  static Codes codes_of(const std::uint8_t* p) {
+    std::int8_t codes[kCodeUnit];
+    spread_codes<kBits>(p, codes);
+    return {{vld1q_s8(codes), vld1q_s8(codes + 16)}};
+  }
+  template <std::size_t kBits>
+  static Codes looked_up(const std::int8_t* table, const std::uint8_t* p) {
+    const int8x16_t values = vld1q_s8(table);
+    const Codes at = codes_of<kBits>(p);
+    return {{vqtbl1q_s8(values, vreinterpretq_u8_s8(at.of[0])),
+             vqtbl1q_s8(values, vreinterpretq_u8_s8(at.of[1]))}};
+  }
+  static Codes times(const Codes& codes, int first, int second) {
+    return {{vmulq_s8(codes.of[0], vdupq_n_s8(static_cast<std::int8_t>(first))),
+             vmulq_s8(codes.of[1], vdupq_n_s8(static_cast<std::int8_t>(second)))}};
+  }
+  static Codes less(const Codes& codes, int zero) {
+    const int8x16_t all = vdupq_n_s8(static_cast<std::int8_t>(zero));
+    return {{vsubq_s8(codes.of[0], all), vsubq_s8(codes.of[1], all)}};
+  }
+  static void put(const Codes& codes, std::uint8_t* to) {
+    for (std::size_t i = 0; i < 2; ++i) vst1q_u8(to + 16 * i, vreinterpretq_u8_s8(codes.of[i]));
+  }
+  static void put_wide(const Codes& codes, std::int16_t* to) {
+    for (std::size_t i = 0; i < 4; ++i) vst1q_s16(to + 8 * i, eight_of(codes, i));
+  }
+  // Eight words at a time, whose halves are low's and high's.
+  static Halves pair_of(const Codes& low, const Codes& high, std::size_t i) {
+    return {eight_of(low, i), eight_of(high, i)};
+  }
+  static void put_pairs(const Codes& low, const Codes& high, std::uint32_t* to) {
+    for (std::size_t i = 0; i < 4; ++i) {
+      const int16x8x2_t both = {{eight_of(low, i), eight_of(high, i)}};
+      vst2q_s16(reinterpret_cast<std::int16_t*>(to + 8 * i), both);
+    }
+  }
+
+ private:
+  static int16x8_t eight_of(const Codes& codes, std::size_t i) {
+    const int8x16_t half = codes.of[i / 2];
+    return i % 2 == 0 ? vmovl_s8(vget_low_s8(half)) : vmovl_high_s8(half);
   }
 };
 inline Eight operator*(const Eight& a, const Eight& b) {
@@ -336,6 +507,6 @@ inline Lanes operator*(const Vec& a, const Lanes& b) { return {a * static_cast<c
 
 #include "kernels/levels/level_impl.h"
 
-}  // namespace flashllm::neon
+}  // namespace flashllm::FLASHLLM_NEON
 
 #endif

@@ -4,7 +4,7 @@
 #include "kernels/levels/row_codecs_impl.h"
 #include "kernels/levels/row_codecs_inputs_impl.h"
 
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(FLASHLLM_NEON)
 #include "kernels/levels/code_products_impl.h"
 #else
 constexpr MultiplyCodes multiply_codes = nullptr;
@@ -31,7 +31,7 @@ struct CodecTables<std::index_sequence<I...>> {
 using Tables = CodecTables<std::make_index_sequence<kCodedCodecs>>;
 
 extern const LevelKernels kLevel;
-#if defined(__AVXVNNI__)  // the others are avx2's
+#if defined(__AVXVNNI__) || defined(FLASHLLM_NEON_DOT)  // the others are avx2's, or neon's
 const LevelKernels kLevel = {nullptr,   nullptr, nullptr, nullptr,        nullptr,
                              nullptr,   nullptr, nullptr, multiply_codes, multiply_bytes,
                              add_codes, nullptr, nullptr, Tables::kInt8,  kInt16,

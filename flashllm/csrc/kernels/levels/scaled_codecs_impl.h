@@ -26,12 +26,13 @@ inline void spread_pairs(const std::uint8_t* from, Bytes16* to) {
   to[1] = reinterpret_cast<Bytes16>(Words2{bits >> 4, bits >> 6}) & 3;
 }
 
-// A unit's codes of bits that lie apart, a byte each.
+// A unit's codes, a byte each.
 template <std::size_t kBits>
 inline void spread_codes(const std::uint8_t* unit, std::int8_t* to) {
-  static_assert(kBits == 2 || kBits == 3 || kBits == 5 || kBits == 6, "other codes are not split");
-  Bytes16 codes[2], upper[2];
-  if constexpr (kBits < 4) {
+  Bytes16 codes[2], upper[2] = {};
+  if constexpr (kBits == 8) {
+    __builtin_memcpy(codes, unit, sizeof codes);
+  } else if constexpr (kBits < 4) {
     spread_pairs(unit, codes);
     if constexpr (kBits == 3) {
       spread_bits(unit + 8, upper);
@@ -40,10 +41,8 @@ inline void spread_codes(const std::uint8_t* unit, std::int8_t* to) {
   } else {
     Bytes16 lower;
     __builtin_memcpy(&lower, unit, sizeof lower);
-    if constexpr (kBits == 5)
-      spread_bits(unit + sizeof lower, upper);
-    else
-      spread_pairs(unit + sizeof lower, upper);
+    if constexpr (kBits == 5) spread_bits(unit + sizeof lower, upper);
+    if constexpr (kBits == 6) spread_pairs(unit + sizeof lower, upper);
     codes[0] = (lower & 15) | upper[0] << 4;
     codes[1] = lower >> 4 | upper[1] << 4;
   }
