@@ -235,7 +235,47 @@ void plane_columns(RowCodec codec, std::size_t group, bool minimums, bool factor
   }
 }
 
+// A prompt's products with coded weights: as near the exact sums as inputs in 8 bits are, the same bits at
+// every level that has products of codes.
+void prompt_in_codes(RowCodec codec, InputForm form) {
+  constexpr std::size_t kRows = 21, kColumns = 300, kTokens = 27;
+  std::mt19937 random(13);
+  const std::vector<std::byte> rows = random_rows(codec, kRows, kColumns, random);
+  const std::vector<float> x = random_floats(kTokens * kColumns, random);
+  const RowMatrix matrix{rows.data(), kRows, kColumns, vector_nbytes(codec, kColumns), codec};
+  float largest = 0.0F;
+  for (const float value : x) largest = std::fmax(largest, std::fabs(value));
+  std::vector<float> first, wide(kColumns);
+  for (const SimdLevel level : simd_levels()) {
+    ThreadPool pool(2);
+    std::vector<float> out(kTokens * kRows);
+    const PackedTokens packed(reinterpret_cast<const std::byte*>(x.data()), kTokens, kColumns, Dtype::f32,
+                              form_of_many(codec, form, Dtype::f32, kColumns, level), pool, level);
+    CHECK(packed.has_codes() || packed.has_bytes() || level == SimdLevel::scalar);
+    linear_many(matrix, packed, Dtype::f32, reinterpret_cast<std::byte*>(out.data()), pool, level);
+    for (std::size_t r = 0; r < kRows; ++r) {
+      widen_row(matrix, r, wide.data(), level);
+      for (std::size_t m = 0; m < kTokens; ++m) {
+        double sum = 0.0, rounding = 0.0;
+        for (std::size_t j = 0; j < kColumns; ++j) {
+          sum += static_cast<double>(wide[j]) * x[m * kColumns + j];
+          rounding += std::fabs(wide[j]) * (largest / 254.0 + 1e-5 * std::fabs(x[m * kColumns + j]));
+        }
+        CHECK(std::fabs(out[m * kRows + r] - sum) <= rounding);
+      }
+    }
+    if (level == SimdLevel::scalar) continue;
+    if (first.empty()) first = out;
+    CHECK(same_bits(out, first));
+  }
+}
+
 void test_many_tokens(int scale) {
+  for (std::size_t i = 0; i < kCodedCodecs; ++i)
+    for (const InputForm form : {InputForm::int8, InputForm::int16, InputForm::token_int8}) {
+      const auto codec = static_cast<RowCodec>(kFirstCoded + i);
+      if (codec != RowCodec::bf12 && takes_inputs(codec, form)) prompt_in_codes(codec, form);
+    }
   for (const SimdLevel level : simd_levels()) {
     for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
       const std::vector<float> together = many_tokens(1, level, dtype, 0, 300);

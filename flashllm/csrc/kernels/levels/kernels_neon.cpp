@@ -160,7 +160,7 @@ struct Ints {
 
   static Ints zero() { return set(0); }
   static Ints load(const std::uint32_t* p) { return {{vld1q_u32(p), vld1q_u32(p + 4)}}; }
-  static Ints everywhere(const void* codes) { return set(load_as<std::int32_t>(codes)); }
+  static int8x8_t everywhere(const void* codes) { return vcreate_s8(load_as<std::uint32_t>(codes)); }
   static Ints set(int value) {
     const uint32x4_t all = vreinterpretq_u32_s32(vdupq_n_s32(value));
     return {{all, all}};
@@ -323,11 +323,7 @@ struct Halves {
   static Halves load(const std::uint32_t* p) {
     return of(vld2q_s16(reinterpret_cast<const std::int16_t*>(p)));
   }
-  static Halves everywhere(const void* word) {
-    return of(vld2q_dup_s16(static_cast<const std::int16_t*>(word)));
-  }
-
- private:
+  static int16x4_t everywhere(const void* codes) { return vcreate_s16(load_as<std::uint32_t>(codes)); }
   static Halves of(const int16x8x2_t& both) { return {both.val[0], both.val[1]}; }
 };
 
@@ -340,13 +336,13 @@ struct Words {
   using Code = std::int16_t;
   using Column = Halves;
   static constexpr std::size_t kStep = 2;
-  static Ints first(const Halves& a, const Halves& b, const Ints& to) { return add(a, b, to); }
-  static Ints add(const Halves& a, const Halves& b, const Ints& sum) {
+  static Ints first(int16x4_t a, const Halves& b, const Ints& to) { return add(a, b, to); }
+  static Ints add(int16x4_t a, const Halves& b, const Ints& sum) {
     int32x4_t low = vreinterpretq_s32_u32(sum.row[0]), high = vreinterpretq_s32_u32(sum.row[1]);
-    low = vmlal_s16(low, vget_low_s16(a.first), vget_low_s16(b.first));
-    high = vmlal_high_s16(high, a.first, b.first);
-    low = vmlal_s16(low, vget_low_s16(a.second), vget_low_s16(b.second));
-    high = vmlal_high_s16(high, a.second, b.second);
+    low = vmlal_lane_s16(low, vget_low_s16(b.first), a, 0);
+    high = vmlal_high_lane_s16(high, b.first, a, 0);
+    low = vmlal_lane_s16(low, vget_low_s16(b.second), a, 1);
+    high = vmlal_high_lane_s16(high, b.second, a, 1);
     return {{vreinterpretq_u32_s32(low), vreinterpretq_u32_s32(high)}};
   }
 };
@@ -357,16 +353,26 @@ struct Bytes {
   using Code = std::uint8_t;
   using Column = Ints;
   static constexpr std::size_t kStep = 4, kTogether = 8, kNibblesTogether = 8, kProductsTogether = 8;
-  static Ints first(const Ints& a, const Ints& b, const Ints& to) { return add(a, b, to); }
-  static Ints add(const Ints& a, const Ints& b, const Ints& sum) {
-    return Ints::each(Ints::add_dots, sum, a, b);
+  static Ints first(int8x8_t a, const Ints& b, const Ints& to) { return add(a, b, to); }
+  static Ints add(int8x8_t a, const Ints& b, const Ints& sum) {
+    return Ints::each(
+        [a](uint32x4_t to, uint32x4_t words) {
+          return vreinterpretq_u32_s32(
+              vdotq_lane_s32(vreinterpretq_s32_u32(to), vreinterpretq_s8_u32(words), a, 0));
+        },
+        sum, b);
   }
 };
 #else
 // Sums of 16 bits: of a word's first and third products, and of the others.
 struct Bytes {
   using Code = std::uint8_t;
-  using Column = Halves;
+  struct Column : Halves {
+    static Column load(const std::uint32_t* p) { return {Halves::load(p)}; }
+    static Halves everywhere(const void* codes) {
+      return of(vld2q_dup_s16(static_cast<const std::int16_t*>(codes)));
+    }
+  };
   static constexpr std::size_t kStep = 4, kTogether = 4, kNibblesTogether = 8, kProductsTogether = 2;
   static_assert(2 * kTogether * kLargestByte * 127 < 1 << 15 &&
                     2 * kNibblesTogether * kLargestNibble * 127 < 1 << 15 &&
