@@ -37,7 +37,6 @@ inline Processor this_processor() {
 }  // namespace flashllm
 #elif defined(__aarch64__)
 #if defined(__linux__)
-#include <asm/hwcap.h>
 #include <sys/auxv.h>
 #endif
 
