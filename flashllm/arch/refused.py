@@ -35,6 +35,8 @@ DESCRIBED = {
         ("xverse", "aquila"), "a Llama with files for code of its own: set model_type to llama in its config.json"
     ),
     "Yi": "a Yi with files for code of its own; a newer copy has model_type llama, which runs",
+    "longcat_flash": "LongCat Flash, some of whose experts give back what goes in, with two attentions in a layer; "
+    "DeepSeek V3 and Kimi K2 run",
     "solar": "Solar Pro, a Llama with connections that skip layers; SOLAR 10.7B has model_type llama and runs",
 }
 

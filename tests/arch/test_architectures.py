@@ -98,7 +98,7 @@ def test_every_language_model_of_transformers_runs_or_has_a_sentence_with_help(m
 @pytest.mark.parametrize(
     ("model_type", "told"),
     [
-        ("longcat_flash", "a mixture of experts with latent attention"),
+        ("longcat_flash", "LongCat Flash, some of whose experts give back what goes in"),
         ("dbrx", "a mixture of experts whose architecture nobody"),
         ("mamba2", "keep a state in its place"),
         ("rwkv", "keep a state in its place"),

@@ -91,13 +91,14 @@ void add_planes(SimdLevel level, std::mt19937& random, Digest& digest) {
     kernels.widen(row.data(), row.size(), 63, 1, plane, kWidth, 0, kWidth, wide.data(), kWidth);
     digest.add(sums);
     digest.add(wide);
-    const PlaneRows neuron(row.data(), row.size(), 63, kWidth, codec, plane, level);
+    const RowMatrix column = {row.data(), 1, kWidth, row.size(), codec, nullptr, InputForm::int8};
+    const PlaneRows neuron(column, 63, plane, level);
     for (const std::size_t tokens : {1, 3, 11}) {
-      if (!neuron.can_add_codes(InputForm::int8)) continue;
+      if (!neuron.can_add_codes()) continue;
       const std::vector<float> by = fractions(tokens, random);
       std::vector<float> y(tokens * kWidth);
       ThreadPool pool(1);
-      neuron.add_codes(1, {by.data(), 1, tokens}, tokens, y.data(), kWidth, pool);
+      neuron.add_codes({by.data(), 1, tokens}, tokens, y.data(), kWidth, pool);
       digest.add(y);
     }
   }
