@@ -1,7 +1,7 @@
 """What it brings that a token does not multiply the down columns of neurons that are zero: a mixture of Nemotron 3
 Nano's shape with squared ReLU, in memory, whose neurons are zero by the sign of their rows.
 
-    python bench/engine/zero_columns.py [--dtype int4_32] [--experts 16] [--tokens 40] [--rounds 5] [--json OUT]
+    python bench/kernels/zero_columns.py [--dtype int4_32] [--experts 16] [--tokens 40] [--rounds 5] [--json OUT]
 
 Processor time of one thread, a token: medians over rounds in turn, of synthetic models with 0, 50, 70 and 90 % of
 zeros, made in a temporary folder. All else in them is small. The last line is one JSON document.
@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from engine_runs import add_simd, finish
 from safetensors.torch import save_file
 
