@@ -16,7 +16,6 @@ constexpr UnpackCodes unpack_of() {
 }
 #endif
 
-#include "kernels/levels/input_codes_impl.h"
 #include "planes/scale_planes_impl.h"
 
 // In the order of RowCodec.
