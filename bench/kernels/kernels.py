@@ -6,14 +6,15 @@ Prints GB/s of resident products and attention at one token and of the sparse FF
 dtype and shape, and of products with coded weights, resident ones by what they are multiplied by and rows gathered from
 a cache (a token's whole products, its up rows alone, its down columns alone), beside the roof: all threads summing
 memory well beyond the caches (`_core.read_bandwidth`), taken in turn with the figures because the machine's bandwidth
-moves with its neighbours. Then Gflop/s of coded products of a pass's and a
-prompt's tokens, by processor time, beside the format's own inner loop over what the first cache holds, and torch's
-products of int8 and of fp32. Says the load average it ran under: on a busy machine the percentages hold better than the
-figures. The last line is one JSON document. Knows no model.
+moves with its neighbours. Then Gflop/s of coded products of a pass's and a prompt's tokens, by processor time, beside
+the format's own inner loop over what the first cache holds, and torch's products of int8 and of fp32. Says the load
+average it ran under: on a busy machine the percentages hold better than the figures. The last line is one JSON
+document. Knows no model.
 """
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import statistics
@@ -183,9 +184,10 @@ def bench_gathered(encoding: str, inputs: str, shape: tuple[int, int, float, int
     for matrix in ("up", "down"):
         first = layout.byte_offset(matrix)
         row[0, first : first + layout.vector_nbytes(matrix)] = random_codes(encoding, (1, d_model)).view(np.uint8)
-    neurons = d_ff * layers
-    count, random = int(share * neurons), np.random.default_rng(0)
-    active = np.sort(random.choice(neurons, count, replace=False)).astype(np.int32)
+    neurons = max(d_ff * layers, rounds.nbytes // layout.stride)
+    count = int(share * neurons)
+    apart = np.random.default_rng(0).permutation(neurons)[: neurons // count * count].reshape(-1, count)
+    active = [np.sort(each).astype(np.int32) for each in apart]  # in turn: the same rows again would be in a cache
     with tempfile.NamedTemporaryFile() as file:
         file.write(bytes(layout.stride))
         file.flush()
@@ -197,7 +199,11 @@ def bench_gathered(encoding: str, inputs: str, shape: tuple[int, int, float, int
             ("up rows", up, products.up),
             ("down columns", down, products.down),
         )
-        return [rounds.figure(name, nbytes, functools.partial(run, active), **sizes) for name, nbytes, run in ways]
+        figures = []
+        for name, nbytes, run in ways:
+            turn = itertools.cycle(active)
+            figures.append(rounds.figure(name, nbytes, lambda run=run, turn=turn: run(next(turn)), **sizes))
+        return figures
 
 
 def bench_sparse(dtype: str, shape: tuple[int, int, float, int], rounds: Rounds):
