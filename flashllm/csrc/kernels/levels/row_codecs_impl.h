@@ -10,6 +10,7 @@ constexpr std::size_t kCodedAhead = 4096;  // bytes between a load and the prefe
 // As row_codecs.h says of bf12.
 struct Lossless12 {
   static constexpr bool kReorders = Vec::kReordersBf12;
+  static constexpr std::size_t kScales = 0;
   static constexpr std::size_t kTable = 16, kNone = 0xFFFF;
   struct Row {
     const std::uint8_t *table, *low, *indexes;
@@ -88,20 +89,51 @@ struct Lossless12 {
 
 #include "kernels/levels/scaled_codecs_impl.h"
 
+// A vector's units. `read` makes floats of the scales of the kScaled units that weight j is among, so that
+// `decode` of each of them, from its first weight j on, loads a scale into all lanes at once.
+template <typename G>
+struct UnitsOf {
+  typename G::Row row;
+  float scales[2 * kScaled], offsets[2 * kScaled];
+
+  void read(std::size_t j) {
+    if constexpr (G::kScales != 0) {
+      const std::size_t u = j / kSharedFactors * kScaled;
+      G::scales(row, u).store(scales);
+      if constexpr (G::kScales == 2) G::later_scales(row, u).store(scales + kScaled);
+      if constexpr (G::kMinimums) {
+        G::minimums(row, u).store(offsets);
+        if constexpr (G::kScales == 2) G::later_minimums(row, u).store(offsets + kScaled);
+      } else if constexpr (G::kOffsets) {
+        (G::scales(row, u) * Eight::set(-static_cast<float>(G::kZero))).store(offsets);
+      }
+    }
+  }
+  void decode(std::size_t j, Vec* to) const {
+    if constexpr (G::kScales == 0) {
+      G::decode(row, j, to);
+    } else {
+      const std::size_t at = j % kSharedFactors / kCodeUnit * G::kScales;
+      G::decode(row.codes + j / 8 * G::kBits, scales + at, offsets + at, to);
+    }
+  }
+};
+
 // A step of R vectors in the reordered form, escapes and all; apart, because a call would put the sums of the
 // other steps into memory.
 template <typename G, std::size_t R, typename V>
-__attribute__((noinline)) void dot_step_with_escapes(const typename G::Row* row, std::size_t j,
-                                                     const float* x, V (*sum)[kUnroll]) {
+__attribute__((noinline)) void dot_step_with_escapes(const UnitsOf<G>* units, std::size_t j, const float* x,
+                                                     V (*sum)[kUnroll]) {
   V inputs[kUnroll];
   for (std::size_t u = 0; u < kUnroll; ++u) inputs[u] = V::load_f32(x + j + u * V::kWidth);
   G::reorder(inputs);
   for (std::size_t r = 0; r < R; ++r) {
     V weights[kUnroll];
-    if (G::next_escape(row[r], j) < j + kUnroll * V::kWidth)
-      G::decode_reordered_with_escapes(row[r], j, weights);
+    const typename G::Row& row = units[r].row;
+    if (G::next_escape(row, j) < j + kUnroll * V::kWidth)
+      G::decode_reordered_with_escapes(row, j, weights);
     else
-      G::decode_reordered(row[r], j, weights);
+      G::decode_reordered(row, j, weights);
     for (std::size_t u = 0; u < kUnroll; ++u) sum[r][u] = fma(weights[u], inputs[u], sum[r][u]);
   }
 }
@@ -109,8 +141,8 @@ __attribute__((noinline)) void dot_step_with_escapes(const typename G::Row* row,
 // The whole steps of R vectors: their sums, and where the steps end. Between escapes the sums stay in
 // registers, so no index of them may be anything but a constant.
 template <typename G, std::size_t R>
-inline std::size_t dot_steps_reordered(const typename G::Row* row, const typename G::Row* next,
-                                       const float* x, std::size_t k, Vec (*to)[kUnroll]) {
+inline std::size_t dot_steps_reordered(const UnitsOf<G>* units, const typename G::Row* next, const float* x,
+                                       std::size_t k, Vec (*to)[kUnroll]) {
   constexpr std::size_t kStep = kUnroll * Vec::kWidth;
   static_assert(!G::kReorders || kStep % kCodeUnit == 0, "a step must be whole units");
   const std::size_t last = k / kStep * kStep;
@@ -118,7 +150,7 @@ inline std::size_t dot_steps_reordered(const typename G::Row* row, const typenam
   while (j < last) {
     std::size_t end = last;
     for (std::size_t r = 0; r < R; ++r) {
-      const std::size_t escape = G::next_escape(row[r], j) / kStep * kStep;
+      const std::size_t escape = G::next_escape(units[r].row, j) / kStep * kStep;
       end = escape < end ? escape : end;
     }
     Vec sum[R][kUnroll];
@@ -133,14 +165,14 @@ inline std::size_t dot_steps_reordered(const typename G::Row* row, const typenam
 #pragma GCC unroll 4
       for (std::size_t r = 0; r < R; ++r) {
         Vec weights[kUnroll];
-        G::decode_reordered(row[r], j, weights);
+        G::decode_reordered(units[r].row, j, weights);
         for (std::size_t u = 0; u < kUnroll; ++u) sum[r][u] = fma(weights[u], inputs[u], sum[r][u]);
       }
     }
     for (std::size_t r = 0; r < R; ++r)
       for (std::size_t u = 0; u < kUnroll; ++u) to[r][u] = sum[r][u];
     if (j == last) break;
-    dot_step_with_escapes<G, R>(row, j, x, to);
+    dot_step_with_escapes<G, R>(units, j, x, to);
     j += kStep;
   }
   for (std::size_t r = 0; r < R; ++r) G::restore(to[r]);
@@ -149,18 +181,20 @@ inline std::size_t dot_steps_reordered(const typename G::Row* row, const typenam
 
 // The same of vectors whose weights stay in order.
 template <typename G, std::size_t R>
-inline std::size_t dot_steps(const typename G::Row* row, const typename G::Row* next, const float* x,
-                             std::size_t k, Vec (*to)[kUnroll]) {
+inline std::size_t dot_steps(UnitsOf<G>* units, const typename G::Row* next, const float* x, std::size_t k,
+                             Vec (*to)[kUnroll]) {
   constexpr std::size_t kStep = kUnroll * Vec::kWidth;
   constexpr std::size_t kUnits = kStep > kCodeUnit ? kStep / kCodeUnit : 1;
   std::size_t j = 0;
   for (; j + kUnits * kCodeUnit <= k; j += kUnits * kCodeUnit) {
+    if (j % kSharedFactors == 0)
+      for (std::size_t r = 0; r < R; ++r) units[r].read(j);
     if (next != nullptr)
       for (std::size_t r = 0; r < R; ++r) G::prefetch_codes(next[r], j);
     for (std::size_t unit = 0; unit < kUnits; ++unit) {
       for (std::size_t r = 0; r < R; ++r) {
         Vec weights[kUnitVectors];
-        G::decode(row[r], j + unit * kCodeUnit, weights);
+        units[r].decode(j + unit * kCodeUnit, weights);
         for (std::size_t v = 0; v < kUnitVectors; ++v) {
           const std::size_t at = unit * kUnitVectors + v;
           to[r][at % kUnroll] = fma(weights[v], Vec::load_f32(x + j + at * Vec::kWidth), to[r][at % kUnroll]);
@@ -174,7 +208,7 @@ inline std::size_t dot_steps(const typename G::Row* row, const typename G::Row* 
 // R vectors at a time, as dot_block: each one's order of additions is the one there. next[r]: what to fetch
 // while row[r] is read.
 template <typename G, std::size_t R>
-inline void dot_coded(const typename G::Row* row, const typename G::Row* next, const float* x, std::size_t k,
+inline void dot_coded(UnitsOf<G>* units, const typename G::Row* next, const float* x, std::size_t k,
                       float* out) {
   constexpr std::size_t kStep = kUnroll * Vec::kWidth;
   constexpr std::size_t kTogether = kStep > kCodeUnit ? kStep : kCodeUnit;
@@ -185,15 +219,16 @@ inline void dot_coded(const typename G::Row* row, const typename G::Row* next, c
     for (std::size_t r = 0; r < R; ++r) G::prefetch_groups(next[r]);
   std::size_t j = 0;
   if constexpr (G::kReorders) {
-    j = dot_steps_reordered<G, R>(row, next, x, k, sum);
+    j = dot_steps_reordered<G, R>(units, next, x, k, sum);
   } else {
-    j = dot_steps<G, R>(row, next, x, k, sum);
+    j = dot_steps<G, R>(units, next, x, k, sum);
   }
   for (std::size_t r = 0; r < R; ++r) {
     float rest[kTogether];  // the weights from j on, widened
     for (std::size_t first = j; first < k; first += kCodeUnit) {
       Vec weights[kUnitVectors];
-      G::decode(row[r], first, weights);
+      if (first == j || first % kSharedFactors == 0) units[r].read(first);
+      units[r].decode(first, weights);
       for (std::size_t v = 0; v < kUnitVectors; ++v) weights[v].store(rest + first - j + v * Vec::kWidth);
     }
     std::size_t t = j;
@@ -216,19 +251,20 @@ inline void dot_coded(const typename G::Row* row, const typename G::Row* next, c
 template <typename G, typename At>
 inline void dot_each_coded(const At& at, std::size_t n, std::size_t ahead, const float* x, std::size_t k,
                            float* out) {
-  typename G::Row row[kRows], next[kRows];
+  UnitsOf<G> units[kRows];
+  typename G::Row next[kRows];
   std::size_t r = 0;
   for (; r + kRows <= n; r += kRows) {
     const bool more = r + ahead + kRows <= n;
     for (std::size_t i = 0; i < kRows; ++i) {
-      row[i] = G::at(at(r + i), k);
+      units[i].row = G::at(at(r + i), k);
       if (more) next[i] = G::at(at(r + ahead + i), k);
     }
-    dot_coded<G, kRows>(row, more ? next : nullptr, x, k, out + r);
+    dot_coded<G, kRows>(units, more ? next : nullptr, x, k, out + r);
   }
   for (; r < n; ++r) {
-    row[0] = G::at(at(r), k);
-    dot_coded<G, 1>(row, nullptr, x, k, out + r);
+    units[0].row = G::at(at(r), k);
+    dot_coded<G, 1>(units, nullptr, x, k, out + r);
   }
 }
 
@@ -249,12 +285,12 @@ void dot_matrix_coded(const void* data, std::size_t stride, std::size_t n, const
 // What is left of y beyond the last whole unit: up to `whole` in vectors, then one by one, as
 // add_scaled_rows.
 template <typename G, std::size_t R>
-inline void add_rest(const typename G::Row* row, const float* scales, std::size_t begin, std::size_t end,
+inline void add_rest(const UnitsOf<G>* units, const float* scales, std::size_t begin, std::size_t end,
                      std::size_t whole, float* y) {
   for (std::size_t r = 0; r < R; ++r) {
     Vec unit[kUnitVectors];
     float weights[kCodeUnit];
-    G::decode(row[r], begin, unit);
+    units[r].decode(begin, unit);
     for (std::size_t v = 0; v < kUnitVectors; ++v) unit[v].store(weights + v * Vec::kWidth);
     const Vec scale = Vec::set(scales[r]);
     std::size_t j = begin;
@@ -266,11 +302,11 @@ inline void add_rest(const typename G::Row* row, const float* scales, std::size_
 
 // y[j] += the terms of R vectors, in their order, from j on up to an escape; where it ends.
 template <typename G, std::size_t R>
-inline std::size_t add_steps_reordered(const typename G::Row* row, const typename G::Row* next,
-                                       const Vec* scale, std::size_t j, std::size_t end, float* y) {
+inline std::size_t add_steps_reordered(const UnitsOf<G>* units, const typename G::Row* next, const Vec* scale,
+                                       std::size_t j, std::size_t end, float* y) {
   constexpr std::size_t kStep = kUnroll * Vec::kWidth;
   for (std::size_t r = 0; r < R; ++r) {
-    const std::size_t escape = G::next_escape(row[r], j);
+    const std::size_t escape = G::next_escape(units[r].row, j);
     end = escape < end ? escape : end;
   }
   for (; j + kStep <= end; j += kStep) {
@@ -281,7 +317,7 @@ inline std::size_t add_steps_reordered(const typename G::Row* row, const typenam
     G::reorder(sum);
     for (std::size_t r = 0; r < R; ++r) {
       Vec weights[kUnroll];
-      G::decode_reordered(row[r], j, weights);
+      G::decode_reordered(units[r].row, j, weights);
       for (std::size_t u = 0; u < kUnroll; ++u) sum[u] = fma(weights[u], scale[r], sum[u]);
     }
     G::restore(sum);
@@ -292,8 +328,8 @@ inline std::size_t add_steps_reordered(const typename G::Row* row, const typenam
 
 // y[j] += the terms of R vectors, in their order; j in [begin, end).
 template <typename G, std::size_t R>
-inline void add_coded(const typename G::Row* row, const typename G::Row* next, const float* scales,
-                      std::size_t begin, std::size_t end, float* y) {
+inline void add_coded(UnitsOf<G>* units, const typename G::Row* next, const float* scales, std::size_t begin,
+                      std::size_t end, float* y) {
   constexpr std::size_t kNarrow = 16 * Vec::kWidth;  // where add_scaled_rows takes single vectors
   const std::size_t step = end - begin <= kNarrow ? Vec::kWidth : 2 * Vec::kWidth;
   const std::size_t whole = begin + (end - begin) / step * step;
@@ -301,17 +337,19 @@ inline void add_coded(const typename G::Row* row, const typename G::Row* next, c
   for (std::size_t r = 0; r < R; ++r) scale[r] = Vec::set(scales[r]);
   for (std::size_t j = begin; j < end; j += kCodeUnit) {
     if constexpr (G::kReorders) {
-      j = add_steps_reordered<G, R>(row, next, scale, j, end, y);
+      j = add_steps_reordered<G, R>(units, next, scale, j, end, y);
       if (j == end) return;
     }
+    if (j == begin || j % kSharedFactors == 0)
+      for (std::size_t r = 0; r < R; ++r) units[r].read(j);
     if (next != nullptr)
       for (std::size_t r = 0; r < R; ++r) G::prefetch_codes(next[r], j);
-    if (end - j < kCodeUnit) return add_rest<G, R>(row, scales, j, end, whole, y);
+    if (end - j < kCodeUnit) return add_rest<G, R>(units, scales, j, end, whole, y);
     Vec sum[kUnitVectors];
     for (std::size_t v = 0; v < kUnitVectors; ++v) sum[v] = Vec::load_f32(y + j + v * Vec::kWidth);
     for (std::size_t r = 0; r < R; ++r) {
       Vec weights[kUnitVectors];
-      G::decode(row[r], j, weights);
+      units[r].decode(j, weights);
       for (std::size_t v = 0; v < kUnitVectors; ++v) sum[v] = fma(weights[v], scale[r], sum[v]);
     }
     for (std::size_t v = 0; v < kUnitVectors; ++v) sum[v].store(y + j + v * Vec::kWidth);
@@ -321,32 +359,35 @@ inline void add_coded(const typename G::Row* row, const typename G::Row* next, c
 template <typename G>
 void add_scaled_rows_coded(const void* const* rows, const float* scales, std::size_t n, std::size_t k,
                            std::size_t begin, std::size_t end, float* y) {
-  typename G::Row row[kRows], next[kRows];
+  UnitsOf<G> units[kRows];
+  typename G::Row next[kRows];
   std::size_t i = 0;
   for (; i + kRows <= n; i += kRows) {
     const bool more = i + 2 * kRows <= n;
     for (std::size_t r = 0; r < kRows; ++r) {
-      row[r] = G::at(rows[i + r], k);
+      units[r].row = G::at(rows[i + r], k);
       if (!more) continue;
       next[r] = G::at(rows[i + kRows + r], k);
       G::prefetch_groups(next[r]);
     }
-    add_coded<G, kRows>(row, more ? next : nullptr, scales + i, begin, end, y);
+    add_coded<G, kRows>(units, more ? next : nullptr, scales + i, begin, end, y);
   }
   for (; i < n; ++i) {
-    row[0] = G::at(rows[i], k);
-    add_coded<G, 1>(row, nullptr, scales + i, begin, end, y);
+    units[0].row = G::at(rows[i], k);
+    add_coded<G, 1>(units, nullptr, scales + i, begin, end, y);
   }
 }
 
 template <typename G>
 void widen_coded(const void* vector, std::size_t k, std::size_t first, std::size_t n, float* to) {
-  const typename G::Row row = G::at(vector, k);
+  UnitsOf<G> units;
+  units.row = G::at(vector, k);
   for (std::size_t j = 0; j < n; j += kCodeUnit) {
     float padded[kCodeUnit];
     float* at = n - j < kCodeUnit ? padded : to + j;
     Vec weights[kUnitVectors];
-    G::decode(row, first + j, weights);
+    if (j == 0 || (first + j) % kSharedFactors == 0) units.read(first + j);
+    units.decode(first + j, weights);
     for (std::size_t v = 0; v < kUnitVectors; ++v) weights[v].store(at + v * Vec::kWidth);
     if (at == padded) __builtin_memcpy(to + j, padded, (n - j) * sizeof(float));
   }

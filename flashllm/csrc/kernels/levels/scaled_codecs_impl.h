@@ -1,7 +1,7 @@
 // The codecs of row_codecs.h whose codes have scales; included by row_codecs_impl.h, as that file is. Where
-// the parts of a vector lie is a Row; decode gives the unit from weight j on; scales(row, u), and
-// later_scales of codecs with two scales a unit, those of kScaled units from unit u, a multiple of kScaled,
-// on: behind a row's last ones lie codes, at least 16 bytes of them.
+// the parts of a vector lie is a Row; scales(row, u), and later_scales of codecs with two scales a unit, give
+// those of kScaled units from unit u, a multiple of kScaled, on: behind a row's last ones lie codes, at least
+// 16 bytes of them. minimums are read as scales are.
 
 constexpr std::size_t kScaled = 8;  // units whose scales are read together
 static_assert(kSharedFactors == kScaled * kCodeUnit, "a shared scale is that of the units taken together");
@@ -101,6 +101,27 @@ struct Codes {
   static constexpr int kZero = zero_of_bytes(kShape);
   static constexpr bool kFactorsAlong = takes_factors_along(kCodec);
 
+  // A unit's weights by its scales and, where kOffsets, what is added: minimums, or scale * -kZero.
+  static constexpr bool kOffsets = kMinimums || (kBits == 4 && !kOfTable);
+  static void decode(const std::uint8_t* unit, const float* scales, const float* offsets, Vec* to) {
+    const Vec scale = Vec::set(scales[0]);
+    if constexpr (kOfTable && kScales == 1) {
+      look_up<kBits>(unit, kTable, scale, to);
+    } else if constexpr (kBits == 4 && !kOfTable && kScales == 1) {  // its sixteen weights are looked up
+      Vec::unpack_nibbles<kUnitVectors / 2>(unit, scale, Vec::set(offsets[0]), to);
+    } else {
+      if constexpr (kOfTable)
+        look_up<kBits>(unit, kTable, Vec::set(1.0F), to);
+      else
+        load_codes<kBits>(unit, kZero, to);
+      for (std::size_t v = 0; v < kUnitVectors; ++v) {
+        const std::size_t group = v * Vec::kWidth / kGroup;
+        const Vec own = Vec::set(scales[group]);
+        to[v] = kMinimums ? fma(to[v], own, Vec::set(offsets[group])) : to[v] * own;
+      }
+    }
+  }
+
   // What lies as far on in another vector.
   template <typename Row>
   static void prefetch_codes(const Row& row, std::size_t j) {
@@ -131,17 +152,6 @@ struct Grouped : Codes<kCodec> {
     const auto* scales = static_cast<const std::uint16_t*>(vector);
     const std::uint16_t* minimums = scales + groups;
     return {scales, minimums, reinterpret_cast<const std::uint8_t*>(minimums + (kMinimums ? groups : 0))};
-  }
-
-  static void decode(const Row& row, std::size_t j, Vec* to) {
-    const Vec scale = Vec::set(Vec::half(row.scales[j / kGroup]));
-    if constexpr (kBits == 8) {
-      const auto* codes = reinterpret_cast<const std::int8_t*>(row.codes) + j;
-      for (std::size_t v = 0; v < kUnitVectors; ++v) to[v] = Vec::load_i8(codes + v * Vec::kWidth) * scale;
-    } else {
-      const Vec offset = kMinimums ? Vec::set(Vec::half(row.minimums[j / kGroup])) : scale * Vec::set(-8.0F);
-      Vec::unpack_nibbles<kUnitVectors / 2>(row.codes + j / 2, scale, offset, to);
-    }
   }
 
   static Eight scales(const Row& row, std::size_t u) { return of_units(row.scales, u); }
@@ -181,36 +191,6 @@ struct Carried : Codes<kCodec> {
             reinterpret_cast<const std::uint8_t*>(second + (kMinimums ? factors : 0))};
   }
 
-  static void decode(const Row& row, std::size_t j, Vec* to) {
-    const float shared = Vec::half(row.scales[j / kShared]) * kOne;
-    if constexpr (kOfTable && kGroup == kCodeUnit) {
-      const float scale = kFactors ? shared * static_cast<float>(row.factors[j / kGroup]) : shared;
-      return look_up<kBits>(row.codes + j / 8 * kBits, kTable, Vec::set(scale), to);
-    }
-    if constexpr (kBits == 4 && kMinimums) {  // a group is the unit: its sixteen weights are looked up
-      const float minimum = Vec::half(row.minimums[j / kShared]);
-      const std::size_t group = j / kGroup;
-      const float scale = kFactors ? shared * static_cast<float>(row.factors[group]) : shared;
-      const float own = kFactors ? minimum * static_cast<float>(row.minimum_factors[group]) : minimum;
-      return Vec::unpack_nibbles<kUnitVectors / 2>(row.codes + j / 2, Vec::set(scale), Vec::set(own), to);
-    }
-    if constexpr (kOfTable)
-      look_up<kBits>(row.codes + j / 8 * kBits, kTable, Vec::set(1.0F), to);
-    else
-      load_codes<kBits>(row.codes + j / 8 * kBits, kZero, to);
-    for (std::size_t v = 0; v < kUnitVectors; ++v) {
-      const std::size_t group = (j + v * Vec::kWidth) / kGroup;
-      const Vec scale = Vec::set(kFactors ? shared * static_cast<float>(row.factors[group]) : shared);
-      if constexpr (kMinimums) {
-        const float minimum = Vec::half(row.minimums[j / kShared]);
-        const float own = kFactors ? minimum * static_cast<float>(row.minimum_factors[group]) : minimum;
-        to[v] = fma(to[v], scale, Vec::set(own));
-      } else {
-        to[v] = to[v] * scale;
-      }
-    }
-  }
-
   static Eight scales(const Row& row, std::size_t u) { return of_units(row.scales, row.factors, u); }
   // Of two scales a unit: those of its last kScaled / 2 units.
   static Eight later_scales(const Row& row, std::size_t u) {
@@ -244,10 +224,6 @@ struct Mxfp4 : Codes<RowCodec::mxfp4> {
     return {powers, powers + (k + kCodeUnit - 1) / kCodeUnit};
   }
 
-  static void decode(const Row& row, std::size_t j, Vec* to) {
-    const float scale = float_from_bits(bits_of_half_power(row.scales[j / kCodeUnit]));
-    look_up<kBits>(row.codes + j / 2, kTable, Vec::set(scale), to);
-  }
   static Eight scales(const Row& row, std::size_t u) { return Eight::half_powers(row.scales + u); }
 };
 
@@ -268,14 +244,6 @@ struct Nvfp4 : Codes<RowCodec::nvfp4> {
     return {first, factors, factors + (k + kCodeUnit - 1) / kCodeUnit * kScales};
   }
 
-  static void decode(const Row& row, std::size_t j, Vec* to) {
-    const float scale = row.scale();
-    look_up<kBits>(row.codes + j / 2, kTable, Vec::set(1.0F), to);
-    for (std::size_t v = 0; v < kUnitVectors; ++v) {
-      const std::uint8_t factor = row.factors[(j + v * Vec::kWidth) / kGroup];
-      to[v] = to[v] * Vec::set(Vec::half(half_of_e4m3(factor)) * scale);
-    }
-  }
   static Eight scales(const Row& row, std::size_t u) { return of_groups(row, kScales * u); }
   static Eight later_scales(const Row& row, std::size_t u) { return of_groups(row, kScales * u + kScaled); }
 
@@ -302,10 +270,5 @@ struct Ternary : Codes<RowCodec::ternary> {
     return {scales, scales + (k + kSharedFactors - 1) / kSharedFactors * sizeof(float)};
   }
 
-  static void decode(const Row& row, std::size_t j, Vec* to) {
-    const Vec scale = Vec::set(row.scale(j));
-    load_codes<kBits>(row.codes + j / 8 * kBits, kZero, to);
-    for (std::size_t v = 0; v < kUnitVectors; ++v) to[v] = to[v] * scale;
-  }
   static Eight scales(const Row& row, std::size_t u) { return Eight::set(row.scale(u * kCodeUnit)); }
 };
