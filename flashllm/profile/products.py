@@ -20,7 +20,6 @@ _D_MODEL = 4096  # a row of two 16-bit vectors is 16 KiB
 _EXPERT = 512  # neurons
 _ACTIVE_SHARE = 0.1  # of the rows cached (paper A, section 3.1)
 _INPUT = 0.01
-_CALLS = 3  # at least, of a timed product
 
 
 class ResidentProducts:
@@ -56,7 +55,7 @@ class ResidentProducts:
 def resident_bps(encoding: str, *, nbytes: int, pool: _core.ThreadPool, seconds: float) -> float:
     """Bytes of resident weights a second, of one of ROW_ENCODINGS."""
     products = ResidentProducts(encoding, nbytes, pool)
-    return products.nbytes / seconds_of(products.all, at_least_s=seconds, calls=_CALLS)
+    return products.nbytes / seconds_of(products.all, at_least_s=seconds)
 
 
 def gathered_bps(encoding: str, *, nbytes: int, pool: _core.ThreadPool, file: Path, seconds: float) -> float:
@@ -73,7 +72,7 @@ def gathered_bps(encoding: str, *, nbytes: int, pool: _core.ThreadPool, file: Pa
     random, count = np.random.default_rng(0), max(1, int(_ACTIVE_SHARE * neurons))
     active = [np.sort(random.choice(neurons, count, replace=False)).astype(np.int32) for _ in range(10)]
     turn = itertools.cycle(active)
-    return count * layout.stride / seconds_of(lambda: products.run(next(turn)), at_least_s=seconds, calls=_CALLS)
+    return count * layout.stride / seconds_of(lambda: products.run(next(turn)), at_least_s=seconds)
 
 
 def blocks_wps(*, nbytes: int, seconds: float) -> float:
@@ -96,7 +95,7 @@ def blocks_wps(*, nbytes: int, seconds: float) -> float:
         for blocks, stored in parts:
             blocks.unpack(stored, 0, expert)
 
-    return len(parts) * weights / seconds_of(unpack, at_least_s=seconds, calls=_CALLS)
+    return len(parts) * weights / seconds_of(unpack, at_least_s=seconds)
 
 
 def _dtype_beside(encoding: str) -> str:

@@ -77,16 +77,17 @@ class Sample:
 
 
 _ENDS = 2  # of a curve
+_CALLS = 3  # of two, one that was interrupted moves the median
 Probe = Callable[[int], Sample]  # does the work once at a size
 
 
-def seconds_of(work: Callable[[], object], *, at_least_s: float, calls: int = 1) -> float:
-    """Median seconds of one call, over at least so many `calls`, and as many as take `at_least_s` together.
+def seconds_of(work: Callable[[], object], *, at_least_s: float) -> float:
+    """Median seconds of one call, over at least three, and as many as take `at_least_s` together.
 
     The median, because a call that another process interrupted says nothing about the work.
     """
     times: list[float] = []
-    while len(times) < calls or sum(times) < at_least_s:
+    while len(times) < _CALLS or sum(times) < at_least_s:
         start = time.perf_counter()
         work()
         times.append(time.perf_counter() - start)
