@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from training.fit import LayerPredictor
 from weights import Floats, LayerWeights
 
-from flashllm._core import KV_BLOCK
+from flashllm._core import PAGE_TOKENS
 from flashllm.convert.untrained.predictor import untrained_predictor
 from flashllm.convert.untrained.svd import normed_inputs
 from flashllm.engine.meter import Meter
@@ -136,9 +136,9 @@ class MaskedModel:
 
         A pass takes as many sequences as the memory plan has room for.
         """
-        blocks = -(-ids.shape[1] // KV_BLOCK)
+        pages = -(-ids.shape[1] // PAGE_TOKENS)
         found = []
-        for part in ids.split(max(1, self.model.plan.memory.max_kv_blocks // blocks)):
+        for part in ids.split(max(1, self.model.plan.memory.max_pages // pages)):
             entries = [(self.model.new_sequence(), row) for row in part.tolist()]
             try:
                 found.append(self.model.step(entries, all_logits=True, observer=self._mask))

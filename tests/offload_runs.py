@@ -5,7 +5,7 @@ from flashllm.offload.jobs.sequences import Sequence
 from flashllm.offload.policy import Policy
 from flashllm.offload.runtime.run import Runner, RunOptions
 
-LENGTHS = (1, 7, 63, 64, 65, 100, 3, 130)  # prompts, about a KV block and two
+LENGTHS = (1, 7, 63, 64, 65, 100, 3, 130)  # prompts, about a page and two
 NEW = 20
 DEVICE, CPU, DISK = (1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)
 MIXED = (0.4, 0.3, 0.3)

@@ -58,7 +58,7 @@ def memory_plan(model, manifest=None, **options):
 def with_rows(plan, rows, **changes):
     """The memory plan with other rows in each layer's cache, however long the context is."""
     levels = np.array([rows], np.int32)
-    return dataclasses.replace(plan, levels=levels, level_blocks=plan.max_kv_blocks, **changes)
+    return dataclasses.replace(plan, levels=levels, level_pages=plan.max_pages, **changes)
 
 
 class Watched:

@@ -3,7 +3,7 @@
     python bench/kernels/attention.py [--threads N] [--rounds R] [--tiny]
 
 Causal attention of 128 and 2,048 tokens, 32 heads of 128, in three dtypes. Ours (`attend_many`, over the KV cache's
-blocks, queries and outputs fp32) and torch's (contiguous tensors of the dtype) are timed in turn, because a machine's
+pages, queries and outputs fp32) and torch's (contiguous tensors of the dtype) are timed in turn, because a machine's
 speed moves with its neighbours; `ratio` is the median of torch's time over ours, pair by pair. GFLOP/s count the scores
 and sums of visible keys only. The last line is one JSON document. Knows no model.
 """

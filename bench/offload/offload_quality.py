@@ -3,7 +3,7 @@
     python bench/offload/offload_quality.py MODEL --text wiki.test.raw [--lambada lambada.jsonl] [--windows 16]
 
 MODEL is a Hugging Face folder; but for rows with a copy of it (the paper's layout of weights; error feedback, by
---calibrate FILE) also a flashllm directory. Each window of the text is a prompt of one KV block, and every
+--calibrate FILE) also a flashllm directory. Each window of the text is a prompt of one page, and every
 token after it is forced through decoding, so that the cache that is read is the one a user's run would have: its last
 up to 63 tokens in 16 bit, the others as the row says. LAMBADA's texts start after 8 tokens, and a word counts where
 every one of its tokens is the likeliest. `change` is the perplexity over that of the first row, less one; the standard

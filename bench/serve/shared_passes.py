@@ -231,7 +231,8 @@ def known(model: TracedModel, args: argparse.Namespace) -> dict[str, Any]:
                 except GroupError:  # it takes root
                     dropped = False
                 rows["parked"].append(first_token(worker, beginning + walk(args.new), marks))
-    whole_pages = args.known // _core.KV_BLOCK * _core.KV_BLOCK  # what a model with windows or states can go back to
+    # What a model with windows or states can go back to.
+    whole_pages = args.known // _core.PAGE_TOKENS * _core.PAGE_TOKENS
     for name in ("known", "parked"):
         if (reused := min(one["reused"] for one in rows[name])) < whole_pages:
             raise SystemExit(
@@ -263,8 +264,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the document here too")
     add_simd(parser)
     args = parser.parse_args(argv)
-    if args.known < _core.KV_BLOCK or args.new < 1:
-        parser.error(f"--known must be at least {_core.KV_BLOCK}, a page of tokens, and --new at least 1")
+    if args.known < _core.PAGE_TOKENS or args.new < 1:
+        parser.error(f"--known must be at least {_core.PAGE_TOKENS}, a page of tokens, and --new at least 1")
     args.tokens = args.tokens or {"together": 16}.get(args.what, 400)
     context = args.known + args.new + 1 if args.what == "known" else 512
     config = RunConfig(memory=args.memory, context=context, threads=args.threads, serves=True, simd=args.simd)

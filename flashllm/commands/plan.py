@@ -148,7 +148,7 @@ def _beside_the_engine(path: Path) -> tuple[object, int]:
 
 def _table(model: "ModelDir", plan: "Plan") -> list[str]:
     """Purposes and bytes, at the start of a conversation and with a full context."""
-    from flashllm._core import KV_BLOCK
+    from flashllm._core import PAGE_TOKENS
     from flashllm.base.units import format_size
     from flashllm.plan.requests import requests_nbytes
 
@@ -177,7 +177,7 @@ def _table(model: "ModelDir", plan: "Plan") -> list[str]:
         "neuron cache": f"{share} of {neurons} neurons{shared_out}",
     }
     lines = [
-        ("", f"{min(KV_BLOCK, memory.context)} tokens", f"{memory.context} tokens", ""),
+        ("", f"{min(PAGE_TOKENS, memory.context)} tokens", f"{memory.context} tokens", ""),
         *((name, format_size(start), format_size(full), remarks.get(name, "")) for name, start, full in memory.rows()),
     ]
     first = sum(start for _, start, _ in memory.rows())

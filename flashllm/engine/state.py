@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
-from flashllm._core import KV_BLOCK
+from flashllm._core import PAGE_TOKENS
 from flashllm.base.files import Closing
 from flashllm.base.machine import return_heaps
 from flashllm.base.processes import OneProcess
@@ -55,18 +55,18 @@ class StateMemory(OneProcess):
         self.lock = threading.RLock()
         self.pool = pool
         self._plan, self._caches = plan, caches
-        self._withheld = 0  # blocks whose memory a lowered limit leaves unused
-        self._total: int | None = None  # blocks that the caches' rows allow for, those withheld included
+        self._withheld = 0  # pages whose memory a lowered limit leaves unused
+        self._total: int | None = None  # pages that the caches' rows allow for, those withheld included
         self._held: dict[object, int] = {}  # bytes that passes under way have claimed and not taken
         self._closed = False
 
     @property
-    def blocks(self) -> int:
-        """KV blocks in use, over all sequences, and the memory of as many that passes under way have claimed."""
-        return self._blocks_with(0)
+    def pages(self) -> int:
+        """Pages in use, over all sequences, and the memory of as many that passes under way have claimed."""
+        return self._pages_with(0)
 
-    def _blocks_with(self, nbytes: int) -> int:
-        return -(-(self.pool.nbytes + sum(self._held.values()) + nbytes) // self._plan.kv_block_nbytes)
+    def _pages_with(self, nbytes: int) -> int:
+        return -(-(self.pool.nbytes + sum(self._held.values()) + nbytes) // self._plan.page_nbytes)
 
     @property
     def passes(self) -> int:
@@ -98,8 +98,8 @@ class StateMemory(OneProcess):
     def can_lend(self, nbytes: int, added: int, *, rows: bool) -> bool:
         """True where a pass can borrow so much, while sequences take `added` more bytes: of memory that holds no rows,
         or with `rows` a third of the neuron caches' at most."""
-        before, total = (self._blocks_with(n) + self._withheld for n in (added, added + nbytes))
-        if total > self._plan.max_kv_blocks:
+        before, total = (self._pages_with(n) + self._withheld for n in (added, added + nbytes))
+        if total > self._plan.max_pages:
             return False
         held = self._plan.neuron_cache_nbytes(before)
         return self._plan.neuron_cache_nbytes(total) == held or (rows and nbytes * LENT_SHARE <= held)
@@ -111,12 +111,12 @@ class StateMemory(OneProcess):
         """
         with self.lock:
             self.check_open()
-            total = self._blocks_with(nbytes)
-            most = self._plan.max_kv_blocks - self._withheld
+            total = self._pages_with(nbytes)
+            most = self._plan.max_pages - self._withheld
             if total > most:
                 raise ContextFull(
-                    f"the memory is full: {format_size(total * self._plan.kv_block_nbytes)} of context over all "
-                    f"sequences are more than the {format_size(most * self._plan.kv_block_nbytes)} that fit; use fewer "
+                    f"the memory is full: {format_size(total * self._plan.page_nbytes)} of context over all "
+                    f"sequences are more than the {format_size(most * self._plan.page_nbytes)} that fit; use fewer "
                     "or shorter sequences, or give --memory more"
                 )
             if total + self._withheld != self._total:
@@ -125,9 +125,9 @@ class StateMemory(OneProcess):
     def least_limit(self, tokens: Sequence[int]) -> int:
         """The least limit, in bytes, that holds the sequences there are and so many new tokens of some of them; at most
         the plan's."""
-        new = sum(each // KV_BLOCK + 2 for each in tokens)
-        blocks = min(self._plan.max_kv_blocks, max(1, self.blocks) + new)
-        return min(self._plan.limit_nbytes, self._plan.least_limit_nbytes(blocks))
+        new = sum(each // PAGE_TOKENS + 2 for each in tokens)
+        pages = min(self._plan.max_pages, max(1, self.pages) + new)
+        return min(self._plan.limit_nbytes, self._plan.least_limit_nbytes(pages))
 
     def keep_to(self, limit_nbytes: int) -> None:
         """From now on the process holds no more than this, and never more than the plan's limit.
@@ -136,20 +136,20 @@ class StateMemory(OneProcess):
         """
         with self.lock:
             self.check_open()
-            blocks, withheld = max(1, self.blocks), self._plan.blocks_withheld(limit_nbytes)
-            if blocks + withheld > self._plan.max_kv_blocks:
-                least = self._plan.least_limit_nbytes(blocks)
+            pages, withheld = max(1, self.pages), self._plan.pages_withheld(limit_nbytes)
+            if pages + withheld > self._plan.max_pages:
+                least = self._plan.least_limit_nbytes(pages)
                 raise BudgetError(
                     f"{format_size(limit_nbytes)} cannot hold this model and the "
-                    f"{format_size(blocks * self._plan.kv_block_nbytes)} of context that are in use: that needs at "
+                    f"{format_size(pages * self._plan.page_nbytes)} of context that are in use: that needs at "
                     f"least {-(-least // 10**6)} MB; begin a new conversation, or load the model again with a shorter "
                     "--context"
                 )
             self._withheld = withheld
-            self._share_out(blocks + withheld)
+            self._share_out(pages + withheld)
 
     def _share_out(self, total: int) -> None:
-        """The neuron caches get what `total` blocks leave."""
+        """The neuron caches get what `total` pages leave."""
         rows = self._plan.cache_rows_at(total)
         # Those that shrink come first, so that the sum never exceeds the plan's.
         changes = sorted(zip(self._caches, rows, strict=True), key=lambda change: change[1] - change[0].capacity)

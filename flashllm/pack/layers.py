@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
-from flashllm._core import KV_BLOCK
+from flashllm._core import PAGE_TOKENS
 from flashllm.arch.registry import bundle_names
 from flashllm.arch.tensors import attentions
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, cast
@@ -116,8 +116,8 @@ class Calibration:
             _core.BatchAttention(layer.mixer, source.dtype.name, pool) if attentions(layer) else None
             for layer in self._block.layers
         ]
-        self._blocks = -(-length // KV_BLOCK)
-        self._arena = _core.allocate(self._blocks * max(each.block_nbytes for each in self._attention if each))
+        self._pages = -(-length // PAGE_TOKENS)
+        self._arena = _core.allocate(self._pages * max(each.page_nbytes for each in self._attention if each))
         self._states = self._embedded(sequences)
 
     def read(self, layer: int) -> Layer:
@@ -217,9 +217,9 @@ class Calibration:
 
         def attend(first: int, made: Projected, out: Array) -> None:
             assert attention is not None
-            arena = self._arena[: self._blocks * attention.block_nbytes].reshape(self._blocks, -1)
+            arena = self._arena[: self._pages * attention.page_nbytes].reshape(self._pages, -1)
             positions = self._positions[first : first + len(out)].astype(np.int32)
-            attention.write(made.keys, made.values, arena, positions // KV_BLOCK, positions)
+            attention.write(made.keys, made.values, arena, positions // PAGE_TOKENS, positions)
             attention.prompt(made.queries, arena, 0, first, out, sinks)
 
         return self._ops.layer(number, tensors, states, self._positions, attend, states=recurrent, watch=watch)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashllm._core import KV_BLOCK
+from flashllm._core import PAGE_TOKENS
 from flashllm.base.command_line import say
 from flashllm.base.files import read_json_object, write_atomically
 from flashllm.errors import ContextFull, FlashError, FlashIOError, FormatError
@@ -198,7 +198,7 @@ def _left_behind(process: int) -> bool:
 
 
 def _in_parts(pages: Sequence[int], computed: int) -> bool:
-    return all(count == -(-computed // KV_BLOCK) for count in pages)
+    return all(count == -(-computed // PAGE_TOKENS) for count in pages)
 
 
 def _goes_on(new: Entry, old: Entry) -> bool:

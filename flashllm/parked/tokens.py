@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from flashllm._core import KV_BLOCK
+from flashllm._core import PAGE_TOKENS
 from flashllm.generate.session import common_prefix
 
 
@@ -21,8 +21,8 @@ class Tokens:
     @classmethod
     def of(cls, ids: Sequence[int]) -> Self:
         kept, chain, links = array("q", ids), hashlib.sha256(), []
-        for end in range(KV_BLOCK, len(kept) + 1, KV_BLOCK):
-            chain.update(kept[end - KV_BLOCK : end])
+        for end in range(PAGE_TOKENS, len(kept) + 1, PAGE_TOKENS):
+            chain.update(kept[end - PAGE_TOKENS : end])
             links.append(chain.digest())
         return cls(kept, tuple(links))
 
@@ -33,5 +33,5 @@ class Tokens:
         """How many of the first tokens are those of `other`."""
         most = min(len(self.links), len(other.links))
         pages = bisect_left(range(most), True, key=lambda at: self.links[at] != other.links[at])
-        alike, end = pages * KV_BLOCK, min(len(self), len(other), (pages + 1) * KV_BLOCK)
+        alike, end = pages * PAGE_TOKENS, min(len(self), len(other), (pages + 1) * PAGE_TOKENS)
         return alike + common_prefix(self.ids[alike:end], other.ids[alike:end], end - alike)

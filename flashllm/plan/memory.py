@@ -1,7 +1,7 @@
 """The memory plan: every byte the process will hold, decided before anything is loaded (design contract 3).
 
-What is left after everything fixed is shared by the KV cache and the neuron caches. The KV cache grows in blocks of
-`KV_BLOCK` positions, each out of the neuron caches' memory (paper A, appendix C.3: a dynamic window under a
+What is left after everything fixed is shared by the KV cache and the neuron caches. The KV cache grows in pages of
+`PAGE_TOKENS` positions, each out of the neuron caches' memory (paper A, appendix C.3: a dynamic window under a
 fixed limit), so the plan has two ends: an empty context, and a full one, where every layer still has its minimum.
 
 The neuron caches hold the most popular neurons of all layers where popularity is known, else even shares. Under the
@@ -17,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 
 from flashllm import _core
-from flashllm._core import KV_BLOCK
+from flashllm._core import PAGE_TOKENS
 from flashllm.arch.spec import BlockSpec
 from flashllm.base.machine import default_limit
 from flashllm.base.units import format_size
@@ -171,7 +171,7 @@ class _Caches:
         """The plan of `parts` with the least rows, for the fastest shape of prompts that leaves enough to neurons."""
         strides, unit = self.strides, self.manifest.architecture.unit_rows
         weights = sum(parts[name] for name in ("process", "resident", "checksums", "gates", "planes", "predictors"))
-        most = weights + sum(map(mul, self.needs, strides)) + parts["context_blocks"] * parts["kv_block_nbytes"]
+        most = weights + sum(map(mul, self.needs, strides)) + parts["context_pages"] * parts["page_nbytes"]
         slots = (sum(self.minimum) + self.min_bypass) // unit
         caches = {
             "page_tables": min(most // _PAGE_TABLES, _MOST_PAGE_TABLES),
@@ -185,7 +185,7 @@ class _Caches:
             "min_bypass_rows": self.min_bypass,
             "dense_layers": self.dense_layers,
             "levels": np.array([self.minimum], np.int32),
-            "level_blocks": parts["context_blocks"],
+            "level_pages": parts["context_pages"],
         }
         return _with_prompts({**parts, **caches}, shapes)
 
@@ -220,11 +220,11 @@ class _Caches:
 
     def filled(self, plan: MemoryPlan, limit_nbytes: int, popularity: Sequence[Shares] | None) -> MemoryPlan:
         """With the rows of every level under this limit."""
-        block, unit, sizes = plan.kv_block_nbytes, plan.unit_rows, self.strides
+        page, unit, sizes = plan.page_nbytes, plan.unit_rows, self.strides
         left = limit_nbytes - plan.fixed_nbytes - plan.bypass_rows * plan.row_nbytes
-        most = (left - plan.rows_nbytes(self.minimum)) // block
-        first = min(max((left - plan.rows_nbytes(self.needs)) // block, 1), most)  # up to here every useful row fits
-        free = [left - blocks * block for blocks in range(first, most + 1)]
+        most = (left - plan.rows_nbytes(self.minimum)) // page
+        first = min(max((left - plan.rows_nbytes(self.needs)) // page, 1), most)  # up to here every useful row fits
+        free = [left - pages * page for pages in range(first, most + 1)]
         if self.dense_layers:
             rows = self.manifest.stream_block_rows
             levels = levels_beside(free, self.needs, self.minimum, self.dense_layers, sizes, block_rows=rows, unit=unit)
@@ -232,12 +232,12 @@ class _Caches:
             levels = levels_by_need(free, self.needs, sizes, unit)
         else:
             levels = levels_by_popularity(free, self.minimum, popularity, sizes, unit)
-        return replace(plan, levels=levels, level_blocks=first)
+        return replace(plan, levels=levels, level_pages=first)
 
 
 def _spare_nbytes(plan: MemoryPlan) -> int:
     """Bytes that the limit has room for beside a full context."""
-    return plan.limit_nbytes - plan.fixed_nbytes - plan.context_blocks * plan.kv_block_nbytes
+    return plan.limit_nbytes - plan.fixed_nbytes - plan.context_pages * plan.page_nbytes
 
 
 def _whole(neurons: int, unit: int) -> int:
@@ -274,7 +274,7 @@ def _run_parts(
     alone = config.speculate == "off" and not config.has_form
     verified = 1 if alone else max(1, min(manifest.sparse_prefill_tokens, MOST_TOGETHER))
     expansion = Expansion.of(manifest, block)
-    of_head = (context + manifest.prefill_block_tokens + 2 * KV_BLOCK) * expansion.head_nbytes
+    of_head = (context + manifest.prefill_block_tokens + 2 * PAGE_TOKENS) * expansion.head_nbytes
     named_rows = 0
     if conditions.prefetch and manifest.architecture.unit_rows == 1:
         named_rows = max(1, max(manifest.architecture.every_width) // _PREFETCH_SHARE)
@@ -282,7 +282,7 @@ def _run_parts(
         "limit_nbytes": config.memory if config.memory is not None else default_limit(conditions.could_hold),
         "limit_is_given": config.memory is not None,
         "process": conditions.process + LIBRARY_GROWTH,
-        "kv_block_nbytes": state.block_nbytes,
+        "page_nbytes": state.page_nbytes,
         "requests": PROMPT_NBYTES + (requests_nbytes(context) if config.serves else 0),
         "staging": 2 * named_rows * manifest.rows.stride
         + _bounce_nbytes(manifest, io_threads + min(io_threads, STREAM_THREADS))
@@ -295,7 +295,7 @@ def _run_parts(
         "expanded_heads": expansion.heads,
         "expanded_nbytes": expansion.head_nbytes,
         "context": context,
-        "context_blocks": -(-(state.nbytes(context) + marked) // state.block_nbytes),
+        "context_pages": -(-(state.nbytes(context) + marked) // state.page_nbytes),
         "cache_policy": config.cache_policy,
         "prefetch_rows": named_rows,
         "window": config.window or DEFAULT_WINDOW,

@@ -7,18 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from flashllm._core import KV_BLOCK
+from flashllm._core import PAGE_TOKENS
 from flashllm.plan.shares import Rows
 
 LENT_SHARE = 3  # bytes of the neuron caches, at least, for each that a prompt may borrow of them
 KEPT_CONTEXTS = 4  # of memory that nothing else wants: more is asked for, `serve --keep`
 # Of a plan's figures, those that `as_dict` has under their own names, sizes as `_bytes`.
 _SIZES = (
-    *("limit_nbytes", "total_nbytes", "minimum_nbytes", "kept_nbytes", "kv_block_nbytes", "neuron_cache"),
+    *("limit_nbytes", "total_nbytes", "minimum_nbytes", "kept_nbytes", "page_nbytes", "neuron_cache"),
     *("process", "resident", "staging", "workspace", "bookkeeping"),
 )
 _COUNTS = (
-    *("limit_is_given", "max_kv_blocks", "shared_tokens", "cache_policy", "bypass_rows", "prefetch_rows"),
+    *("limit_is_given", "max_pages", "shared_tokens", "cache_policy", "bypass_rows", "prefetch_rows"),
     *("prompt_tokens", "stretch_tokens", "read_ahead", "context", "window"),
 )
 
@@ -54,9 +54,9 @@ class MemoryPlan:
     expanded_nbytes: int  # so many bytes of each and of a head; of one head at a time, in workspace
     read_ahead: int  # blocks of rows in flight while a prompt is computed
     work_extra: int  # bytes of staging and workspace that a smaller limit would do without
-    kv_block_nbytes: int  # keys and values of KV_BLOCK positions, over all layers
+    page_nbytes: int  # of a page of every kind of layer: keys and values of PAGE_TOKENS positions
     context: int  # tokens a sequence may have
-    context_blocks: int  # KV blocks' memory of a sequence that fills its context, or is about to
+    context_pages: int  # pages' memory of a sequence that fills its context, or is about to
     row_nbytes: int  # of the longest; of bypass rows and prefetched ones
     layer_row_nbytes: tuple[int, ...]  # of each layer
     unit_rows: int  # what the caches hold comes in whole units of so many rows, those of an expert, or one
@@ -67,10 +67,10 @@ class MemoryPlan:
     prefetch_rows: int  # of each of the two buffers for prefetched rows
     window: int
     dense_layers: tuple[int, ...]  # of which every token reads every neuron: they hold their first rows
-    # [levels, layers]: rows of each layer's cache; level 0 is for `level_blocks` KV blocks and fewer, each one more is
-    # for one block more. Never rising from level to level, so that a layer only ever gives rows up.
+    # [levels, layers]: rows of each layer's cache; level 0 is for `level_pages` pages and fewer, each one more is
+    # for one page more. Never rising from level to level, so that a layer only ever gives rows up.
     levels: Rows = field(repr=False, compare=False)
-    level_blocks: int
+    level_pages: int
 
     @property
     def fixed_nbytes(self) -> int:
@@ -85,47 +85,47 @@ class MemoryPlan:
         return self.table_rows * self.table_row_nbytes + self.table_bookkeeping
 
     @property
-    def max_kv_blocks(self) -> int:
-        """KV blocks that fit when every layer is at its minimum, over all sequences together."""
-        return self.level_blocks + len(self.levels) - 1
+    def max_pages(self) -> int:
+        """Pages that fit when every layer is at its minimum, over all sequences together."""
+        return self.level_pages + len(self.levels) - 1
 
     @property
     def kept_nbytes(self) -> int:
         """Bytes that a server keeps between requests: a full context's, or up to KEPT_CONTEXTS of memory that no neuron
         wants."""
-        free = min(self.level_blocks, (1 + KEPT_CONTEXTS) * self.context_blocks) - self.context_blocks
-        return max(self.context_blocks, free) * self.kv_block_nbytes
+        free = min(self.level_pages, (1 + KEPT_CONTEXTS) * self.context_pages) - self.context_pages
+        return max(self.context_pages, free) * self.page_nbytes
 
-    def least_limit_nbytes(self, blocks: int) -> int:
-        """The lowest limit that the loaded model keeps to while `blocks` KV blocks are in use."""
-        return self._levels_nbytes - (self.max_kv_blocks - blocks) * self.kv_block_nbytes
+    def least_limit_nbytes(self, pages: int) -> int:
+        """The lowest limit that the loaded model keeps to while `pages` pages are in use."""
+        return self._levels_nbytes - (self.max_pages - pages) * self.page_nbytes
 
-    def blocks_withheld(self, limit_nbytes: int) -> int:
-        """KV blocks whose memory must stay unused, so that the process keeps to a lower limit than the plan's."""
-        return max(0, -((limit_nbytes - self._levels_nbytes) // self.kv_block_nbytes))
+    def pages_withheld(self, limit_nbytes: int) -> int:
+        """Pages whose memory must stay unused, so that the process keeps to a lower limit than the plan's."""
+        return max(0, -((limit_nbytes - self._levels_nbytes) // self.page_nbytes))
 
     @property
     def _levels_nbytes(self) -> int:
-        """The limit that the levels were made for, or less than a KV block more: the machine may have had less left."""
+        """The limit that the levels were made for, or less than a page more: the machine may have had less left."""
         rows = self.rows_nbytes(self.min_cache_rows) + self.bypass_rows * self.row_nbytes
-        last = self.fixed_nbytes + self.max_kv_blocks * self.kv_block_nbytes + rows
-        return min(self.limit_nbytes, last + self.kv_block_nbytes)
+        last = self.fixed_nbytes + self.max_pages * self.page_nbytes + rows
+        return min(self.limit_nbytes, last + self.page_nbytes)
 
-    def cache_rows_at(self, blocks: int) -> tuple[int, ...]:
-        """Rows of each layer's cache while `blocks` KV blocks are in use. ValueError beyond `max_kv_blocks`."""
-        if not 0 <= blocks <= self.max_kv_blocks:
-            raise ValueError(f"the plan holds 0 to {self.max_kv_blocks} KV blocks, not {blocks}")
-        return tuple(self.levels[max(0, blocks - self.level_blocks)].tolist())
+    def cache_rows_at(self, pages: int) -> tuple[int, ...]:
+        """Rows of each layer's cache while `pages` pages are in use. ValueError beyond `max_pages`."""
+        if not 0 <= pages <= self.max_pages:
+            raise ValueError(f"the plan holds 0 to {self.max_pages} pages, not {pages}")
+        return tuple(self.levels[max(0, pages - self.level_pages)].tolist())
 
     @property
     def cache_rows(self) -> tuple[int, ...]:
-        """Rows of each layer's cache at the start of a conversation, with one KV block in use: the most there are."""
+        """Rows of each layer's cache at the start of a conversation, with one page in use: the most there are."""
         return self.cache_rows_at(1)
 
     @property
     def full_cache_rows(self) -> tuple[int, ...]:
         """Rows of each layer's cache when one sequence has `context` tokens."""
-        return self.cache_rows_at(self.context_blocks)
+        return self.cache_rows_at(self.context_pages)
 
     @property
     def stretch_tokens(self) -> int:
@@ -144,23 +144,23 @@ class MemoryPlan:
 
     def expansion_nbytes(self, positions: int, heads: int) -> int:
         """Bytes of so many heads' keys and values; where pages are packed, those of a part's own pages come twice."""
-        pages = -(-(positions + self.prompt_tokens) // KV_BLOCK) + 1
-        return pages * KV_BLOCK * heads * self.expanded_nbytes
+        pages = -(-(positions + self.prompt_tokens) // PAGE_TOKENS) + 1
+        return pages * PAGE_TOKENS * heads * self.expanded_nbytes
 
     def rows_nbytes(self, rows: Sequence[int]) -> int:
         """Bytes of so many rows of each layer."""
         return sum(map(mul, rows, self.layer_row_nbytes))
 
-    def neuron_cache_nbytes(self, blocks: int) -> int:
-        """Bytes of all layers' caches and of the bypass rows while `blocks` KV blocks are in use."""
-        return self.rows_nbytes(self.cache_rows_at(blocks)) + self.bypass_rows * self.row_nbytes
+    def neuron_cache_nbytes(self, pages: int) -> int:
+        """Bytes of all layers' caches and of the bypass rows while `pages` pages are in use."""
+        return self.rows_nbytes(self.cache_rows_at(pages)) + self.bypass_rows * self.row_nbytes
 
     @property
     def shared_tokens(self) -> int:
         """Tokens that all of a server's requests may have together while the neurons keep half of their memory."""
         half = self.neuron_cache_nbytes(1) // 2
         held = self.levels.astype(np.int64) @ self.layer_row_nbytes + self.bypass_rows * self.row_nbytes
-        return KV_BLOCK * (self.level_blocks - 1 + int((held >= half).sum()))
+        return PAGE_TOKENS * (self.level_pages - 1 + int((held >= half).sum()))
 
     @property
     def neuron_cache(self) -> int:
@@ -170,8 +170,8 @@ class MemoryPlan:
     @property
     def total_nbytes(self) -> int:
         """The most the process holds, whatever the context."""
-        ends = {1, self.context_blocks}
-        return self.fixed_nbytes + max(n * self.kv_block_nbytes + self.neuron_cache_nbytes(n) for n in ends)
+        ends = {1, self.context_pages}
+        return self.fixed_nbytes + max(n * self.page_nbytes + self.neuron_cache_nbytes(n) for n in ends)
 
     @property
     def minimum_nbytes(self) -> int:
@@ -179,7 +179,7 @@ class MemoryPlan:
         rows = self.rows_nbytes(self.min_cache_rows) + self.min_bypass_rows * self.row_nbytes
         table_extra = (self.table_rows - self.min_table_rows) * self.table_row_nbytes
         fixed = self.fixed_nbytes - self.work_extra - self.bookkeeping_extra - table_extra
-        return fixed + self.context_blocks * self.kv_block_nbytes + rows
+        return fixed + self.context_pages * self.page_nbytes + rows
 
     def rows(self) -> list[tuple[str, int, int]]:
         """(purpose, bytes at the start, bytes with a full context), in the order of a printed table."""
@@ -197,11 +197,11 @@ class MemoryPlan:
             ("bookkeeping", self.bookkeeping),
             ("page tables", self.page_tables),
         ]
-        first, full = self.kv_block_nbytes, self.context_blocks * self.kv_block_nbytes
+        first, full = self.page_nbytes, self.context_pages * self.page_nbytes
         return [
             *((purpose, nbytes, nbytes) for purpose, nbytes in fixed),
             ("KV cache", first, full),
-            ("neuron cache", self.neuron_cache, self.neuron_cache_nbytes(self.context_blocks)),
+            ("neuron cache", self.neuron_cache, self.neuron_cache_nbytes(self.context_pages)),
         ]
 
     def as_dict(self) -> dict[str, Any]:
@@ -217,10 +217,10 @@ class MemoryPlan:
             "token_row_bytes": self.table,
             "token_rows": self.table_rows,
             "request_bytes": self.requests,
-            "kv_block_tokens": KV_BLOCK,
-            "kv_cache_bytes": self.kv_block_nbytes,
-            "kv_cache_bytes_full": self.context_blocks * self.kv_block_nbytes,
-            "neuron_cache_bytes_full": self.neuron_cache_nbytes(self.context_blocks),
+            "page_tokens": PAGE_TOKENS,
+            "kv_cache_bytes": self.page_nbytes,
+            "kv_cache_bytes_full": self.context_pages * self.page_nbytes,
+            "neuron_cache_bytes_full": self.neuron_cache_nbytes(self.context_pages),
             "cache_rows": list(self.cache_rows),
             "cache_rows_full": list(self.full_cache_rows),
             "stretch_token_bytes": self.stretch_nbytes,

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flashllm._core import KV_BLOCK
+from flashllm._core import PAGE_TOKENS
 from flashllm.engine.model import Model
 from flashllm.generate.session import Session
 from flashllm.parked.folder import Entry, ParkingFolder
@@ -129,7 +129,7 @@ class Conversations:
         """From now on others may begin with what the prompt at `place`, which is computed, begins with."""
         if place.made is not None and self._budget:
             for mark in place.marks:
-                self._keep_beginning(place.made, mark // KV_BLOCK)
+                self._keep_beginning(place.made, mark // PAGE_TOKENS)
 
     def give_back(self, place: Place, after: bytes | None = None) -> None:
         """Keep the session of a request that ended, however it ended. `after`: digest of its conversation, if any."""
@@ -182,12 +182,12 @@ class Conversations:
         links, freed = one.tokens.links, one.session.nbytes_alone
         # Others have its first pages too.
         pages = bisect_left(range(len(links)), True, key=lambda at: self._links[links[at]] == 1)
-        spares = (len(one.tokens) - pages * KV_BLOCK) / max(freed, 1)
+        spares = (len(one.tokens) - pages * PAGE_TOKENS) / max(freed, 1)
         return freed == 0, one.clock + (1 + min(one.uses, _MOST_USES)) * len(one.tokens) * spares
 
     def _keep_beginning(self, made: _Kept, pages: int) -> None:
         """Keep the first pages of `made`, a prompt's, beside it: they stay when it goes."""
-        length = pages * KV_BLOCK
+        length = pages * PAGE_TOKENS
         if not 0 < length <= made.session.prompted:
             return
         tokens = Tokens(made.tokens.ids[:length], made.tokens.links[:pages])

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from weights import Floats, LayerWeights
 
 from flashllm import _core
-from flashllm._core import KV_BLOCK
+from flashllm._core import PAGE_TOKENS
 from flashllm.base.dtypes import WEIGHT_DTYPES, WeightDtype
 from flashllm.base.dtypes import cast as cast_dtype
 from flashllm.base.files import drop_page_cache, naming
@@ -47,8 +47,8 @@ class PassShape:
 
     @property
     def batch_samples(self) -> int:
-        """Samples that pass a layer together. Each holds whole blocks of keys and values."""
-        return max(1, BATCH_TOKENS // (self._kv_blocks * KV_BLOCK))
+        """Samples that pass a layer together. Each holds whole pages of keys and values."""
+        return max(1, BATCH_TOKENS // (self._pages * PAGE_TOKENS))
 
     @property
     def batch_tokens(self) -> int:
@@ -58,12 +58,12 @@ class PassShape:
     @property
     def kv_positions(self) -> int:
         """Positions of keys and values of one layer that a batch holds."""
-        return self.batch_samples * self._kv_blocks * KV_BLOCK
+        return self.batch_samples * self._pages * PAGE_TOKENS
 
     @property
-    def _kv_blocks(self) -> int:
-        """KV blocks of a sample."""
-        return -(-self.tokens // KV_BLOCK)
+    def _pages(self) -> int:
+        """Pages of a sample."""
+        return -(-self.tokens // PAGE_TOKENS)
 
     @property
     def chunk_samples(self) -> int:

@@ -87,7 +87,7 @@ class Made:
         """The model that caches no row, whose prompts go in parts of 32 tokens; all of them through a layer before the
         next one where it lends memory for that."""
         if (bits, lends) not in self._bare:
-            none = {"levels": np.zeros((1, self.architecture.num_layers), np.int32), "level_blocks": 100}
+            none = {"levels": np.zeros((1, self.architecture.num_layers), np.int32), "level_pages": 100}
             none |= {"prompt_tokens": 32} | ({} if lends else {"stretch_nbytes": 10**12})
             self._bare[bits, lends] = self.opened(RunConfig(**RUN, cache_bits=bits), **none)
         return self._bare[bits, lends]
@@ -251,7 +251,7 @@ def test_a_long_prompt_that_ends_in_its_middle(made, bits, lends):
         model.parts.file.inject("interrupt", 5)
         changes_nothing(KeyboardInterrupt)
         plan = model.plan.memory
-        model.keep_to(plan.least_limit_nbytes(-(-held // plan.kv_block_nbytes)))
+        model.keep_to(plan.least_limit_nbytes(-(-held // plan.page_nbytes)))
         changes_nothing(ContextFull)
         model.keep_to(plan.limit_nbytes)
         model.parts.file.inject("error", 2**60)
@@ -271,7 +271,7 @@ def test_a_copy(made, way):
         run(model, tokens(20, seed=2), first)
         same(run(model, made.ids[100:], second), expected[100:])
         state = model.directory.block.state_nbytes + 4096  # that before the first one's last pass
-        assert model._memory.pool.nbytes < 2 * held + model.plan.memory.kv_block_nbytes + state
+        assert model._memory.pool.nbytes < 2 * held + model.plan.memory.page_nbytes + state
         assert first.keep(100) == 100
         same(run(model, made.ids[100:140], first), expected[100:140])
 

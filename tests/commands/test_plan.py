@@ -10,7 +10,7 @@ import pytest
 from profiles import profile_of, reader
 from scripts import run_python
 
-from flashllm._core import KV_BLOCK
+from flashllm._core import PAGE_TOKENS
 from flashllm.format.install import install_files
 from flashllm.format.model_files import POPULARITY
 from flashllm.format.popularity import encode_popularity
@@ -40,8 +40,8 @@ def test_the_table_shows_both_ends(tiny, plan_json, table_of):
     document = plan_json(path)
     limit = (document["minimum_bytes"] + 3_000_000) // 10**6
     document = plan_json(path, "--memory", f"{limit}MB")
-    assert document["kv_cache_bytes_full"] == 2 * document["kv_cache_bytes"] == 2 * document["kv_block_bytes"]
-    assert document["max_kv_blocks"] >= 96 / KV_BLOCK
+    assert document["kv_cache_bytes_full"] == 2 * document["kv_cache_bytes"] == 2 * document["page_bytes"]
+    assert document["max_pages"] >= 96 / PAGE_TOKENS
     assert all(a >= b for a, b in zip(document["cache_rows"], document["cache_rows_full"], strict=True))
     table = table_of(path, "--memory", f"{limit}MB")
     assert table[""] == ["64", "tokens", "96", "tokens"]

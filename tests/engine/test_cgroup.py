@@ -36,7 +36,7 @@ config = RunConfig(memory=int(memory) or None, threads=2, io_threads=4)
 with Model.open(Path(path), config) as model:
     plan = model.plan.memory
     answer = {"least": plan.minimum_nbytes, "workspace": plan.workspace, "rss": []}
-    answer["kv"] = plan.context_blocks * plan.kv_block_nbytes
+    answer["kv"] = plan.context_pages * plan.page_nbytes
     if not int(memory):
         print(json.dumps(answer))
         sys.exit()

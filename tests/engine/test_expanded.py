@@ -60,12 +60,12 @@ def test_heads_are_as_many_as_the_neuron_caches_lend_memory_for(variant_of):
     assert (memory.expanded_heads, memory.expanded_nbytes) == (4, 4 * (12 + 8 + 20))
     assert memory.as_dict()["expanded_token_bytes"] == 4 * memory.expanded_nbytes
     logits = []
-    for blocks, heads in ((1, 1), (2, 2), (3, 2), (4, 4), (100, 4)):
-        fields = {"levels": np.zeros((1, layers), np.int32), "kv_block_nbytes": of_head}
+    for pages, heads in ((1, 1), (2, 2), (3, 2), (4, 4), (100, 4)):
+        fields = {"levels": np.zeros((1, layers), np.int32), "page_nbytes": of_head}
         directory = variant_of("deepseek_v2")[1]
-        with opened(directory, level_blocks=blocks, **fields) as model, model.new_sequence() as sequence:
+        with opened(directory, level_pages=pages, **fields) as model, model.new_sequence() as sequence:
             assert model._claim_expanded([(sequence, ids_of(150))], 0) == (heads, heads * of_head * (heads > 1))
-            if blocks >= 4:
+            if pages >= 4:
                 logits.append(model.step([(sequence, ids_of(150))]))
     assert np.array_equal(logits[0], logits[1])
 

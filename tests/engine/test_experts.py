@@ -51,7 +51,7 @@ def opened(directory, *, cache_rows=None, prompt_tokens=256, guessed=0, **config
         memory["prefetch_rows"] = guessed * SIZE
     if cache_rows is not None:
         levels = np.full((1, LAYERS), cache_rows, np.int32)
-        memory |= {"levels": levels, "bypass_rows": min(64, plan.memory.bypass_rows), "level_blocks": 10}
+        memory |= {"levels": levels, "bypass_rows": min(64, plan.memory.bypass_rows), "level_pages": 10}
     plan = dataclasses.replace(plan, memory=dataclasses.replace(plan.memory, **memory))
     return Model(model_dir, plan, RunConfig(**RUN, **config))
 

@@ -45,7 +45,7 @@ def test_a_lowered_limit_takes_rows_from_the_caches_and_changes_no_token(model):
     assert model.memory_limit == start - SPARE // 2
     plan = model.plan.memory
     held = (rows(model) + plan.bypass_rows) * plan.row_nbytes
-    assert plan.fixed_nbytes + plan.kv_block_nbytes + held <= model.memory_limit
+    assert plan.fixed_nbytes + plan.page_nbytes + held <= model.memory_limit
     assert rows(model) < all_rows
     assert answer(model) == expected
     model.keep_to(start * 2)  # never above the plan

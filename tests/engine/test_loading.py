@@ -29,7 +29,7 @@ def opened(directory, *, cache_rows=None, loads=True, **config):
     """The model; with `cache_rows`, every layer caches so many rows."""
     rows = {}
     if cache_rows is not None:
-        rows = {"levels": np.full((1, LAYERS), cache_rows, np.int32), "level_blocks": 10}
+        rows = {"levels": np.full((1, LAYERS), cache_rows, np.int32), "level_pages": 10}
     return planned(directory, RunConfig(threads=2, io_threads=4, **config), loads=loads, **rows)
 
 

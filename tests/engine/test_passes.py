@@ -135,8 +135,8 @@ def test_what_a_waiting_pass_borrows_is_its_own(variant_of):
     with in_parts(directory) as model:
         memory = model.plan.memory
         levels = np.maximum(memory.levels[0] - np.arange(20)[:, None], 0).astype(np.int32)
-        block = memory.kv_block_nbytes
-    fields = {"levels": levels, "level_blocks": 1, "stretch_nbytes": block}
+        page = memory.page_nbytes
+    fields = {"levels": levels, "level_pages": 1, "stretch_nbytes": page}
     with in_parts(directory, plan_fields=fields) as model, model.new_sequence() as other:
         rows = lambda: [cache.capacity for cache in model.parts.caches]  # noqa: E731
         model.step([(other, [5])])
@@ -144,17 +144,17 @@ def test_what_a_waiting_pass_borrows_is_its_own(variant_of):
         with model.new_sequence() as sequence:
             # A part's own bytes are in the workspace; of a second pass they are lent.
             with model.begin([(sequence, ids_of(12))]):
-                assert model._memory.blocks == 2
+                assert model._memory.pages == 2
                 with model.new_sequence() as third:
                     with model.begin([(third, ids_of(10, seed=1))]) as second:
-                        assert model._memory.blocks == 3 + 10
+                        assert model._memory.pages == 3 + 10
                         assert sum(rows()) < sum(before)
                         assert second.advance(0) is None
-                        assert model._memory.blocks == 3 + 10  # what it took is not counted twice
+                        assert model._memory.pages == 3 + 10  # what it took is not counted twice
                         with model.new_sequence() as fourth, pytest.raises(ContextFull):
                             model.begin([(fourth, ids_of(10, seed=2))])
-                    assert model._memory.blocks == 2
-            assert model._memory.blocks == 1
+                    assert model._memory.pages == 2
+            assert model._memory.pages == 1
             assert rows() == before
 
 

@@ -48,14 +48,14 @@ def test_every_layer_is_read_once_for_as_much_as_memory_is_lent_for(directory):
             assert nbytes == reads * all_rows
             assert np.array_equal(logits, expected)
             assert [cache.capacity for cache in model.parts.caches] == rows
-    # A third of the neuron caches and no more, where every block costs rows.
+    # A third of the neuron caches and no more, where every page costs rows.
     with in_parts(directory) as model:
         memory = model.plan.memory
         levels = np.maximum(memory.levels[0] - np.arange(20)[:, None], 0).astype(np.int32)
     found = []
     for more in (0, 1):
         token = memory.neuron_cache // LENT_SHARE // (48 - 16) + more
-        with in_parts(directory, levels=levels, level_blocks=1, stretch_nbytes=token) as model:
+        with in_parts(directory, levels=levels, level_pages=1, stretch_nbytes=token) as model:
             found.append(read_by(model, ids_of(48))[1])
     assert found == [all_rows, 2 * all_rows]
 
@@ -64,7 +64,7 @@ def test_what_a_prompt_freed_goes_back_before_the_caches_grow(directory, monkeyp
     with in_parts(directory) as model:
         levels = np.maximum(model.plan.memory.levels[0] - np.arange(20)[:, None], 0).astype(np.int32)
         nbytes = model.plan.memory.neuron_cache // LENT_SHARE // (48 - 16)
-    with in_parts(directory, levels=levels, level_blocks=1, stretch_nbytes=nbytes) as model:
+    with in_parts(directory, levels=levels, level_pages=1, stretch_nbytes=nbytes) as model:
 
         def rows():
             return sum(cache.capacity for cache in model.parts.caches)

@@ -22,7 +22,7 @@ def small(directory, **config):
     with planned(directory, config) as model:
         memory = model.plan.memory
     levels = np.array([memory.min_cache_rows], np.int32)
-    return planned(directory, config, prompt_tokens=16, levels=levels, level_blocks=memory.max_kv_blocks)
+    return planned(directory, config, prompt_tokens=16, levels=levels, level_pages=memory.max_pages)
 
 
 @pytest.fixture

@@ -72,14 +72,14 @@ def test_long_contexts_have_transformers_logits(made, name):
 
 def test_what_lies_behind_a_window_is_given_up(model):
     plan = model.plan.memory
-    all_pages = -(-CONTEXT // PAGE) * plan.kv_block_nbytes
-    assert plan.context_blocks * plan.kv_block_nbytes < all_pages
-    assert plan.rows()[-2][2] == plan.context_blocks * plan.kv_block_nbytes
+    all_pages = -(-CONTEXT // PAGE) * plan.page_nbytes
+    assert plan.context_pages * plan.page_nbytes < all_pages
+    assert plan.rows()[-2][2] == plan.context_pages * plan.page_nbytes
     ids = ids_of(CONTEXT)
     with model.new_sequence() as sequence:
         for first in range(0, CONTEXT, 350):
             model.step([(sequence, ids[first : first + 350])])
-            assert held(model) <= plan.context_blocks * plan.kv_block_nbytes
+            assert held(model) <= plan.context_pages * plan.page_nbytes
         sequence.keep(sequence.length - 1)
         model.step([(sequence, [7])])
         assert held(model) < 0.7 * all_pages
@@ -265,5 +265,5 @@ def test_packed_pages_change_no_bit_by_how_a_prompt_is_cut(packed, made):
         assert np.array_equal(expected[:PAGE], exact[:PAGE])  # they see no page but their own
         error = np.abs(expected - exact)[PAGE:].mean() / exact.std()
         assert 1e-4 < error < (0.005 if packed.config.cache_bits == 8 else 0.08)
-        assert packed.plan.memory.context_blocks < plain.plan.memory.context_blocks
+        assert packed.plan.memory.context_pages < plain.plan.memory.context_pages
         assert packed.arithmetic != plain.arithmetic

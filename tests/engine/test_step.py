@@ -213,7 +213,7 @@ def test_more_sequences_than_fit(load, directory_of, monkeypatch):
     monkeypatch.setattr("flashllm.engine.model.process_nbytes", lambda: 100_000_000)
     model = load(memory=least_memory(directory_of("opt")))
     expected = alone(model, [5, 6], [7])
-    held = [model.new_sequence() for _ in range(model.plan.memory.max_kv_blocks)]
+    held = [model.new_sequence() for _ in range(model.plan.memory.max_pages)]
     model.step([(sequence, [5, 6]) for sequence in held])
     with pytest.raises(ContextFull, match="give --memory more"):
         model.step([(model.new_sequence(), [5])])

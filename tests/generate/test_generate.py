@@ -202,12 +202,12 @@ def test_a_forgotten_session_gives_its_memory_back(opened, tiny):
     forgotten = Session(model, Tokenizer.load(tiny("bfloat16").path()))
     stream = forgotten.stream(PROMPTS[0])
     next(stream)
-    assert model._memory.blocks == 1
+    assert model._memory.pages == 1
     gone = weakref.ref(forgotten)
     del forgotten, stream
     gc.collect()
     assert gone() is None
-    assert model._memory.blocks == 0
+    assert model._memory.pages == 0
 
 
 def test_a_session_of_a_closed_model(session):

@@ -262,7 +262,7 @@ def test_where_other_sequences_have_the_memory_no_token_is_drafted():
     class Full(Verifying):
         def step(self, entries, *, all_logits=False, as_prompt=False, drafted=0):
             if drafted:
-                raise ContextFull("no block left")
+                raise ContextFull("no page left")
             return super().step(entries)
 
     prompt = ids_of(20)

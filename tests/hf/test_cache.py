@@ -27,9 +27,9 @@ def after(flash, *parts):
     return logits
 
 
-def num_blocks(flash):
+def num_pages(flash):
     gc.collect()
-    return flash.engine._memory.blocks
+    return flash.engine._memory.pages
 
 
 def test_rows_of_the_same_tokens_are_computed_once_and_part_later(flash):
@@ -41,9 +41,9 @@ def test_rows_of_the_same_tokens_are_computed_once_and_part_later(flash):
     logits = flash(prompt.repeat(3, 1), past_key_values=cache).logits
     assert flash.engine.meter.take().bytes_read == once > 0
     assert torch.equal(logits[0], logits[1])
-    assert num_blocks(flash) == 1
+    assert num_pages(flash) == 1
     flash(tokens, past_key_values=cache)
-    assert num_blocks(flash) == 2
+    assert num_pages(flash) == 2
     assert cache.lengths == [31, 31, 31]
     parted = flash(torch.tensor([[9], [9], [10]]), past_key_values=cache).logits[:, -1]
     for row, (first, second) in enumerate([(7, 9), (8, 9), (7, 10)]):
@@ -104,19 +104,19 @@ def test_a_deep_copy_is_independent(flash):
 
 
 def test_memory_goes_back_with_the_cache(flash):
-    assert num_blocks(flash) == 0
+    assert num_pages(flash) == 0
     held = [flash(ids_of(70)).past_key_values for _ in range(3)]
-    assert num_blocks(flash) == 6
+    assert num_pages(flash) == 6
     held[0].crop(-10)
-    assert num_blocks(flash) == 5
+    assert num_pages(flash) == 5
     held[1].reset()
     assert not held[1].is_initialized
-    assert num_blocks(flash) == 3
+    assert num_pages(flash) == 3
     del held
-    assert num_blocks(flash) == 0
+    assert num_pages(flash) == 0
     flash(ids_of(70), use_cache=False)
     flash.generate(ids_of(70), max_new_tokens=3, num_beams=3)
-    assert num_blocks(flash) == 0
+    assert num_pages(flash) == 0
 
 
 def test_a_pass_that_fails_leaves_the_cache_as_it_was(flash):
@@ -129,7 +129,7 @@ def test_a_pass_that_fails_leaves_the_cache_as_it_was(flash):
     with pytest.raises(ChecksumError):
         flash(ids_of(20, rows=2, seed=1), past_key_values=cache)
     file.inject("error", 2**60)
-    assert (cache.get_seq_length(), cache.lengths, num_blocks(flash)) == (20, [20, 20], 1)
+    assert (cache.get_seq_length(), cache.lengths, num_pages(flash)) == (20, [20, 20], 1)
     cache.crop(-1)
     cache.batch_select_indices(torch.tensor([1]))
     again = flash.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False)

@@ -211,7 +211,7 @@ def test_a_batch_beyond_the_memory(tiny, load, monkeypatch):
     least = load(path, mode="dense").engine.plan.memory.minimum_nbytes
     flash = load(path, mode="dense", memory=least)
     expected = greedy(flash, ids_of(90), 4)
-    most = flash.engine.plan.memory.max_kv_blocks
+    most = flash.engine.plan.memory.max_pages
     with pytest.raises(ContextFull, match=r"the memory is full: .* use fewer or shorter sequences"):
         flash.generate(ids_of(4, rows=most + 1), max_new_tokens=2)
     assert flash.generate(ids_of(4, rows=most), max_new_tokens=2).shape == (most, 6)

@@ -36,7 +36,7 @@ struct Cached {
             StateShape({{kv_heads, head_dim, 0}, {kv_heads, head_dim, 0}}, length, length, dtype))),
         keys(rounded(random_floats(length * row, 1), dtype)),
         values(rounded(random_floats(length * row, 2), dtype)) {
-    const SequenceState::Spans spans = sequence.restore(length, {(length + kKvBlock - 1) / kKvBlock});
+    const SequenceState::Spans spans = sequence.restore(length, {(length + kPageTokens - 1) / kPageTokens});
     for (const SequenceState::Span& page : spans[0]) std::memset(page.data, 0xFF, page.nbytes);
     for (std::size_t i = 0; i < length; ++i) append(i);
   }

@@ -147,7 +147,7 @@ void check_packed(Dtype dtype, int bits, SimdLevel level) {
   sequence.reserve(problem.length);
   for (std::size_t i = 0; i < problem.length; ++i)
     sequence.append(0, i, seen.keys.data() + i * seen.row, seen.values.data() + i * seen.row);
-  for (std::size_t page = 0; page < problem.length / kKvBlock; ++page) CHECK(sequence.seal(0, page));
+  for (std::size_t page = 0; page < problem.length / kPageTokens; ++page) CHECK(sequence.seal(0, page));
   const KvView view = sequence.view(0);
   const std::vector<float> q = rounded(random_floats(problem.length * row, 3), dtype);
   const auto many = [&](std::size_t first, std::size_t n, int threads) {
@@ -162,11 +162,11 @@ void check_packed(Dtype dtype, int bits, SimdLevel level) {
   std::vector<float> unpacked(view.format->unpacked_row()), few(row);
   for (const std::size_t i : {10, 63, 64, 100, 150, 192, 199}) {
     // Pages come one after the other: what later queries see packed, earlier ones have seen plain.
-    for (std::size_t p = 0; p < i / kKvBlock * kKvBlock; ++p)
+    for (std::size_t p = 0; p < i / kPageTokens * kPageTokens; ++p)
       for (std::size_t h = 0; h < problem.kv_heads; ++h)
         for (std::vector<float>* side : {&seen.keys, &seen.values}) {
-          view.format->unpack(side == &seen.keys ? KvBlockFormat::Side::keys : KvBlockFormat::Side::values,
-                              view.packed(p / kKvBlock), h, p % kKvBlock, 1, unpacked.data(),
+          view.format->unpack(side == &seen.keys ? PageFormat::Side::keys : PageFormat::Side::values,
+                              view.packed(p / kPageTokens), h, p % kPageTokens, 1, unpacked.data(),
                               level_kernels(level).groups);
           std::copy_n(unpacked.data(), dim, side->data() + p * seen.row + h * dim);
         }

@@ -1,9 +1,9 @@
-// A batch's attention over packed blocks, in exactly as much memory as it may touch: the same bits at every
+// A batch's attention over packed pages, in exactly as much memory as it may touch: the same bits at every
 // level and for any number of threads.
 #include <random>
 #include <vector>
 
-#include "attention/kv_block.h"
+#include "attention/page_format.h"
 #include "attention_fixture.h"
 #include "check.h"
 #include "simd_levels.h"
@@ -12,10 +12,10 @@ namespace {
 
 using namespace attention_tests;
 
-void test_blocks(int bits, Dtype dtype) {
+void test_pages(int bits, Dtype dtype) {
   constexpr std::size_t kHeads = 4, kKvHeads = 2, kDim = 20, kWidth = kKvHeads * kDim, kSequences = 3;
   constexpr std::size_t kLengths[kSequences] = {1, 64, 150};
-  const KvBlockFormat format(kKvHeads, kDim, dtype, bits);
+  const PageFormat format(kKvHeads, kDim, dtype, bits);
   const std::vector<float> rows = random_floats(2 * 192 * kWidth, 1);
   const std::vector<float> q = random_floats(kSequences * kHeads * kDim, 4, 0.2F);
   for (const double share : {1.0, 0.1}) {
@@ -25,12 +25,12 @@ void test_blocks(int bits, Dtype dtype) {
       std::vector<const std::byte*> pages, packed;
       for (std::size_t position = 0; position < 192; ++position)
         format.write(rows.data() + 2 * position * kWidth, rows.data() + (2 * position + 1) * kWidth, position,
-                     plain.data() + position / kKvBlock * format.plain_nbytes());
-      for (std::size_t block = 0; block < 3; ++block) {
-        pages.push_back(plain.data() + block * format.plain_nbytes());
-        packed.push_back(sealed.data() + block * format.sealed_nbytes());
+                     plain.data() + position / kPageTokens * format.plain_nbytes());
+      for (std::size_t page = 0; page < 3; ++page) {
+        pages.push_back(plain.data() + page * format.plain_nbytes());
+        packed.push_back(sealed.data() + page * format.sealed_nbytes());
         if (format.is_packed())
-          CHECK(format.pack(format.view(pages.data()), block, sealed.data() + block * format.sealed_nbytes(),
+          CHECK(format.pack(format.view(pages.data()), page, sealed.data() + page * format.sealed_nbytes(),
                             level));
       }
       KvView view = format.view(pages.data());
@@ -61,5 +61,5 @@ void test_blocks(int bits, Dtype dtype) {
 
 void test_offload(int) {
   for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16})
-    for (const int bits : {0, 4, 8}) test_blocks(bits, dtype);
+    for (const int bits : {0, 4, 8}) test_pages(bits, dtype);
 }

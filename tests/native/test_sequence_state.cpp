@@ -30,7 +30,7 @@ struct Rows {
         for (std::size_t layer = 0; layer < kLayers; ++layer)
           sequence.append(layer, i, of(i, layer), of(i, layer) + kRow);
       for (std::size_t layer = 0; layer < kLayers; ++layer) {
-        for (std::size_t page = begin / kKvBlock; sequence.shape().is_packed() && page < end / kKvBlock;
+        for (std::size_t page = begin / kPageTokens; sequence.shape().is_packed() && page < end / kPageTokens;
              ++page)
           CHECK(sequence.seal(layer, page));
         check_seen(sequence, layer, begin, end);
@@ -60,15 +60,15 @@ struct Rows {
     const Dtype dtype = sequence.shape().dtype();
     const KernelTable& kernels = kernel_table(SimdLevel::scalar, dtype);
     const KvView view = sequence.view(layer);
-    const std::size_t offset = position % kKvBlock * kHeadDim * dtype_nbytes(dtype);
-    if (view.format != nullptr && position / kKvBlock < from / kKvBlock)
+    const std::size_t offset = position % kPageTokens * kHeadDim * dtype_nbytes(dtype);
+    if (view.format != nullptr && position / kPageTokens < from / kPageTokens)
       return check_packed(view, layer, position);
     float row[kHeadDim];
     for (std::size_t head = 0; head < kKvHeads; ++head) {
       const float* expected = of(position, layer) + head * kHeadDim;
-      kernels.to_f32(view.key_rows(head, position / kKvBlock) + offset, kHeadDim, row);
+      kernels.to_f32(view.key_rows(head, position / kPageTokens) + offset, kHeadDim, row);
       CHECK(same_bits(row, expected, kHeadDim));
-      kernels.to_f32(view.value_rows(head, position / kKvBlock) + offset, kHeadDim, row);
+      kernels.to_f32(view.value_rows(head, position / kPageTokens) + offset, kHeadDim, row);
       CHECK(same_bits(row, expected + kRow, kHeadDim));
     }
   }
@@ -76,9 +76,9 @@ struct Rows {
   void check_packed(const KvView& view, std::size_t layer, std::size_t position) const {
     float row[2][16];
     for (std::size_t head = 0; head < kKvHeads; ++head) {
-      const std::byte* page = view.packed(position / kKvBlock);
-      for (const auto side : {KvBlockFormat::Side::keys, KvBlockFormat::Side::values})
-        view.format->unpack(side, page, head, position % kKvBlock, 1, row[static_cast<std::size_t>(side)],
+      const std::byte* page = view.packed(position / kPageTokens);
+      for (const auto side : {PageFormat::Side::keys, PageFormat::Side::values})
+        view.format->unpack(side, page, head, position % kPageTokens, 1, row[static_cast<std::size_t>(side)],
                             level_kernels(SimdLevel::scalar).groups);
       for (std::size_t i = 0; i < kHeadDim; ++i)
         for (std::size_t side = 0; side < 2; ++side)
@@ -110,8 +110,8 @@ void take_up(SequenceState& to, const SequenceState& from) {
 
 void check_pages(Dtype dtype) {
   const auto pool = pool_of({0, 0, 0}, dtype);
-  const std::size_t page = pool->shape().block_nbytes();
-  CHECK(page % 4096 == 0 && page >= kLayers * 2 * kKvBlock * kRow * dtype_nbytes(dtype));
+  const std::size_t page = pool->shape().page_nbytes();
+  CHECK(page % 4096 == 0 && page >= kLayers * 2 * kPageTokens * kRow * dtype_nbytes(dtype));
   const Rows rows(dtype, 5);
   SequenceState sequence(pool);
   CHECK(pool->nbytes() == 0 && sequence.nbytes_to_add(65) == static_cast<std::ptrdiff_t>(2 * page));
@@ -156,7 +156,7 @@ void check_pages(Dtype dtype) {
 // Sequences share pages until one writes.
 void check_copies(Dtype dtype) {
   const auto pool = pool_of({0, 1000, 0}, dtype);
-  const std::size_t page = pool->shape().block_nbytes();
+  const std::size_t page = pool->shape().page_nbytes();
   const Rows rows(dtype, 5);
   Rows others(dtype, 6);
   others.begins = 100;
@@ -218,7 +218,7 @@ void check_windows(const std::vector<std::size_t>& windows, int bits, int scale)
         rows.append(sequence, length + many, false, together);
         CHECK(static_cast<std::ptrdiff_t>(pool->nbytes()) <= most);
         CHECK(sequence.can_keep(length) == length);
-        CHECK(sequence.can_keep(mark) >= mark / kKvBlock * kKvBlock);
+        CHECK(sequence.can_keep(mark) >= mark / kPageTokens * kPageTokens);
         break;
       case 2:
       case 3: {
@@ -236,7 +236,7 @@ void check_windows(const std::vector<std::size_t>& windows, int bits, int scale)
       case 5: {
         const std::size_t asked = random() % (length + 1), can = sequence.can_keep(asked);
         CHECK(can <= asked &&
-              (has_windows || can == asked || (bits != 0 && can == asked / kKvBlock * kKvBlock)));
+              (has_windows || can == asked || (bits != 0 && can == asked / kPageTokens * kPageTokens)));
         CHECK(sequence.keep(asked) == can && sequence.length() == can);
         exact += can == asked ? 1 : 0;
         shorter += can != asked && can != 0 ? 1 : 0;
@@ -257,7 +257,7 @@ void check_windows(const std::vector<std::size_t>& windows, int bits, int scale)
       for (std::size_t layer = 0; layer < kLayers; ++layer)
         rows.check_seen(*each, layer, each->length(), each->length());
       // And what the last pass left of stretches that are longer than a part.
-      most_held += shape.nbytes(each->length()) + (3 * kPart / kKvBlock + 1) * shape.block_nbytes();
+      most_held += shape.nbytes(each->length()) + (3 * kPart / kPageTokens + 1) * shape.page_nbytes();
     }
     CHECK(pool->nbytes() <= most_held);
   }

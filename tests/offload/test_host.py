@@ -119,7 +119,7 @@ def test_the_cache_takes_what_the_runtime_allocates(model, where, bits, lengths)
     costs = dataclasses.replace(host(shape, policy, work), cache_bits=bits)
     mixer = Attention(heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, query_scale=1.0)
     attention = _core.BatchAttention(mixer, "bfloat16", _core.ThreadPool(1), bits=bits)
-    assert attention.block_nbytes == costs.block_bytes
+    assert attention.page_nbytes == costs.page_bytes
     assert attention.sealed_nbytes == costs.sealed_bytes
     places = arrange([(prompt_len, prompt_len + gen_len - 1)] * policy.block_size, policy)
     found = KvCache.nbytes([attention] * shape.layers, places)
@@ -133,13 +133,13 @@ def test_the_cache_takes_what_the_runtime_allocates(model, where, bits, lengths)
 @pytest.mark.parametrize("heads", [2, 96])
 @pytest.mark.parametrize("head_dim", [20, 64, 96, 120, 256])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_block_has_the_cores_size_for_every_size_of_head(head_dim, bits, heads):
+def test_a_page_has_the_cores_size_for_every_size_of_head(head_dim, bits, heads):
     """Also where a head's numbers are no whole units of 16."""
     sizes = {"heads": heads, "kv_heads": heads, "head_dim": head_dim}
     attention = _core.BatchAttention(Attention(query_scale=1.0, **sizes), "bfloat16", _core.ThreadPool(1), bits=bits)
     costs = host(dataclasses.replace(FEW, **sizes), policy_of(compress_cache=True))
     assert dataclasses.replace(costs, cache_bits=bits).sealed_bytes == attention.sealed_nbytes
-    assert costs.block_bytes == attention.block_nbytes
+    assert costs.page_bytes == attention.page_nbytes
 
 
 def test_all_blocks_in_flight_have_states_on_disk(model):
@@ -268,12 +268,12 @@ def test_packed_weights_have_rates_of_their_own_in_decoding(model):
     assert both.decode_s - one.decode_s == pytest.approx(products / 1e11 - products / 2e11)
 
 
-def test_disk_reads_are_the_full_blocks_and_the_weights(model):
+def test_disk_reads_are_the_full_pages_and_the_weights(model):
     _, shape = model
     on_disk = policy_of("disk")
     prediction = predict(shape, HOST, WORK, on_disk)
-    blocks = WORK.mean_context / 64 - 0.5
-    cache = 12 * blocks * 64 * shape.kv_token_bytes
+    pages = WORK.mean_context / 64 - 0.5
+    cache = 12 * pages * 64 * shape.kv_token_bytes
     hidden = 12 * shape.activation_token_bytes
     read = shape.layers * (shape.layer_bytes + cache + hidden) + shape.head_bytes
     assert prediction.decode_stages["dtoc"] == pytest.approx((WORK.gen_len - 1) * read / 2e9)

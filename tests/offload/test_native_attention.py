@@ -1,4 +1,4 @@
-"""Attention of a batch over KV blocks: bits of the latency engine's over plain blocks, numpy elsewhere."""
+"""Attention of a batch over pages: bits of the latency engine's over plain pages, numpy elsewhere."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ from native_arrays import DTYPES, LEVELS, random_values, rounded
 from flashllm import _core
 from flashllm.arch.mixers import Attention
 
-BLOCK = 64
+PAGE = 64
 CASES = [(dtype, level) for dtype in DTYPES for level in LEVELS]
 LENGTHS = st.lists(st.sampled_from([1, 2, 63, 64, 65, 127, 128, 130, 200]), min_size=1, max_size=5)
 SHAPES = st.sampled_from([(4, 4, 8), (6, 2, 16), (2, 1, 33), (3, 3, 80), (8, 4, 64)])  # heads, kv_heads, head_dim
@@ -50,7 +50,7 @@ def latency_attention(shape, dtype, level, keys, values):
 
 @dataclass
 class Cached:
-    """A batch's sequences, their blocks in random order: the last of each in `plain`, the others in `sealed`."""
+    """A batch's sequences, their pages in random order: the last of each in `plain`, the others in `sealed`."""
 
     keys: list  # float32 [length, kv_heads, head_dim] a sequence, exact in the dtype
     values: list
@@ -61,20 +61,20 @@ class Cached:
 
 
 def cached(native, shape, dtype, lengths, seed=0):
-    """Writes sequences, all positions at once in random order, and seals their blocks but the last."""
+    """Writes sequences, all positions at once in random order, and seals their pages but the last."""
     _, kv_heads, head_dim = shape
     random = np.random.default_rng(seed)
-    blocks = [-(-length // BLOCK) for length in lengths]
-    slots = random.permutation(sum(blocks) + 3)[: sum(blocks)].astype(np.int32)
-    plain = np.full((sum(blocks) + 3, native.block_nbytes), 0xFF, np.uint8)
-    offsets = np.concatenate([[0], np.cumsum(blocks)]).astype(np.int64)
+    pages = [-(-length // PAGE) for length in lengths]
+    slots = random.permutation(sum(pages) + 3)[: sum(pages)].astype(np.int32)
+    plain = np.full((sum(pages) + 3, native.page_nbytes), 0xFF, np.uint8)
+    offsets = np.concatenate([[0], np.cumsum(pages)]).astype(np.int64)
     keys, values = (
         [rounded(random_values(n, kv_heads, head_dim, seed=seed + 9 * i + which), dtype) for i, n in enumerate(lengths)]
         for which in (1, 2)
     )
     order = random.permutation(sum(lengths))
     positions = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)
-    rows = np.concatenate([offsets[i] + np.arange(n) // BLOCK for i, n in enumerate(lengths)])
+    rows = np.concatenate([offsets[i] + np.arange(n) // PAGE for i, n in enumerate(lengths)])
     native.write(
         np.concatenate(keys).reshape(-1, kv_heads * head_dim)[order],
         np.concatenate(values).reshape(-1, kv_heads * head_dim)[order],
@@ -82,7 +82,7 @@ def cached(native, shape, dtype, lengths, seed=0):
         slots[rows][order],
         positions[order],
     )
-    full = np.concatenate([np.arange(-(-n // BLOCK)) < (n - 1) // BLOCK for n in lengths])
+    full = np.concatenate([np.arange(-(-n // PAGE)) < (n - 1) // PAGE for n in lengths])
     sealed = np.full((len(slots) + 2, native.sealed_nbytes), 0xFF, np.uint8)
     out_slots = random.permutation(len(sealed))[: full.sum()].astype(np.int32)
     native.seal(plain, slots[full], sealed, out_slots)
@@ -105,12 +105,12 @@ def decode(native, batch, q, *, only=None, **options):
 
 
 def cached_values(batch, shape, dtype, i):
-    """Bytes of sequence i's values, a view [kv_heads, BLOCK, bytes] of each block."""
+    """Bytes of sequence i's values, a view [kv_heads, PAGE, bytes] of each page."""
     _, kv_heads, head_dim = shape
     row = head_dim * (4 if dtype == "float32" else 2)
     places = batch.table[batch.offsets[i] : batch.offsets[i + 1]]
-    blocks = [batch.arenas[arena][slot][: 2 * kv_heads * BLOCK * row] for arena, slot in places]
-    return [block.reshape(2, kv_heads, BLOCK, row)[1] for block in blocks]
+    pages = [batch.arenas[arena][slot][: 2 * kv_heads * PAGE * row] for arena, slot in places]
+    return [page.reshape(2, kv_heads, PAGE, row)[1] for page in pages]
 
 
 def expected_rows(q, keys, values, share=1.0):
@@ -132,7 +132,7 @@ def expected_rows(q, keys, values, share=1.0):
 @pytest.mark.parametrize(("dtype", "level"), CASES)
 @settings(max_examples=15, deadline=None)
 @given(shape=SHAPES, lengths=LENGTHS)
-def test_plain_blocks_give_the_bits_of_the_latency_engine(dtype, level, shape, lengths):
+def test_plain_pages_give_the_bits_of_the_latency_engine(dtype, level, shape, lengths):
     heads, _, head_dim = shape
     native = native_attention(shape, dtype, level)
     batch = cached(native, shape, dtype, lengths)
@@ -153,8 +153,8 @@ def test_a_prompt_gives_the_bits_of_the_latency_engine(dtype, level, shape, firs
     native = native_attention(shape, dtype, level)
     keys, values = (rounded(random_values(first + n, kv_heads, head_dim, seed=seed), dtype) for seed in (1, 2))
     positions = np.arange(first + n, dtype=np.int32)
-    arena = np.full((6, native.block_nbytes), 0xFF, np.uint8)
-    native.write(keys.reshape(first + n, -1), values.reshape(first + n, -1), arena, 2 + positions // BLOCK, positions)
+    arena = np.full((6, native.page_nbytes), 0xFF, np.uint8)
+    native.write(keys.reshape(first + n, -1), values.reshape(first + n, -1), arena, 2 + positions // PAGE, positions)
     q = rounded(queries(n, heads, head_dim, seed=3), dtype)
     out = np.empty((n, heads * head_dim), np.float32)
     native.prompt(q.reshape(n, -1), arena, 2, first, out)
@@ -180,7 +180,7 @@ def test_sparse_attention_reads_the_heaviest_values(dtype, level, shape, lengths
         for h in range(kv_heads):  # what no head that shares it keeps must not be read
             read = set.union(*kept[h * group : (h + 1) * group])
             for position in set(range(lengths[i])) - read:
-                rows[i][position // BLOCK][h, position % BLOCK] = 0xFF  # not a number
+                rows[i][position // PAGE][h, position % PAGE] = 0xFF  # not a number
     out = decode(native, batch, q.reshape(len(q), -1), share=share)
     assert np.abs(out.reshape(q.shape) - expected).max() <= 1e-5
 
@@ -202,7 +202,7 @@ def test_a_sequence_has_its_bits_whatever_the_batch_and_the_threads(level, share
 
 
 def sealed_bytes(keys, values, bits):
-    """One block [64, kv_heads, head_dim] packed by numpy: its bytes, and the keys and values they stand for."""
+    """One page [64, kv_heads, head_dim] packed by numpy: its bytes, and the keys and values they stand for."""
     parts, back = [], (np.empty_like(keys), np.empty_like(values))
     for h in range(keys.shape[1]):
         for which, rows in enumerate((keys, values)):
@@ -214,12 +214,12 @@ def sealed_bytes(keys, values, bits):
 
 
 def unpacked(batch, bits):
-    """The batch as plain fp32 blocks of what its packed ones stand for, after comparing their bytes."""
+    """The batch as plain fp32 pages of what its packed ones stand for, after comparing their bytes."""
     keys, values = ([rows.copy() for rows in each] for each in (batch.keys, batch.values))
     for i, length in enumerate(batch.lengths):
-        for block in range((length - 1) // BLOCK):
-            place = slice(block * BLOCK, (block + 1) * BLOCK)
-            arena, slot = batch.table[batch.offsets[i] + block]
+        for page in range((length - 1) // PAGE):
+            place = slice(page * PAGE, (page + 1) * PAGE)
+            arena, slot = batch.table[batch.offsets[i] + page]
             assert arena == 1
             expected, back = sealed_bytes(keys[i][place], values[i][place], bits)
             assert np.array_equal(batch.arenas[1][slot], expected)
@@ -230,7 +230,7 @@ def unpacked(batch, bits):
 @pytest.mark.parametrize(("dtype", "level"), CASES)
 @settings(max_examples=12, deadline=None)
 @given(shape=SHAPES, lengths=LENGTHS, packed=st.tuples(st.sampled_from([4, 8]), st.sampled_from([1.0, 0.1, 0.6])))
-def test_packed_blocks_give_the_bits_of_plain_ones_of_their_values(dtype, level, shape, lengths, packed):
+def test_packed_pages_give_the_bits_of_plain_ones_of_their_values(dtype, level, shape, lengths, packed):
     heads, kv_heads, head_dim = shape
     bits, share = packed
     native = native_attention(shape, dtype, level, bits=bits)
@@ -238,8 +238,8 @@ def test_packed_blocks_give_the_bits_of_plain_ones_of_their_values(dtype, level,
     keys, values = unpacked(batch, bits)
     plain = native_attention(shape, "float32", level)
     offsets, rows = batch.offsets, [np.concatenate(each).reshape(-1, kv_heads * head_dim) for each in (keys, values)]
-    arena = np.full((offsets[-1], plain.block_nbytes), 0xFF, np.uint8)
-    slots = np.concatenate([offsets[i] + np.arange(n) // BLOCK for i, n in enumerate(lengths)]).astype(np.int32)
+    arena = np.full((offsets[-1], plain.page_nbytes), 0xFF, np.uint8)
+    slots = np.concatenate([offsets[i] + np.arange(n) // PAGE for i, n in enumerate(lengths)]).astype(np.int32)
     positions = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)
     plain.write(*rows, arena, slots, positions)
     q = rounded(queries(len(lengths), heads, head_dim, seed=3).reshape(len(lengths), -1), dtype)
@@ -249,7 +249,7 @@ def test_packed_blocks_give_the_bits_of_plain_ones_of_their_values(dtype, level,
     assert np.array_equal(decode(native, batch, q, share=share), expected)
 
 
-def test_sizes_of_blocks():
+def test_sizes_of_pages():
     """A group of 64 has a scale and a minimum of 16 bits: half a bit a value."""
     shape, plain = (16, 16, 128), 16 * 2 * 64 * 128 * 2
     sizes = {bits: native_attention(shape, "bfloat16", "auto", bits=bits).sealed_nbytes for bits in (0, 4, 8)}
@@ -257,10 +257,10 @@ def test_sizes_of_blocks():
     assert native_attention((3, 1, 20), "float16", "auto", bits=4).sealed_nbytes % 4096 == 0
 
 
-def test_blocks_that_are_not_finite_are_not_packed():
+def test_pages_that_are_not_finite_are_not_packed():
     native = native_attention((1, 1, 20), "float32", "auto", bits=4)
     for index in (0, 64 * 20 - 1, 64 * 20, 2 * 64 * 20 - 1):
-        arena = np.zeros((1, native.block_nbytes), np.uint8)
+        arena = np.zeros((1, native.page_nbytes), np.uint8)
         arena.view(np.float32)[0, index] = np.nan
         slots, out = np.zeros(1, np.int32), np.zeros((1, native.sealed_nbytes), np.uint8)
         with pytest.raises(ValueError, match="not finite"):
@@ -277,7 +277,7 @@ def test_equal_weights_keep_the_earlier_positions_and_the_last():
 
 def test_what_does_not_fit_is_refused():
     native = native_attention((4, 2, 8), "float16", "auto")
-    arena = np.zeros((3, native.block_nbytes), np.uint8)
+    arena = np.zeros((3, native.page_nbytes), np.uint8)
     rows, slots = np.zeros((2, 16), np.float32), np.array([0, 1], np.int32)
     q = np.zeros((1, 32), np.float32)
     table, offsets = np.array([[0, 0], [0, 1]], np.int32), np.array([0, 2], np.int64)
@@ -288,7 +288,7 @@ def test_what_does_not_fit_is_refused():
         (native.write, (rows[:1], rows, arena, slots, slots), "keys must be"),
         (native.write, (rows, rows, arena, slots + 2, slots), "slot 3"),
         (native.seal, (arena, slots - 1, arena.copy(), slots), "slot -1"),
-        (native.write, (rows, rows, arena[:, :-1].copy(), slots, slots), "plain blocks must be"),
+        (native.write, (rows, rows, arena[:, :-1].copy(), slots, slots), "plain pages must be"),
         (native.write, (rows, rows, arena, slots, slots - 1), "must not be negative"),
         (native.prompt, (q, arena, 2, 64, q.copy()), "beyond the arena"),
         (native.prompt, (q, arena, 2, 0, np.zeros((2, 32), np.float32)), "out must be"),
@@ -311,7 +311,7 @@ def test_what_does_not_fit_is_refused():
     packed = native_attention((4, 2, 8), "float16", "auto", bits=4)
     arenas = [arena, np.zeros((3, packed.sealed_nbytes), np.uint8)]
     for wrong in ([[0, 0], [0, 1]], [[1, 0], [1, 1]]):  # none sealed, and the last one too
-        with pytest.raises(ValueError, match="sequence 0: all of its blocks but the last must be sealed"):
+        with pytest.raises(ValueError, match="sequence 0: all of its pages but the last must be sealed"):
             packed.decode(q, arenas, np.array(wrong, np.int32), offsets, lengths, q.copy())
     refused("share", share=0.0)
     refused("share", share=float("nan"))

@@ -307,9 +307,9 @@ def test_a_server_takes_conversations_up_after_a_restart(opened, directory, tmp_
     def served(**options):
         model = opened(**options)
         folder = ParkingFolder(tmp_path, identity(directory, model.plan.mode), max_nbytes=BIG, daily_nbytes=BIG)
-        block = model.plan.memory.kv_block_nbytes
+        page = model.plan.memory.page_nbytes
         return Worker(
-            model, TOKENIZER, max_waiting=4, keep=3 * block + 10_000, on_event=lambda event: None, parking=folder
+            model, TOKENIZER, max_waiting=4, keep=3 * page + 10_000, on_event=lambda event: None, parking=folder
         )
 
     with served() as worker:

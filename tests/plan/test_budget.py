@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planned import memory_plan
 
-from flashllm._core import KV_BLOCK
+from flashllm._core import PAGE_TOKENS
 from flashllm.errors import BudgetError, UsageError
 from flashllm.format.manifest_values import Calibration
 from flashllm.format.model_dir import ModelDir
@@ -201,15 +201,15 @@ def test_every_limit_from_the_minimum_on_is_kept(model):
         before = plan.full_cache_rows
     plan = plan_of(model, memory=least)
     assert plan.full_cache_rows == plan.min_cache_rows == (64, 64, 64)
-    assert plan.max_kv_blocks == plan.context_blocks == 2
+    assert plan.max_pages == plan.context_pages == 2
     assert before == (512, 512, 512)
 
 
 def kept(plan):
-    """Whether the limit holds, and every layer its minimum, with any number of KV blocks in use."""
-    for blocks in range(plan.max_kv_blocks + 1):
-        rows = plan.cache_rows_at(blocks)
-        nbytes = max(1, blocks) * plan.kv_block_nbytes + plan.neuron_cache_nbytes(blocks)
+    """Whether the limit holds, and every layer its minimum, with any number of pages in use."""
+    for pages in range(plan.max_pages + 1):
+        rows = plan.cache_rows_at(pages)
+        nbytes = max(1, pages) * plan.page_nbytes + plan.neuron_cache_nbytes(pages)
         if plan.fixed_nbytes + nbytes > plan.limit_nbytes:
             return False
         if any(row < least for row, least in zip(rows, plan.min_cache_rows, strict=True)):
@@ -221,7 +221,7 @@ def kept(plan):
 
 
 @pytest.mark.parametrize("options", [{}, {"popularity": True}, {"cache_policy": "window"}], ids=str)
-def test_each_kv_block_takes_rows_from_the_layers_that_need_them_least(model, options):
+def test_each_page_takes_rows_from_the_layers_that_need_them_least(model, options):
     random = np.random.default_rng(0)
     popularity = random.random((3, 512)).astype(np.float32) * np.array([[1], [0.5], [0.1]], np.float32)
     options = options | {"popularity": popularity} if options.get("popularity") else options
@@ -230,18 +230,18 @@ def test_each_kv_block_takes_rows_from_the_layers_that_need_them_least(model, op
     assert kept(plan)
     assert plan.cache_rows == plan.cache_rows_at(0) == plan.cache_rows_at(1)
     at_most = (plan.limit_nbytes - plan.fixed_nbytes) // plan.row_nbytes
-    for blocks in range(1, plan.max_kv_blocks):
-        rows, after = plan.cache_rows_at(blocks), plan.cache_rows_at(blocks + 1)
+    for pages in range(1, plan.max_pages):
+        rows, after = plan.cache_rows_at(pages), plan.cache_rows_at(pages + 1)
         assert all(now >= then for now, then in zip(rows, after, strict=True))
-        left = at_most - plan.bypass_rows - blocks * plan.kv_block_nbytes // plan.row_nbytes
+        left = at_most - plan.bypass_rows - pages * plan.page_nbytes // plan.row_nbytes
         assert sum(rows) == pytest.approx(min(left, 3 * 512), abs=1)
         if "popularity" in options:
             assert rows == share_by_popularity(sum(rows), plan.min_cache_rows, popularity)
         else:
             assert rows == share_rows(sum(rows), [512] * 3)
-    assert sum(plan.cache_rows_at(plan.max_kv_blocks)) < 3 * 64 + plan.kv_block_nbytes // plan.row_nbytes + 1
-    with pytest.raises(ValueError, match=f"the plan holds 0 to {plan.max_kv_blocks} KV blocks, not"):
-        plan.cache_rows_at(plan.max_kv_blocks + 1)
+    assert sum(plan.cache_rows_at(plan.max_pages)) < 3 * 64 + plan.page_nbytes // plan.row_nbytes + 1
+    with pytest.raises(ValueError, match=f"the plan holds 0 to {plan.max_pages} pages, not"):
+        plan.cache_rows_at(plan.max_pages + 1)
 
 
 @given(st.integers(0, 3_000_000), st.integers(1, 96), st.booleans(), st.integers(0, 99))
@@ -250,13 +250,13 @@ def test_any_plan_keeps_its_limit_at_any_length(model, extra, context, popular, 
     least = plan_of(model, context=context).minimum_nbytes
     plan = plan_of(model, memory=least + extra, context=context, popularity=popularity)
     assert kept(plan)
-    assert plan.max_kv_blocks >= plan.context_blocks == -(-context // KV_BLOCK)
+    assert plan.max_pages >= plan.context_pages == -(-context // PAGE_TOKENS)
 
 
-def test_a_block_is_64_positions_of_all_layers(model):
+def test_a_page_is_64_positions_of_all_layers(model):
     plan = plan_of(model)  # keys and values, 3 layers, 2 heads of 32, fp32
-    assert plan.kv_block_nbytes == 2 * 3 * 2 * 32 * 4 * 64
-    assert plan.rows()[-2][1:] == (plan.kv_block_nbytes, 2 * plan.kv_block_nbytes)
+    assert plan.page_nbytes == 2 * 3 * 2 * 32 * 4 * 64
+    assert plan.rows()[-2][1:] == (plan.page_nbytes, 2 * plan.page_nbytes)
 
 
 def test_a_long_context_costs_nothing_at_the_start(model):
@@ -335,9 +335,9 @@ def test_requests_at_once_leave_the_neurons_half_of_their_memory(model):
     for limit in range(minimum, minimum + 6_000_000, 100_000):
         plan = plan_of(model, memory=limit)
         found.add(plan.shared_tokens)
-        blocks, half = plan.shared_tokens // 64, plan.neuron_cache_nbytes(1) / 2
-        assert plan.neuron_cache_nbytes(blocks) >= half
-        assert blocks == plan.max_kv_blocks or plan.neuron_cache_nbytes(blocks + 1) < half
+        pages, half = plan.shared_tokens // 64, plan.neuron_cache_nbytes(1) / 2
+        assert plan.neuron_cache_nbytes(pages) >= half
+        assert pages == plan.max_pages or plan.neuron_cache_nbytes(pages + 1) < half
         assert plan.as_dict()["shared_tokens"] == plan.shared_tokens
     assert len(found) > 8
 
@@ -346,7 +346,7 @@ def test_more_conversations_than_the_machine_holds_are_not_planned(model):
     """A limit above what the machine has: one conversation fits, and others get what is really there."""
     plan = plan_of(model, memory=10**12, available=10**9)
     assert plan.cache_rows == plan.full_cache_rows == (512, 512, 512)
-    assert plan.fixed_nbytes + plan.max_kv_blocks * plan.kv_block_nbytes <= PROCESS + 10**9
+    assert plan.fixed_nbytes + plan.max_pages * plan.page_nbytes <= PROCESS + 10**9
 
 
 def test_many_layers_and_the_least_memory(model):
@@ -378,7 +378,7 @@ def test_a_calibrated_layer_gets_no_more_than_its_need(model):
     assert wider.cache_rows == (512, 512, 512)  # measured for a smaller window
     limit = plan.minimum_nbytes + 100 * plan.row_nbytes
     tight = plan_of(model, manifest, cache_policy="window", memory=limit)
-    free = limit - tight.fixed_nbytes - tight.context_blocks * tight.kv_block_nbytes
+    free = limit - tight.fixed_nbytes - tight.context_pages * tight.page_nbytes
     assert 10 + 64 + 64 < sum(tight.full_cache_rows) == free // tight.row_nbytes < 10 + 64 + 64 + 100
     assert tight.cache_rows[0] == tight.full_cache_rows[0] == 10
 
@@ -397,15 +397,15 @@ def test_bypass_rows_are_planned_and_shared_by_the_layers(model):
     assert (plan.bypass_rows, plan.min_bypass_rows) == (256, 64)
     assert plan.neuron_cache == (sum(plan.cache_rows) + 256) * plan.row_nbytes
     tight = plan_of(model, manifest, memory=plan.minimum_nbytes + 1000 * plan.row_nbytes)
-    free = tight.limit_nbytes - tight.fixed_nbytes - tight.context_blocks * tight.kv_block_nbytes
+    free = tight.limit_nbytes - tight.fixed_nbytes - tight.context_pages * tight.page_nbytes
     assert 64 < tight.bypass_rows == free // plan.row_nbytes // 10 < 256  # a tenth of what a full context leaves
     assert sum(tight.full_cache_rows) + tight.bypass_rows == free // plan.row_nbytes
 
 
 def test_context_and_threads_are_paid_for(model):
     plan = plan_of(model)
-    assert (plan.context, plan.context_blocks) == (96, 2)
-    assert plan_of(model, context=64).context_blocks == 1
+    assert (plan.context, plan.context_pages) == (96, 2)
+    assert plan_of(model, context=64).context_pages == 1
     assert plan_of(model, io_threads=4).staging < plan.staging
     assert plan_of(model, context=1).minimum_nbytes < plan.minimum_nbytes
     assert plan_of(model, prefetch=True).staging == plan.staging + 2 * (512 // 32) * plan.row_nbytes

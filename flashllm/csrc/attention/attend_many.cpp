@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "attention/attention.h"
-#include "attention/kv_block.h"
+#include "attention/page_format.h"
 #include "kernels/levels/levels.h"
 #include "kernels/scratch.h"
 #include "kernels/transpose.h"
@@ -17,7 +17,7 @@ namespace {
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 constexpr float kLowest = -1e30F;  // below every score, yet a number: of a query that has seen no key so far
 constexpr std::size_t kTileColumns = 128;  // queries of a tile: positions times heads that share keys
-static_assert(kTileColumns % kKvBlock == 0, "a tile's positions are whole pages");
+static_assert(kTileColumns % kPageTokens == 0, "a tile's positions are whole pages");
 constexpr std::size_t kPad = 16;    // floats: a width the kernels take
 constexpr std::size_t kStairs = 6;  // queries added up together where each sees one key more
 constexpr std::size_t kPairNbytes = 4;
@@ -51,11 +51,11 @@ class TileAttention {
         depth_(round_up(pairs_ != nullptr ? shape.out_dim() : shape.row_of_value(), kPad)),
         panel_(pairs_ != nullptr ? std::numeric_limits<std::size_t>::max() / kPad * kPad : attention_.panel),
         queries_(shape.head_dim * round_up(most_columns, kPad)),
-        scores_(kKvBlock * round_up(most_columns, kPad)),
+        scores_(kPageTokens * round_up(most_columns, kPad)),
         sums_(round_up(most_columns, kPad) * depth_),
         state_(3 * round_up(most_columns, kPad)),
-        keys_(kKvBlock * round_up(std::max(shape.head_dim, shape.row_of_value()), kPad)),
-        values_(kKvBlock * depth_),
+        keys_(kPageTokens * round_up(std::max(shape.head_dim, shape.row_of_value()), kPad)),
+        values_(kPageTokens * depth_),
         zeros_(round_up(std::max(shape.head_dim, shape.row_of_value()), kPad)),
         ends_(most_columns),
         begins_(most_columns),
@@ -86,9 +86,9 @@ class TileAttention {
     load_queries();
     const std::size_t end = first_position_ + tile.first + tile.positions;
     last_begin_ = shape_.first_seen(end);
-    for (std::size_t start = begins_[0] / kKvBlock * kKvBlock; start < end; start += kKvBlock) {
+    for (std::size_t start = begins_[0] / kPageTokens * kPageTokens; start < end; start += kPageTokens) {
       start_ = start;
-      keys_seen_ = std::min(kKvBlock, end - start);
+      keys_seen_ = std::min(kPageTokens, end - start);
       multiply_keys();
       attention_.online_softmax(scores_.get(), keys_seen_, width_, width_, largest_, sum_, factor_);
       for (std::size_t c = 0; c < columns_; ++c)
@@ -99,10 +99,10 @@ class TileAttention {
   }
 
  private:
-  // Keys [skipped, seen) of this block are those that a column's query sees.
-  std::size_t seen(std::size_t column) const { return in_block(ends_[column]); }
-  std::size_t skipped(std::size_t column) const { return in_block(begins_[column]); }
-  std::size_t in_block(std::size_t position) const {
+  // Keys [skipped, seen) of this page are those that a column's query sees.
+  std::size_t seen(std::size_t column) const { return in_page(ends_[column]); }
+  std::size_t skipped(std::size_t column) const { return in_page(begins_[column]); }
+  std::size_t in_page(std::size_t position) const {
     return position <= start_ ? 0 : std::min(position - start_, keys_seen_);
   }
   bool all_seen() const {
@@ -110,19 +110,20 @@ class TileAttention {
   }
   // Whether the tile's queries, which are in one page, see this one as it is packed; and not as plain rows.
   bool is_earlier() const {
-    return kv_.packed_pages != nullptr && start_ / kKvBlock < (first_position_ + tile_.first) / kKvBlock;
+    return kv_.packed_pages != nullptr &&
+           start_ / kPageTokens < (first_position_ + tile_.first) / kPageTokens;
   }
   bool is_packed() const { return kv_.format != nullptr && is_earlier(); }
   const std::byte* key_rows() const {
-    const std::size_t page = start_ / kKvBlock;
+    const std::size_t page = start_ / kPageTokens;
     return is_earlier() ? kv_.packed(page) + kv_head() * kv_.head_stride : kv_.key_rows(kv_head(), page);
   }
-  // keys_: rows [kKvBlock, head_dim] of this page
-  const float* unpacked(KvBlockFormat::Side side) const {
+  // keys_: rows [kPageTokens, head_dim] of this page
+  const float* unpacked(PageFormat::Side side) const {
     const std::size_t dim = shape_.head_dim, row = kv_.format->unpacked_row();
-    kv_.format->unpack(side, kv_.packed(start_ / kKvBlock), kv_head(), 0, kKvBlock, keys_.get(),
+    kv_.format->unpack(side, kv_.packed(start_ / kPageTokens), kv_head(), 0, kPageTokens, keys_.get(),
                        group_kernels_);
-    for (std::size_t i = 1; i < kKvBlock && row != dim; ++i)
+    for (std::size_t i = 1; i < kPageTokens && row != dim; ++i)
       std::copy_n(keys_.get() + i * row, dim, keys_.get() + i * dim);
     return keys_.get();
   }
@@ -169,7 +170,7 @@ class TileAttention {
     const std::byte* rows = is_packed() ? nullptr : key_rows();
     const float* keys = reinterpret_cast<const float*>(rows);
     if (is_packed()) {
-      keys = unpacked(KvBlockFormat::Side::keys);
+      keys = unpacked(PageFormat::Side::keys);
     } else if (pairs_ == nullptr && shape_.dtype != Dtype::f32) {
       kernels_.to_f32(rows, keys_seen_ * shape_.head_dim, keys_.get());
       keys = keys_.get();
@@ -243,7 +244,7 @@ class TileAttention {
     return is_finite;
   }
 
-  // The first `keys` keys of the block, for `n` columns.
+  // The first `keys` keys of the page, for `n` columns.
   void add_values(std::size_t column, std::size_t n, std::size_t keys) {
     if (pairs_ != nullptr) return add_pairs(column, n, 0, (keys + 1) / 2, words(values_));
     for (std::size_t j = 0; j < depth_; j += panel_) {
@@ -253,7 +254,7 @@ class TileAttention {
     }
   }
 
-  // Exactly those that the column's query sees. Of a window's first block, all that are not after it: where
+  // Exactly those that the column's query sees. Of a window's first page, all that are not after it: where
   // a key before the window has a value that is not finite, so has the query's own sum.
   void add_seen_values(std::size_t column) {
     const std::size_t keys = seen(column);
@@ -277,7 +278,7 @@ class TileAttention {
   // values_: [keys_seen_, depth] in panels of columns
   void load_values() {
     if (is_packed()) {
-      const auto* rows = reinterpret_cast<const std::byte*>(unpacked(KvBlockFormat::Side::values));
+      const auto* rows = reinterpret_cast<const std::byte*>(unpacked(PageFormat::Side::values));
       return wide_kernels_.to_panels(rows, keys_seen_, shape_.head_dim, panel_, values_.get());
     }
     kernels_.to_panels(key_rows() + kv_.value_offset, keys_seen_, shape_.row_of_value(), panel_,
@@ -331,7 +332,7 @@ class TileAttention {
   std::size_t columns_ = 0, width_ = 0;                            // queries of the tile; the same, padded
   float *largest_ = nullptr, *sum_ = nullptr, *factor_ = nullptr;  // [width]
   std::size_t last_begin_ = 0;             // of the last position's query: the first it sees
-  std::size_t start_ = 0, keys_seen_ = 0;  // the block of keys: its first position, how many the tile sees
+  std::size_t start_ = 0, keys_seen_ = 0;  // the page of keys: its first position, how many the tile sees
 };
 
 // How many heads of a group share a tile of `positions` tokens.
@@ -350,7 +351,7 @@ void attend_many(const AttentionShape& shape, const float* q, std::size_t n, std
   if (n == 0) return;
   // Tiles end where pages of keys do: only a tile's last page is seen by some queries and not by others, or
   // plain by some and packed by others.
-  const std::size_t columns = kv.packed_pages == nullptr ? kTileColumns : kKvBlock;
+  const std::size_t columns = kv.packed_pages == nullptr ? kTileColumns : kPageTokens;
   const std::size_t offset = first_position % columns;
   const std::size_t tiles = (offset + n + columns - 1) / columns;
   const std::size_t positions = std::min(n, columns), group = shape.heads / shape.kv_heads;

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <vector>
 
-#include "attention/kv_block.h"
+#include "attention/page_format.h"
 #include "kernels/half.h"
 #include "kernels/levels/levels.h"
 #include "kernels/scratch.h"
@@ -16,7 +16,7 @@ namespace flashllm {
 namespace {
 
 constexpr std::size_t kTogether = 8;  // rows of a page that are unpacked, or fetched, together
-static_assert(kKvBlock % kTogether == 0, "pages must be whole");
+static_assert(kPageTokens % kTogether == 0, "pages must be whole");
 constexpr std::size_t kCacheLine = 64;
 constexpr std::size_t kAhead = 8192;  // bytes of rows between those read and those fetched
 
@@ -28,7 +28,7 @@ class CachedRows {
       : kv_(token.kv),
         kv_head_(kv_head),
         length_(token.length),
-        plain_from_(token.kv.format == nullptr ? 0 : (token.length - 1) / kKvBlock * kKvBlock),
+        plain_from_(token.kv.format == nullptr ? 0 : (token.length - 1) / kPageTokens * kPageTokens),
         plain_nbytes_(shape.head_dim * dtype_nbytes(shape.dtype)),
         ahead_(round_up(kAhead / plain_nbytes_, kTogether)),
         plain_(kernel_table(level, shape.dtype)),
@@ -50,22 +50,22 @@ class CachedRows {
 
  private:
   Run run(std::size_t p, bool is_key, std::size_t few, std::size_t to) const {
-    const std::size_t page = p / kKvBlock, at = p % kKvBlock;
+    const std::size_t page = p / kPageTokens, at = p % kPageTokens;
     if (p >= plain_from_) {
       fetch(p + ahead_, is_key, few);
       return {plain_rows(p, is_key), plain_nbytes_, std::min(few, length_ - p), plain_};
     }
     float* unpacked = unpacked_.get() + to * kv_.format->unpacked_row();
-    const auto side = is_key ? KvBlockFormat::Side::keys : KvBlockFormat::Side::values;
+    const auto side = is_key ? PageFormat::Side::keys : PageFormat::Side::values;
     kv_.format->unpack(side, kv_.packed(page), kv_head_, at, few, unpacked, group_kernels_);
     return {reinterpret_cast<const std::byte*>(unpacked), kv_.format->unpacked_row() * sizeof(float), few,
             wide_};
   }
 
   const std::byte* plain_rows(std::size_t p, bool is_key) const {
-    const std::size_t page = p / kKvBlock;
+    const std::size_t page = p / kPageTokens;
     const std::byte* rows = is_key ? kv_.key_rows(kv_head_, page) : kv_.value_rows(kv_head_, page);
-    return rows + p % kKvBlock * plain_nbytes_;
+    return rows + p % kPageTokens * plain_nbytes_;
   }
   // Pages lie apart: the processor does not know where the next one is. Always inline: a call that only
   // fetches changes nothing that GCC knows of, and goes.

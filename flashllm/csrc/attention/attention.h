@@ -10,13 +10,13 @@
 
 namespace flashllm {
 
-constexpr std::size_t kKvBlock = 64;  // positions that lie together
+constexpr std::size_t kPageTokens = 64;  // positions of a page
 
-class KvBlockFormat;
+class PageFormat;
 
-// Keys and values of one layer of a sequence, in pages of kKvBlock positions that lie anywhere. A head's keys
-// in a page are one run of rows, head_dim elements each; the values' run is `value_offset` after the keys'.
-// Offsets and strides are in bytes.
+// Keys and values of one layer of a sequence, in pages of kPageTokens positions that lie anywhere. A head's
+// keys in a page are one run of rows, head_dim elements each; the values' run is `value_offset` after the
+// keys'. Offsets and strides are in bytes.
 //
 // With `packed_pages` every full page is there packed too, or packed alone. A query sees the page that it is
 // in plain, and those before it packed: so its bits depend on its position, and not on what came in one pass.
@@ -26,7 +26,7 @@ struct KvView {
   std::size_t offset = 0;                   // of the layer in each page
   std::size_t head_stride = 0;
   std::size_t value_offset = 0;
-  const KvBlockFormat* format = nullptr;           // of the packed pages (kv_block.h)
+  const PageFormat* format = nullptr;              // of the packed pages (page_format.h)
   const std::byte* const* packed_pages = nullptr;  // by the number of the page
   std::size_t packed_offset = 0;                   // of the layer in each
 
@@ -97,7 +97,7 @@ void attend_each(const AttentionShape& shape, const AttendingToken* tokens, std:
 
 // Causal attention of n consecutive tokens of a sequence: q [n, heads, head_dim], out [n, heads,
 // row_of_value]; token i attends to positions 0 to first_position + i, the last of them that its window
-// holds. Online softmax over blocks of keys (Dao et al. 2022), so that memory does not grow with the context.
+// holds. Online softmax over pages of keys (Dao et al. 2022), so that memory does not grow with the context.
 // On levels with pair kernels, weights of bf16 values are rounded to bf16.
 void attend_many(const AttentionShape& shape, const float* q, std::size_t n, std::size_t first_position,
                  const KvView& kv, float* out, ThreadPool& pool, SimdLevel level);

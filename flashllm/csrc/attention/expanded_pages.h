@@ -1,6 +1,6 @@
 // Each head's keys and values of latent attention, made from the one row that the cache keeps of a position,
-// for `attend_many`: pages of kKvBlock positions, of each of some heads keys [kKvBlock, key_dim], then values
-// [kKvBlock, value_dim]. Knows neither the matrices that make them, nor sequences.
+// for `attend_many`: pages of kPageTokens positions, of each of some heads keys [kPageTokens, key_dim], then
+// values [kPageTokens, value_dim]. Knows neither the matrices that make them, nor sequences.
 #pragma once
 
 #include <cstddef>
@@ -26,9 +26,9 @@ class ExpandedPages {
 
  private:
   std::byte* head(std::size_t head, std::size_t position) const {
-    return pages_[position / kKvBlock]->get() + head * head_nbytes();
+    return pages_[position / kPageTokens]->get() + head * head_nbytes();
   }
-  std::size_t head_nbytes() const { return kKvBlock * (key_nbytes_ + value_nbytes_); }
+  std::size_t head_nbytes() const { return kPageTokens * (key_nbytes_ + value_nbytes_); }
 
   std::size_t heads_ = 0, key_nbytes_ = 0, value_nbytes_ = 0;
   std::vector<std::optional<Scratch<std::byte>>> pages_;  // by number

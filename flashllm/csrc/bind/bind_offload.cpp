@@ -1,4 +1,4 @@
-// The throughput engine: a model's layers over lent weights, and attention over a batch's KV blocks.
+// The throughput engine: a model's layers over lent weights, and attention over a batch's pages.
 #include "bind/bindings.h"
 #include "offload/batch_attention.h"
 #include "offload/batch_model.h"
@@ -163,17 +163,17 @@ void make_attention(BatchAttention* self, nb::handle mixer, const std::string& d
                     int bits, const std::string& simd) {
   const AttentionSpec spec = read_mixer(mixer);
   const AttentionShape shape = spec.shape(parse_dtype(dtype));
-  const KvBlockFormat format(shape.kv_heads, shape.head_dim, shape.dtype, bits, spec.is_latent());
+  const PageFormat format(shape.kv_heads, shape.head_dim, shape.dtype, bits, spec.is_latent());
   new (self) BatchAttention(shape, spec.alibi, format, pool, parse_simd(simd));
 }
 
-// An array [slots, bytes of a block].
+// An array [slots, bytes of a page].
 template <typename Array>
 auto arena_of(const BatchAttention& self, const Array& array, bool is_sealed = false) {
-  const std::size_t nbytes = is_sealed ? self.format().sealed_nbytes() : self.format().block_nbytes();
+  const std::size_t nbytes = is_sealed ? self.format().sealed_nbytes() : self.format().page_nbytes();
   require_aligned(array, 16, "an arena");  // scales, pairs and words are read in place
   require(array.shape(1) == nbytes, std::string("an arena of ") + (is_sealed ? "sealed" : "plain") +
-                                        " blocks must be [slots, " + std::to_string(nbytes) + "]");
+                                        " pages must be [slots, " + std::to_string(nbytes) + "]");
   return Arena<std::remove_pointer_t<decltype(bytes_of(array))>>{bytes_of(array), array.shape(0), nbytes};
 }
 
@@ -216,7 +216,7 @@ void decode(const BatchAttention& self, const FloatRows& q, const std::vector<Co
   const float* taken = sinks_of(self, q, out, sinks);
   require(offsets.shape(0) == q.shape(0) + 1 && lengths.shape(0) == q.shape(0),
           "lengths must have one value a query, offsets one more");
-  require(table.shape(1) == 2, "the table of blocks must be [blocks, 2]: arena, slot");
+  require(table.shape(1) == 2, "the table of pages must be [pages, 2]: arena, slot");
   std::vector<Arena<const std::byte>> lie;
   for (const ConstRows& arena : arenas) lie.push_back(arena_of(self, arena, !lie.empty()));
   self.decode(q.data(), q.shape(0), lie, {table.data(), table.shape(0), offsets.data(), lengths.data()},
@@ -255,7 +255,7 @@ void init_offload(nb::module_& m) {
       .def("__init__", &make_attention, "mixer"_a, "dtype"_a, "pool"_a, nb::kw_only(), "bits"_a = 0,
            "simd"_a = "auto", nb::keep_alive<1, 4>())
       .def_prop_ro("window", [](const BatchAttention& self) { return self.shape().window; })
-      .def_prop_ro("block_nbytes", [](const BatchAttention& self) { return self.format().block_nbytes(); })
+      .def_prop_ro("page_nbytes", [](const BatchAttention& self) { return self.format().page_nbytes(); })
       .def_prop_ro("sealed_nbytes", [](const BatchAttention& self) { return self.format().sealed_nbytes(); })
       .def("write", &write, "keys"_a, "values"_a, "arena"_a, "slots"_a, "positions"_a, Unlocked())
       .def("seal", &seal, "arena"_a, "slots"_a, "out_arena"_a, "out_slots"_a, Unlocked())

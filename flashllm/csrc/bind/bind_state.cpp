@@ -21,7 +21,7 @@ std::vector<std::vector<Bytes>> arrays_of(nb::handle owner, const SequenceState:
 }  // namespace
 
 void init_state(nb::module_& m) {
-  m.attr("KV_BLOCK") = kKvBlock;  // positions of a sequence whose keys and values lie together
+  m.attr("PAGE_TOKENS") = kPageTokens;  // positions of a sequence whose keys and values lie together
   nb::class_<StateShape>(m, "StateShape")
       .def(
           "__init__",
@@ -35,7 +35,7 @@ void init_state(nb::module_& m) {
             new (self) StateShape(layers, context, part_tokens, parse_dtype(dtype), bits);
           },
           "block"_a, "context"_a, "part_tokens"_a, "dtype"_a, "bits"_a = 0)
-      .def_prop_ro("block_nbytes", &StateShape::block_nbytes)
+      .def_prop_ro("page_nbytes", &StateShape::page_nbytes)
       .def("nbytes", &StateShape::nbytes, "length"_a);
 
   nb::class_<StatePool>(m, "StatePool")

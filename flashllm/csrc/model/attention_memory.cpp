@@ -45,8 +45,8 @@ void SequenceMemory::seal_pages(const Part& part) const {
   if (!part.tokens[0].sequence->shape().is_packed()) return;
   std::vector<std::pair<SequenceState*, std::size_t>> full;
   for (std::size_t t = 0; t < part.count; ++t)
-    if ((part.tokens[t].position + 1) % kKvBlock == 0)
-      full.emplace_back(part.tokens[t].sequence, part.tokens[t].position / kKvBlock);
+    if ((part.tokens[t].position + 1) % kPageTokens == 0)
+      full.emplace_back(part.tokens[t].sequence, part.tokens[t].position / kPageTokens);
   std::atomic<bool> is_finite{true};
   pool_.parallel_for(full.size(), 1, [&](std::size_t begin, std::size_t end) {
     for (std::size_t i = begin; i < end; ++i)

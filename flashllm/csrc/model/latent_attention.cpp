@@ -152,13 +152,13 @@ void LatentAttention::expand(const BlockWeights& weights, const Part& part, std:
   const KvView view = first.sequence->view(part.kv_layer);
   const bool is_packed = view.format != nullptr;
   const std::size_t seen = weights.spec.attention.shape(spec_.dtype).first_seen(first.position + 1);
-  const std::size_t begin = std::max(expanded_.end, seen / kKvBlock * kKvBlock);
-  const std::size_t end = is_packed ? last.position / kKvBlock * kKvBlock : last.position + 1;
+  const std::size_t begin = std::max(expanded_.end, seen / kPageTokens * kPageTokens);
+  const std::size_t end = is_packed ? last.position / kPageTokens * kPageTokens : last.position + 1;
   expanded_.pages.hold(seen, std::max(begin, end));
   expand(weights, view, is_packed, begin, end, first_head, heads, expanded_.pages);
   expanded_.end = std::max(begin, end);
   if (!is_packed) return;
-  const std::size_t own = first.position / kKvBlock * kKvBlock;
+  const std::size_t own = first.position / kPageTokens * kPageTokens;
   expanded_.own.hold(own, last.position + 1);
   expand(weights, view, false, own, last.position + 1, first_head, heads, expanded_.own);
 }

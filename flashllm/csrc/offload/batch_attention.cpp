@@ -8,7 +8,7 @@
 
 namespace flashllm {
 
-BatchAttention::BatchAttention(const AttentionShape& shape, Alibi alibi, const KvBlockFormat& format,
+BatchAttention::BatchAttention(const AttentionShape& shape, Alibi alibi, const PageFormat& format,
                                ThreadPool& pool, SimdLevel level)
     : pool_(pool), level_(level), alibi_(std::move(alibi)), format_(format), shape_(shape) {
   require(shape.heads != 0 && shape.heads % shape.kv_heads == 0, "heads must be a multiple of kv_heads");
@@ -27,19 +27,19 @@ void BatchAttention::write(const float* keys, const float* values, std::size_t n
                            const std::int32_t* positions) const {
   constexpr std::size_t kGrain = 16;
   const std::size_t width = shape_.kv_heads * shape_.head_dim;
-  const std::vector<std::byte*> blocks = arena.blocks(slots, n);
+  const std::vector<std::byte*> pages = arena.pages(slots, n);
   require(std::all_of(positions, positions + n, [](std::int32_t position) { return position >= 0; }),
           "a position must not be negative");
   pool_.parallel_for(n, kGrain, [&](std::size_t begin, std::size_t end) {
     for (std::size_t i = begin; i < end; ++i)
-      format_.write(keys + i * width, values + i * width, static_cast<std::size_t>(positions[i]), blocks[i]);
+      format_.write(keys + i * width, values + i * width, static_cast<std::size_t>(positions[i]), pages[i]);
   });
 }
 
 void BatchAttention::seal(const Arena<const std::byte>& arena, const std::int32_t* slots, std::size_t n,
                           const Arena<std::byte>& out_arena, const std::int32_t* out_slots) const {
-  const std::vector<const std::byte*> from = arena.blocks(slots, n);
-  const std::vector<std::byte*> to = out_arena.blocks(out_slots, n);
+  const std::vector<const std::byte*> from = arena.pages(slots, n);
+  const std::vector<std::byte*> to = out_arena.pages(out_slots, n);
   std::atomic<bool> is_finite{true};
   pool_.parallel_for(n, 1, [&](std::size_t begin, std::size_t end) {
     for (std::size_t i = begin; i < end; ++i)
@@ -51,40 +51,40 @@ void BatchAttention::seal(const Arena<const std::byte>& arena, const std::int32_
 void BatchAttention::prompt(const float* q, std::size_t n, const Arena<const std::byte>& arena,
                             std::size_t first_slot, std::size_t first_position, float* out,
                             const float* sinks) const {
-  std::vector<const std::byte*> pages((first_position + n + kKvBlock - 1) / kKvBlock);
+  std::vector<const std::byte*> pages((first_position + n + kPageTokens - 1) / kPageTokens);
   require(first_slot <= arena.slots && pages.size() <= arena.slots - first_slot,
-          "the sequence's blocks reach beyond the arena's " + std::to_string(arena.slots) + " slots");
+          "the sequence's pages reach beyond the arena's " + std::to_string(arena.slots) + " slots");
   for (std::size_t i = 0; i < pages.size(); ++i)
-    pages[i] = arena.block(static_cast<std::int64_t>(first_slot + i));
+    pages[i] = arena.page(static_cast<std::int64_t>(first_slot + i));
   attend_many(with(sinks), q, n, first_position, format_.view(pages.data()), out, pool_, level_);
 }
 
 void BatchAttention::decode(const float* q, std::size_t n, const std::vector<Arena<const std::byte>>& arenas,
-                            const BlockTable& table, float* out, double share, const float* sinks) const {
+                            const PageTable& table, float* out, double share, const float* sinks) const {
   require(share > 0.0 && share <= 1.0, "share must be more than 0 and at most 1");
   AttentionShape shape = with(sinks);
   shape.share = share;
-  std::vector<const std::byte*> blocks(table.count);
-  for (std::size_t b = 0; b < blocks.size(); ++b) {
-    const auto arena = static_cast<std::size_t>(table.blocks[2 * b]);
-    require(arena < arenas.size(), "no arena " + std::to_string(table.blocks[2 * b]));
-    blocks[b] = arenas[arena].block(table.blocks[2 * b + 1]);
+  std::vector<const std::byte*> pages(table.count);
+  for (std::size_t p = 0; p < pages.size(); ++p) {
+    const auto arena = static_cast<std::size_t>(table.pages[2 * p]);
+    require(arena < arenas.size(), "no arena " + std::to_string(table.pages[2 * p]));
+    pages[p] = arenas[arena].page(table.pages[2 * p + 1]);
   }
   const std::size_t width = shape.heads * shape.head_dim;
   std::vector<AttendingToken> tokens(n);
   for (std::size_t i = 0; i < n; ++i) {
     const std::int64_t begin = table.offsets[i], end = table.offsets[i + 1], length = table.lengths[i];
     const std::string which = "sequence " + std::to_string(i) + ": ";
-    require(0 <= begin && begin <= end && end <= static_cast<std::int64_t>(blocks.size()),
+    require(0 <= begin && begin <= end && end <= static_cast<std::int64_t>(pages.size()),
             "offsets must rise from 0 up to the table's length");
-    const std::int64_t last = begin + (length - 1) / static_cast<std::int64_t>(kKvBlock);
+    const std::int64_t last = begin + (length - 1) / static_cast<std::int64_t>(kPageTokens);
     require(length > 0 && last < end,
-            which + "its blocks do not hold " + std::to_string(length) + " positions");
-    KvView kv = format_.view(blocks.data() + begin);
+            which + "its pages do not hold " + std::to_string(length) + " positions");
+    KvView kv = format_.view(pages.data() + begin);
     if (format_.is_packed()) {
-      bool sealed = table.blocks[2 * last] == 0;
-      for (std::int64_t b = begin; b < last; ++b) sealed = sealed && table.blocks[2 * b] > 0;
-      require(sealed, which + "all of its blocks but the last must be sealed");
+      bool sealed = table.pages[2 * last] == 0;
+      for (std::int64_t p = begin; p < last; ++p) sealed = sealed && table.pages[2 * p] > 0;
+      require(sealed, which + "all of its pages but the last must be sealed");
       kv.format = &format_;
       kv.packed_pages = kv.pages;
     }

@@ -15,12 +15,12 @@ namespace {
 
 constexpr std::size_t kCheckpoints = 3;    // of a sequence: the first, which others may share, and two more
 constexpr std::size_t kPromptTokens = 16;  // of a pass that leaves a checkpoint
-constexpr std::size_t kMargin = kKvBlock;  // positions behind a window that are kept: for small steps back
+constexpr std::size_t kMargin = kPageTokens;  // positions behind a window that are kept: for small steps back
 
-std::size_t pages_of(std::size_t length) { return (length + kKvBlock - 1) / kKvBlock; }
+std::size_t pages_of(std::size_t length) { return (length + kPageTokens - 1) / kPageTokens; }
 
 // That n positions touch wherever they begin.
-std::size_t pages_touched(std::size_t n) { return (n + kKvBlock - 2) / kKvBlock + 1; }
+std::size_t pages_touched(std::size_t n) { return (n + kPageTokens - 2) / kPageTokens + 1; }
 
 }  // namespace
 
@@ -30,7 +30,7 @@ std::size_t StateShape::Kind::page_nbytes(bool is_packed) const {
 }
 
 std::size_t StateShape::Kind::first_page(std::size_t position) const {
-  return layer.window == 0 || position < layer.window ? 0 : (position + 1 - layer.window) / kKvBlock;
+  return layer.window == 0 || position < layer.window ? 0 : (position + 1 - layer.window) / kPageTokens;
 }
 
 StateShape::StateShape(const std::vector<LayerKv>& layers, std::size_t context, std::size_t part_tokens,
@@ -53,7 +53,7 @@ StateShape::StateShape(const std::vector<LayerKv>& layers, std::size_t context, 
     if (layer.kv_heads == 0) continue;
     require(layer.head_dim != 0, "a KV cache's sizes must not be zero");
     std::size_t nbytes = 1;
-    for (const std::size_t factor : {layers.size(), layer.kv_heads, layer.head_dim, context + kKvBlock,
+    for (const std::size_t factor : {layers.size(), layer.kv_heads, layer.head_dim, context + kPageTokens,
                                      2 * sizeof(float) * system_page()}) {
       require(nbytes <= kMost / factor, "a KV cache of these sizes exceeds the address space");
       nbytes *= factor;
@@ -62,7 +62,7 @@ StateShape::StateShape(const std::vector<LayerKv>& layers, std::size_t context, 
         std::find_if(kinds_.begin(), kinds_.end(), [&](const Kind& kind) { return kind.layer == layer; });
     const auto kind = static_cast<std::size_t>(same - kinds_.begin());
     if (same == kinds_.end())
-      kinds_.push_back({layer, KvBlockFormat(layer.kv_heads, layer.head_dim, dtype, bits, layer.keys_alone)});
+      kinds_.push_back({layer, PageFormat(layer.kv_heads, layer.head_dim, dtype, bits, layer.keys_alone)});
     layers_.back().kind = kind;
     layers_.back().index = kinds_[kind].layers++;
   }
@@ -75,7 +75,7 @@ const StateShape::Place& StateShape::place(std::size_t layer) const {
   return layers_[layer];
 }
 
-std::size_t StateShape::block_nbytes() const {
+std::size_t StateShape::page_nbytes() const {
   std::size_t sum = 0;
   for (const Kind& kind : kinds_) sum += kind.page_nbytes(false);
   return sum;
@@ -107,7 +107,7 @@ std::size_t StateShape::nbytes(std::size_t length) const {
   }
   // The states before and after a pass (has_spare_states), and those of checkpoints: the old ones, and the
   // one that the pass leaves where it ends.
-  return sum + (2 + (length < kKvBlock ? 0 : kCheckpoints + 1)) * state_nbytes_;
+  return sum + (2 + (length < kPageTokens ? 0 : kCheckpoints + 1)) * state_nbytes_;
 }
 
 StatePool::StatePool(const StateShape& shape) : shape_(shape) {
@@ -150,18 +150,18 @@ std::size_t SequenceState::first_kept(std::size_t kind, std::size_t position) co
 
 // The same of plain pages.
 std::size_t SequenceState::first_plain(std::size_t kind, std::size_t position) const {
-  return shape().is_packed() ? position / kKvBlock : first_kept(kind, position);
+  return shape().is_packed() ? position / kPageTokens : first_kept(kind, position);
 }
 
 // As it is when positions below `length` are there.
 const Page& SequenceState::page(std::size_t kind, std::size_t index, std::size_t length) const {
-  const bool is_packed = shape().is_packed() && index < length / kKvBlock;
+  const bool is_packed = shape().is_packed() && index < length / kPageTokens;
   return (is_packed ? tables_[kind].packed : tables_[kind].plain).pages[index];
 }
 
 // Whether the page of the next position is somebody else's too, and is written on the way to `length`.
 bool SequenceState::must_copy(const Pages& plain, std::size_t length) const {
-  return length > length_ && length_ % kKvBlock != 0 && plain.pages[length_ / kKvBlock].use_count() > 1;
+  return length > length_ && length_ % kPageTokens != 0 && plain.pages[length_ / kPageTokens].use_count() > 1;
 }
 
 std::ptrdiff_t SequenceState::nbytes_to_add(std::size_t length, std::size_t together) const {
@@ -183,7 +183,7 @@ std::ptrdiff_t SequenceState::nbytes_to_add(std::size_t length, std::size_t toge
     sum += nbytes(i, false, copied + added(more(pages_of(length), plain), false),
                   plain.held_alone(first_plain(i, length_)));
     if (shape().is_packed())
-      sum += nbytes(i, true, added(more(length / kKvBlock, packed), true),
+      sum += nbytes(i, true, added(more(length / kPageTokens, packed), true),
                     packed.held_alone(first_kept(i, length_)));
   }
   if (shape().state_nbytes() != 0 && length > length_) {
@@ -236,7 +236,7 @@ void SequenceState::give_up(std::size_t from) {
     for (std::size_t page = begins ? 0 : pages_of(start_); page < first_plain(i, from); ++page)
       plain.set(page, nullptr);
     if (!shape().is_packed()) continue;
-    for (std::size_t page = begins ? 0 : start_ / kKvBlock; page < first_kept(i, from); ++page)
+    for (std::size_t page = begins ? 0 : start_ / kPageTokens; page < first_kept(i, from); ++page)
       packed.set(page, nullptr);
   }
 }
@@ -255,13 +255,13 @@ void SequenceState::reserve(std::size_t length, std::size_t from) {
     auto& [plain, packed] = tables_[i];
     PagePool& pool = pool_->of_kind(i, false);
     if (begins && must_copy(plain, length)) {
-      const std::size_t last = length_ / kKvBlock;
+      const std::size_t last = length_ / kPageTokens;
       Page copy = pool.take();
       std::memcpy(copy.get(), plain.addresses[last], pool.page_nbytes());
       plain.set(last, std::move(copy));
     }
     while (plain.size() < pages_of(length)) plain.set(plain.size(), pool.take());
-    while (shape().is_packed() && packed.size() < length / kKvBlock)
+    while (shape().is_packed() && packed.size() < length / kPageTokens)
       packed.set(packed.size(), pool_->of_kind(i, true).take());
   }
 }
@@ -271,7 +271,7 @@ void SequenceState::reserve(std::size_t length, std::size_t from) {
 std::vector<std::size_t> SequenceState::recorded_of(std::size_t length, std::size_t from) const {
   std::vector<std::size_t> positions;
   const auto add = [&](std::size_t position) {
-    position = position / kKvBlock * kKvBlock;
+    position = position / kPageTokens * kPageTokens;
     if (position >= from && position <= length && position > length_) positions.push_back(position);
   };
   for (const std::size_t mark : marks_)
@@ -328,16 +328,16 @@ void SequenceState::record(std::size_t layer, std::size_t position, std::size_t 
 
 void SequenceState::append(std::size_t layer, std::size_t position, const float* key, const float* value) {
   const StateShape::Place& place = shape().place(layer);
-  require(position >= length_ && position / kKvBlock < tables_[place.kind].plain.size(),
+  require(position >= length_ && position / kPageTokens < tables_[place.kind].plain.size(),
           "a position of the KV cache must be reserved before it is written");
-  const KvBlockFormat& format = kind(place.kind).format;
-  std::byte* page = tables_[place.kind].plain.pages[position / kKvBlock].get();
+  const PageFormat& format = kind(place.kind).format;
+  std::byte* page = tables_[place.kind].plain.pages[position / kPageTokens].get();
   format.write(key, value, position, page + place.index * format.plain_nbytes());
 }
 
 bool SequenceState::seal(std::size_t layer, std::size_t page) {
   const StateShape::Place& place = shape().place(layer);
-  const KvBlockFormat& format = kind(place.kind).format;
+  const PageFormat& format = kind(place.kind).format;
   require(format.is_packed() && page < tables_[place.kind].packed.size(), "only a full page is packed");
   std::byte* to = tables_[place.kind].packed.pages[page].get() + place.index * format.packed_nbytes();
   return format.pack(view(layer), page, to, best_simd_level());
@@ -345,7 +345,7 @@ bool SequenceState::seal(std::size_t layer, std::size_t page) {
 
 KvView SequenceState::view(std::size_t layer) const {
   const StateShape::Place& place = shape().place(layer);
-  const KvBlockFormat& format = kind(place.kind).format;
+  const PageFormat& format = kind(place.kind).format;
   KvView view = format.view(tables_[place.kind].plain.addresses.data(), place.index * format.plain_nbytes());
   if (!format.is_packed()) return view;
   view.format = &format;
@@ -358,7 +358,7 @@ void SequenceState::commit(std::size_t length, bool as_prompt) {
   require(length >= length_ && length <= shape().context() && pages_of(length) <= tables_[0].plain.size(),
           "a KV cache can commit only positions that it has reserved");
   take_checkpoints(length);
-  if (length - start_ >= kPromptTokens) take_checkpoint(length / kKvBlock * kKvBlock);
+  if (length - start_ >= kPromptTokens) take_checkpoint(length / kPageTokens * kPageTokens);
   for (Checkpoint& made : of_pass_) {
     if (checkpoints_.size() == kCheckpoints) checkpoints_.erase(checkpoints_.begin() + 1);
     checkpoints_.push_back(std::move(made));
@@ -376,7 +376,7 @@ void SequenceState::commit(std::size_t length, bool as_prompt) {
 void SequenceState::take_checkpoints(std::size_t from) {
   const auto passed = std::upper_bound(marks_.begin(), marks_.end(), from);
   for (auto mark = marks_.begin(); mark != passed; ++mark)
-    if (*mark > length_) take_checkpoint(*mark / kKvBlock * kKvBlock);
+    if (*mark > length_) take_checkpoint(*mark / kPageTokens * kPageTokens);
   marks_.erase(marks_.begin(), passed);
 }
 
@@ -392,7 +392,7 @@ void SequenceState::take_checkpoint(std::size_t length) {
   for (std::size_t i = 0; i < tables_.size(); ++i) {
     made.pages.emplace_back();
     if (kind(i).layer.window == 0) continue;
-    for (std::size_t at = kind(i).first_page(length); at < length / kKvBlock; ++at) {
+    for (std::size_t at = kind(i).first_page(length); at < length / kPageTokens; ++at) {
       if (page(i, at, length) == nullptr) return;
       made.pages.back().push_back(page(i, at, length));
     }
@@ -430,7 +430,7 @@ std::size_t SequenceState::can_keep(std::size_t length) const {
   if (states_at(length) != nullptr && holds(length)) return length;
   const Checkpoint* last = last_checkpoint(length);
   std::size_t kept = last == nullptr ? 0 : last->length;
-  for (const std::size_t other : {start_, length / kKvBlock * kKvBlock})
+  for (const std::size_t other : {start_, length / kPageTokens * kPageTokens})
     if (other <= length && other > kept && states_at(other) != nullptr && holds(other)) kept = other;
   return kept;
 }
@@ -445,7 +445,7 @@ std::size_t SequenceState::keep(std::size_t length) {
     for (std::size_t i = 0; i < tables_.size(); ++i)
       for (std::size_t n = 0; n < last.pages[i].size(); ++n)
         (shape().is_packed() ? tables_[i].packed : tables_[i].plain)
-            .set(length / kKvBlock - last.pages[i].size() + n, last.pages[i][n]);
+            .set(length / kPageTokens - last.pages[i].size() + n, last.pages[i][n]);
   }
   while (!checkpoints_.empty() && checkpoints_.back().length > length) checkpoints_.pop_back();
   cut(length);
@@ -462,7 +462,7 @@ void SequenceState::cut(std::size_t length) {
   states_now_ = nullptr;
   for (auto& [plain, packed] : tables_) {
     plain.resize(pages_of(length));
-    if (shape().is_packed()) packed.resize(length / kKvBlock);
+    if (shape().is_packed()) packed.resize(length / kPageTokens);
   }
 }
 
@@ -484,8 +484,8 @@ SequenceState::Spans SequenceState::save() const {
     std::size_t at = pages_of(length_);
     while (at > first_kept(i, length_) && page(i, at - 1, length_) != nullptr) --at;
     for (; at < pages_of(length_); ++at)
-      spans[i].push_back(
-          {page(i, at, length_).get(), kind(i).page_nbytes(shape().is_packed() && at < length_ / kKvBlock)});
+      spans[i].push_back({page(i, at, length_).get(),
+                          kind(i).page_nbytes(shape().is_packed() && at < length_ / kPageTokens)});
   }
   if (states_ != nullptr) spans.push_back({{states_.get(), shape().state_nbytes()}});
   return spans;
@@ -506,7 +506,7 @@ SequenceState::Spans SequenceState::restore(std::size_t length, const std::vecto
   Spans spans(tables_.size());
   for (std::size_t i = 0; i < tables_.size(); ++i)
     for (std::size_t at = pages_of(length) - pages[i]; at < pages_of(length); ++at) {
-      const bool is_packed = shape().is_packed() && at < length / kKvBlock;
+      const bool is_packed = shape().is_packed() && at < length / kPageTokens;
       PagePool& pool = pool_->of_kind(i, is_packed);
       Pages& to = is_packed ? tables_[i].packed : tables_[i].plain;
       to.set(at, pool.take());

@@ -1,9 +1,9 @@
-// What a sequence leaves behind: the keys and values of every layer, in pages of kKvBlock positions by kind
-// of layer. Pages come from a pool that sequences share, and are shared by those that hold the same tokens
-// until one writes. Knows neither models nor the memory plan.
+// What a sequence leaves behind: the keys and values of every layer, in pages of kPageTokens positions by
+// kind of layer. Pages come from a pool that sequences share, and are shared by those that hold the same
+// tokens until one writes. Knows neither models nor the memory plan.
 //
-// A page is a block of keys and values (kv_block.h) for each layer of its kind. Where the shape has bits, a
-// full page is packed, and plain only until the pass after the one that filled it begins.
+// A page holds keys and values of each layer of its kind (page_format.h). Where the shape has bits, a full
+// page is packed, and plain only until the pass after the one that filled it begins.
 //
 // A pass: for each stretch of its tokens, which goes through all layers, reserve(...), append(...) each
 // layer's new rows, seal(...) the pages that they fill, read through view(layer); then commit(length). A pass
@@ -28,7 +28,7 @@
 #include <vector>
 
 #include "attention/attention.h"
-#include "attention/kv_block.h"
+#include "attention/page_format.h"
 #include "sequence/page_pool.h"
 
 namespace flashllm {
@@ -52,7 +52,7 @@ class StateShape {
  public:
   struct Kind {
     LayerKv layer;
-    KvBlockFormat format;                           // of a layer's part of a page
+    PageFormat format;                              // of a layer's part of a page
     std::size_t layers = 0;                         // that are alike
     std::size_t page_nbytes(bool is_packed) const;  // in whole pages of the system
     // The first page that a query at `position` sees.
@@ -80,8 +80,8 @@ class StateShape {
   std::size_t context() const { return context_; }
   Dtype dtype() const { return dtype_; }
   bool is_packed() const { return kinds_[0].format.is_packed(); }
-  std::size_t max_pages() const { return (context_ + kKvBlock - 1) / kKvBlock; }  // of a kind
-  std::size_t block_nbytes() const;  // of a plain page of each kind
+  std::size_t max_pages() const { return (context_ + kPageTokens - 1) / kPageTokens; }  // of a kind
+  std::size_t page_nbytes() const;  // of a plain page of each kind
   std::size_t part_tokens() const { return part_tokens_; }
   // That a sequence holds at most on its way to `length`, without marks.
   std::size_t nbytes(std::size_t length) const;

@@ -189,7 +189,7 @@ class BatchFile(Closing):
 
 def rank(prompt_tokens: int, max_new_tokens: int) -> tuple[int, int, int]:
     """The key by which requests are sorted, falling, to fill blocks. A block is as long as its longest prompt and
-    answer, so prompts of as many KV blocks (64 tokens) lie together, and of those the same new tokens. The longest go
+    answer, so prompts of as many pages (64 tokens) lie together, and of those the same new tokens. The longest go
     first: a job too large for the machine fails at its start, and the time left is guessed too long, not too short."""
     return -(-prompt_tokens // 64), max_new_tokens, prompt_tokens
 

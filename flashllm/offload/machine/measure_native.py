@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
-from flashllm._core import KV_BLOCK
+from flashllm._core import PAGE_TOKENS
 from flashllm.arch.mixers import Attention, Rotary
 from flashllm.arch.spec import BlockSpec, LayerSpec
 from flashllm.base.dtypes import WEIGHT_DTYPES
@@ -59,8 +59,8 @@ class NativeProbe:
     def prompt_attention(self, tokens: int, *, heads: int, head_dim: int) -> Sample:
         """Causal attention of one prompt; 4 · tokens² · heads · head_dim flop, as if nothing were masked."""
         attention = self._attention(heads, head_dim, 0)
-        blocks = -(-tokens // KV_BLOCK)
-        turn = self._rotating(("prompt", blocks, heads, head_dim), lambda: self._arena(blocks, attention.block_nbytes))
+        pages = -(-tokens // PAGE_TOKENS)
+        turn = self._rotating(("prompt", pages, heads, head_dim), lambda: self._arena(pages, attention.page_nbytes))
         q, out = self._states(tokens, heads * head_dim), np.empty((tokens, heads * head_dim), np.float32)
         seconds = self._seconds(lambda: attention.prompt(q, turn(), 0, 0, out))
         return Sample(size=tokens, units=4 * heads * tokens * tokens * head_dim, seconds=seconds)
@@ -68,29 +68,29 @@ class NativeProbe:
     def decode_attention(self, nbytes: int, *, context: int, heads: int, head_dim: int, bits: int = 0) -> Sample:
         """One token of each of several sequences; bytes of plain keys and values over bytes of a call."""
         attention = self._attention(heads, head_dim, bits)
-        blocks = max(1, context // KV_BLOCK)
-        each = blocks * attention.block_nbytes
+        pages = max(1, context // PAGE_TOKENS)
+        each = pages * attention.page_nbytes
         sequences = max(1, nbytes // each)
-        slots = sequences * blocks
+        slots = sequences * pages
         turn = self._rotating(("decode", slots, heads, head_dim, bits), lambda: self._sealed(attention, slots, bits))
         q, out = self._states(sequences, heads * head_dim), np.empty((sequences, heads * head_dim), np.float32)
         table = np.stack([np.ones(slots, np.int32), np.arange(slots, dtype=np.int32)], axis=1)
-        table[blocks - 1 :: blocks] = np.stack([np.zeros(sequences), np.arange(sequences)], axis=1)  # the open ones
-        last = self._arena(sequences, attention.block_nbytes)
-        offsets = np.arange(sequences + 1, dtype=np.int64) * blocks
-        lengths = np.full(sequences, blocks * KV_BLOCK, np.int64)
+        table[pages - 1 :: pages] = np.stack([np.zeros(sequences), np.arange(sequences)], axis=1)  # the open ones
+        last = self._arena(sequences, attention.page_nbytes)
+        offsets = np.arange(sequences + 1, dtype=np.int64) * pages
+        lengths = np.full(sequences, pages * PAGE_TOKENS, np.int64)
         seconds = self._seconds(lambda: attention.decode(q, [last, turn()], table, offsets, lengths, out))
         return Sample(size=nbytes, units=sequences * each, seconds=seconds)
 
     def seal(self, nbytes: int, *, heads: int, head_dim: int, bits: int) -> Sample:
-        """Packing full blocks; bytes of plain keys and values over bytes of a call."""
+        """Packing full pages; bytes of plain keys and values over bytes of a call."""
         attention = self._attention(heads, head_dim, bits)
-        slots = max(1, nbytes // attention.block_nbytes)
-        turn = self._rotating(("seal", slots, heads, head_dim), lambda: self._arena(slots, attention.block_nbytes))
+        slots = max(1, nbytes // attention.page_nbytes)
+        turn = self._rotating(("seal", slots, heads, head_dim), lambda: self._arena(slots, attention.page_nbytes))
         out = _core.allocate(slots * attention.sealed_nbytes).reshape(slots, attention.sealed_nbytes)
         number = np.arange(slots, dtype=np.int32)
         seconds = self._seconds(lambda: attention.seal(turn(), number, out, number))
-        return Sample(size=nbytes, units=slots * attention.block_nbytes, seconds=seconds)
+        return Sample(size=nbytes, units=slots * attention.page_nbytes, seconds=seconds)
 
     def elementwise(self, nbytes: int, *, width: int) -> Sample:
         """States before the first layer with a norm of them, which read and write five values for each of an array.
@@ -179,13 +179,13 @@ class NativeProbe:
         return Matrix(packed, rows, columns, packing)
 
     def _arena(self, slots: int, nbytes: int) -> Array:
-        """Plain blocks with values that packing has to look at."""
+        """Plain pages with values that packing has to look at."""
         arena = _core.allocate(slots * nbytes)
-        arena.view(WEIGHT_DTYPES[self.dtype].storage).reshape(-1, KV_BLOCK)[:] = self._random(1, KV_BLOCK)
+        arena.view(WEIGHT_DTYPES[self.dtype].storage).reshape(-1, PAGE_TOKENS)[:] = self._random(1, PAGE_TOKENS)
         return arena.reshape(slots, nbytes)
 
     def _sealed(self, attention: _core.BatchAttention, slots: int, bits: int) -> Array:
-        plain = self._arena(slots, attention.block_nbytes)
+        plain = self._arena(slots, attention.page_nbytes)
         if not bits:
             return plain
         out = _core.allocate(slots * attention.sealed_nbytes).reshape(slots, attention.sealed_nbytes)
@@ -248,7 +248,7 @@ def _tiny_block(width: int = _TINY) -> BlockSpec:
         d_model=width,
         embed_dim=width,
         vocab_size=1,
-        context=KV_BLOCK,
+        context=PAGE_TOKENS,
         norm="rms",
         norm_epsilon=1e-6,
         final_norm=True,

@@ -4,14 +4,14 @@ The affine forms of appendix A.3 (paper B) for two tiers, priced with what this 
 1. nothing travels between device and CPU; a cache or a layer homed on the CPU tier is in the same memory;
 2. reads and writes share the disk, so their times add; while it works the products lose a share, and it loses one too;
 3. a step is bound as a whole, the head included: loads of the next layer begin while the head is computed;
-4. the last block of a sequence's cache stays plain in memory: only full blocks are packed, written and read;
+4. the last page of a sequence's cache stays plain in memory: only full pages are packed, written and read;
 5. packed weights and cache are multiplied as they are, so packing has rates of its own instead of an expansion.
 """
 
 from dataclasses import dataclass
 from functools import cached_property
 
-from flashllm._core import KV_BLOCK
+from flashllm._core import PAGE_TOKENS
 from flashllm.offload.machine.hardware import Hardware
 from flashllm.offload.planner.costs import CostModel
 from flashllm.offload.planner.linear import CD, HC, HD, WC, WD, Linear, constant
@@ -53,18 +53,18 @@ class HostCostModel(CostModel):
         return self.shape.head_bytes
 
     @property
-    def block_bytes(self) -> int:
-        """A plain block of the cache: 64 positions of a sequence in a layer."""
-        return round_up(KV_BLOCK * self.shape.kv_token_bytes)
+    def page_bytes(self) -> int:
+        """A plain page of the cache: 64 positions of a sequence in a layer."""
+        return round_up(PAGE_TOKENS * self.shape.kv_token_bytes)
 
     @property
     def sealed_bytes(self) -> int:
-        """A full block, packed as csrc/attention/kv_block.h says: keys by channel, values by position."""
+        """A full page, packed as csrc/attention/page_format.h says: keys by channel, values by position."""
         if not self.method.compress_cache:
-            return self.block_bytes
+            return self.page_bytes
         shape = self.shape
-        codes = KV_BLOCK * codes_nbytes(shape.head_dim, self.cache_bits)
-        keys, values = codes + 4 * in_units(shape.head_dim), codes + 4 * KV_BLOCK * -(-shape.head_dim // GROUP)
+        codes = PAGE_TOKENS * codes_nbytes(shape.head_dim, self.cache_bits)
+        keys, values = codes + 4 * in_units(shape.head_dim), codes + 4 * PAGE_TOKENS * -(-shape.head_dim // GROUP)
         return round_up(shape.kv_heads * (keys + (0 if shape.latent else values)))
 
     @property
@@ -109,7 +109,7 @@ class HostCostModel(CostModel):
         """Packing so many tokens' keys and values, or copying those that go to disk."""
         nbytes = tokens * self.shape.kv_token_bytes
         if self.method.compress_cache and self.hardware.seal is not None:
-            return constant(nbytes / self.hardware.seal.at(self.block_bytes))
+            return constant(nbytes / self.hardware.seal.at(self.page_bytes))
         return CD * self._touched_s(2 * nbytes / self.shape.dtype_bytes)
 
     def _copied_s(self, nbytes: float) -> float:
@@ -135,11 +135,11 @@ class HostCostModel(CostModel):
     def prefill(self) -> dict[str, Linear]:
         hw, s, block = self.hardware, self.workload.prompt_len, self.method.block_size
         keeping = self._keeping
-        sealed = keeping * (s // KV_BLOCK) * self.sealed_bytes
+        sealed = keeping * (s // PAGE_TOKENS) * self.sealed_bytes
         hidden = block * s * self.shape.activation_token_bytes
         attention = 4 * keeping * s * s * self.shape.query_dim / hw.bmm.at(s)
         comp = constant(self.method.num_batches * self._layer_s(self.method.gpu_batch * s) + attention)
-        comp += self._seal_s(keeping * (s // KV_BLOCK) * KV_BLOCK) + WC * self._copied_s(self.weight_bytes)
+        comp += self._seal_s(keeping * (s // PAGE_TOKENS) * PAGE_TOKENS) + WC * self._copied_s(self.weight_bytes)
         comp += (HC + HD) * (2 * self._copied_s(hidden))
         return self._stages(
             read=WD * self._read_s(self.weight_bytes) + HD * self._read_s(hidden, self.method.num_batches),
@@ -151,10 +151,10 @@ class HostCostModel(CostModel):
     def decode(self) -> dict[str, Linear]:
         block, context = self.method.block_size, self.workload.mean_context
         hidden = block * self.shape.activation_token_bytes
-        # On the average half of the last block is filled; it is in memory.
-        blocks = max(0.0, context / KV_BLOCK - 0.5)
+        # On the average half of the last page is filled; it is in memory.
+        pages = max(0.0, context / PAGE_TOKENS - 0.5)
         keeping = self._keeping
-        read = keeping * blocks * self.sealed_bytes
+        read = keeping * pages * self.sealed_bytes
         comp = constant(
             self.method.num_batches * self._layer_s(self.method.gpu_batch, decoding=True) + self._attention_s(context)
         )
@@ -164,7 +164,7 @@ class HostCostModel(CostModel):
             read=WD * self._read_s(self.weight_bytes)
             + CD * self._read_s(read, self.method.num_batches)
             + HD * self._read_s(hidden, self.method.num_batches),
-            written=CD * self._write_s(keeping * self.sealed_bytes / KV_BLOCK, keeping / KV_BLOCK)
+            written=CD * self._write_s(keeping * self.sealed_bytes / PAGE_TOKENS, keeping / PAGE_TOKENS)
             + HD * self._write_s(hidden, self.method.num_batches),
             comp=comp,
         )
@@ -177,7 +177,7 @@ class HostCostModel(CostModel):
         if self.method.compress_cache and hw.packed_attention is not None:
             rate = hw.packed_attention
         flops = 4 * self._keeping * context * shape.query_dim * self._read_share
-        return max(nbytes / rate.at(nbytes / self.method.num_batches), flops / hw.bmm.at(KV_BLOCK))
+        return max(nbytes / rate.at(nbytes / self.method.num_batches), flops / hw.bmm.at(PAGE_TOKENS))
 
     def _read_s(self, nbytes: float, transfers: float = 1) -> float:
         """Reading `nbytes` in `transfers` equal parts."""

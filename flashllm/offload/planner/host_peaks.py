@@ -1,10 +1,10 @@
 """Peak memory of the runtime on a machine whose device is its CPU, as affine forms in the nine fractions.
 
-It counts what flashllm/offload/runtime allocates: weights and their two staging buffers, blocks of the cache and the
+It counts what flashllm/offload/runtime allocates: weights and their two staging buffers, pages of the cache and the
 buffers they pass, states, and the working memory of a layer's worst moment. A test compares with the runtime's plans.
 """
 
-from flashllm._core import KV_BLOCK
+from flashllm._core import PAGE_TOKENS
 from flashllm.offload.planner.host_costs import HostCostModel
 from flashllm.offload.planner.linear import CC, CD, CG, HC, HD, HG, WC, WD, WG, Linear, constant
 from flashllm.offload.planner.packing import late_layers
@@ -17,9 +17,9 @@ from flashllm.offload.shape import ModelShape
 SPARE = 24 << 20  # stacks, readers' bounce buffers, what an allocator holds back
 
 
-def sealed_blocks(model: HostCostModel) -> int:
-    """Blocks of a sequence in a layer that get full."""
-    return model.workload.positions // KV_BLOCK
+def sealed_pages(model: HostCostModel) -> int:
+    """Pages of a sequence in a layer that get full."""
+    return model.workload.positions // PAGE_TOKENS
 
 
 def weights(model: HostCostModel) -> tuple[Linear, float]:
@@ -49,18 +49,18 @@ def weights(model: HostCostModel) -> tuple[Linear, float]:
 
 
 def cache(model: HostCostModel) -> Linear:
-    """The cache's blocks in memory and the buffers that blocks pass; recurrent states, which do not move."""
+    """The cache's pages in memory and the buffers that pages pass; recurrent states, which do not move."""
     m, positions = model.method, model.workload.positions
     sequences, states = model.sequences * model.shape.kept_layers, model.sequences * model.shape.state_bytes
-    full, prompt = sealed_blocks(model), -(-model.workload.prompt_len // KV_BLOCK)
+    full, prompt = sealed_pages(model), -(-model.workload.prompt_len // PAGE_TOKENS)
     staged = CD * (m.gpu_batch * BUFFERS * full * model.sealed_bytes)
-    arriving = m.gpu_batch * prompt * (BUFFERS * model.block_bytes)
+    arriving = m.gpu_batch * prompt * (BUFFERS * model.page_bytes)
     outbox = m.gpu_batch * prompt * model.sealed_bytes
     if not m.compress_cache:
-        blocks = -(-positions // KV_BLOCK)
-        kept = (CG + CC) * (sequences * blocks * model.block_bytes) + CD * (sequences * model.block_bytes)
+        pages = -(-positions // PAGE_TOKENS)
+        kept = (CG + CC) * (sequences * pages * model.page_bytes) + CD * (sequences * model.page_bytes)
         return kept + staged + CD * (arriving + outbox) + states
-    kept = constant(sequences * model.block_bytes) + (CG + CC) * (sequences * full * model.sealed_bytes)
+    kept = constant(sequences * model.page_bytes) + (CG + CC) * (sequences * full * model.sealed_bytes)
     has_disk = model.policy is None or model.policy.cd > 0
     return kept + staged + constant(arriving + (outbox if has_disk else 0)) + states
 
@@ -94,13 +94,13 @@ def host_limits(model: HostCostModel) -> list[tuple[str, Linear, int]]:
     hardware, shape = model.hardware, model.shape
     kept, starting = weights(model)
     kept += SPARE
-    blocks = cache(model)
+    pages = cache(model)
     rows = [("device", kept + starting, hardware.device_usable)] if starting else []
     for tokens in (model.workload.prompt_len, 1):
         batch = model.method.gpu_batch
-        peak = kept + blocks + states(model, tokens) + working(shape, batch * tokens, batch)
+        peak = kept + pages + states(model, tokens) + working(shape, batch * tokens, batch)
         rows.append(("device", peak, hardware.device_usable))
-    on_disk = CD * (model.sequences * shape.kept_layers * sealed_blocks(model) * model.sealed_bytes)
+    on_disk = CD * (model.sequences * shape.kept_layers * sealed_pages(model) * model.sealed_bytes)
     on_disk += HD * (model.sequences * model.workload.prompt_len * shape.activation_token_bytes)
     if not model.method.compress_weights and not shape.stored:  # read from the model's own files, where they are there
         on_disk += WD * (shape.assembled * shape.ffn_params * shape.dtype_bytes * shape.layers)

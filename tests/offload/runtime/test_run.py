@@ -80,12 +80,12 @@ def test_what_lies_behind_a_window_is_not_read(checkpoint, tmp_path):
     path = checkpoint("mistral window", "bfloat16")
     (prompt,), new, window = prompts_of(150), 40, 37
     with Runner(path, policy(cache=DISK), RunOptions(scratch=tmp_path)) as runner:
-        block = runner._attention[0].sealed_nbytes
+        page = runner._attention[0].sealed_nbytes
         (sequence,) = sequences([prompt], new)
         measure = runner.run([sequence])
         layers = runner.num_layers
     seen = [position // 64 - min(position // 64, (position + 1 - window) // 64) for position in range(150, 189)]
-    assert measure.bytes_read == layers * block * sum(seen)
+    assert measure.bytes_read == layers * page * sum(seen)
     assert 0 < sum(seen) < sum(position // 64 for position in range(150, 189)) / 2
     assert answers(path, [prompt], tmp_path, policy(), new) == [list(sequence.output)]
 

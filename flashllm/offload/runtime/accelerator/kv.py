@@ -1,7 +1,7 @@
 """The KV cache of a run whose device tier is an accelerator: the device's sequences there, the others' beside it.
 
 A batch's first sequences are the device's. Their keys and values stay on the device, padded to the longest of the
-batch, plain or packed as in csrc/attention/kv_block.h: full blocks of 64 positions packed, the last one plain. Their
+batch, plain or packed as in csrc/attention/page_format.h: full pages of 64 positions packed, the last one plain. Their
 attention is the device's; that of the others is the CPU's, where their cache is (paper B, section 4.3), at the same
 time. The attention of a prompt is always the device's.
 """
@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from flashllm._core import KV_BLOCK
+from flashllm._core import PAGE_TOKENS
 from flashllm.arch.mixers import Attention
 from flashllm.offload.planner.packing import GROUP, codes_nbytes, in_units
 from flashllm.offload.runtime.accelerator.codec import pack_codes, quantise, restore, unpack_codes
@@ -38,10 +38,10 @@ class DeviceFormat:
         rows, width = sequences * self.mixer.kv_heads, self.mixer.head_dim
         if not self.bits:
             return 2 * rows * positions * width * self.itemsize
-        blocks, groups = positions // KV_BLOCK, -(-width // GROUP)
-        by_position = 4 * KV_BLOCK * groups
-        sealed = blocks * (4 * width + by_position + 2 * KV_BLOCK * codes_nbytes(width, self.bits))
-        return rows * (sealed + 2 * KV_BLOCK * width * self.itemsize)
+        pages, groups = positions // PAGE_TOKENS, -(-width // GROUP)
+        by_position = 4 * PAGE_TOKENS * groups
+        sealed = pages * (4 * width + by_position + 2 * PAGE_TOKENS * codes_nbytes(width, self.bits))
+        return rows * (sealed + 2 * PAGE_TOKENS * width * self.itemsize)
 
 
 class _Plain:
@@ -59,8 +59,8 @@ class _Plain:
         """Values [rows, heads, head_dim], one position each."""
         self._values[rows, :, positions] = values
 
-    def seal(self, rows: Sequence[int], block: int) -> None:
-        """Nothing: full blocks stay plain."""
+    def seal(self, rows: Sequence[int], page: int) -> None:
+        """Nothing: full pages stay plain."""
 
     def all(self, positions: int) -> Tensor:
         """[sequences, heads, positions or more, head_dim]."""
@@ -68,48 +68,48 @@ class _Plain:
 
 
 class _Packed:
-    """The same with full blocks packed: codes [sequences, heads, blocks, KV_BLOCK, bytes], and the open block."""
+    """The same with full pages packed: codes [sequences, heads, pages, PAGE_TOKENS, bytes], and the open page."""
 
     def __init__(
         self, made: DeviceFormat, device: TorchDevice, sequences: int, positions: int, *, by_channel: bool
     ) -> None:
         heads, self._width = made.mixer.kv_heads, made.mixer.head_dim
         self._bits, self._by_channel, self._dtype = made.bits, by_channel, device.dtype
-        blocks = positions // KV_BLOCK
-        first = (sequences, heads, blocks)
-        scales = (1, self._width) if by_channel else (KV_BLOCK, -(-self._width // GROUP))
+        pages = positions // PAGE_TOKENS
+        first = (sequences, heads, pages)
+        scales = (1, self._width) if by_channel else (PAGE_TOKENS, -(-self._width // GROUP))
         on = device.device
         self._codes = torch.zeros(
-            (*first, KV_BLOCK, codes_nbytes(self._width, made.bits)), dtype=torch.uint8, device=on
+            (*first, PAGE_TOKENS, codes_nbytes(self._width, made.bits)), dtype=torch.uint8, device=on
         )
         self._scales = torch.zeros((*first, *scales), dtype=torch.float16, device=on)
         self._minimums = torch.zeros_like(self._scales)
-        self._open = torch.zeros((sequences, heads, KV_BLOCK, self._width), dtype=device.dtype, device=on)
+        self._open = torch.zeros((sequences, heads, PAGE_TOKENS, self._width), dtype=device.dtype, device=on)
         self._column_group = torch.arange(self._width, device=on) // GROUP
 
     def fill(self, row: int, values: Tensor) -> None:
-        full = values.shape[1] // KV_BLOCK
+        full = values.shape[1] // PAGE_TOKENS
         if full:
-            blocks = values[:, : full * KV_BLOCK].reshape(len(values), full, KV_BLOCK, -1)
-            self._pack(blocks, (row, slice(None), slice(0, full)))
-        tail = values[:, full * KV_BLOCK :]
+            pages = values[:, : full * PAGE_TOKENS].reshape(len(values), full, PAGE_TOKENS, -1)
+            self._pack(pages, (row, slice(None), slice(0, full)))
+        tail = values[:, full * PAGE_TOKENS :]
         self._open[row, :, : tail.shape[1]] = tail
 
     def add(self, rows: Tensor, positions: Tensor, values: Tensor) -> None:
-        self._open[rows, :, positions % KV_BLOCK] = values
+        self._open[rows, :, positions % PAGE_TOKENS] = values
 
-    def seal(self, rows: Sequence[int], block: int) -> None:
-        """Pack the open blocks of sequences, which are full, as their blocks number `block`."""
+    def seal(self, rows: Sequence[int], page: int) -> None:
+        """Pack the open pages of sequences, which are full, as their pages number `page`."""
         for row in rows:
-            self._pack(self._open[row], (row, slice(None), block))
+            self._pack(self._open[row], (row, slice(None), page))
 
     def all(self, positions: int) -> Tensor:
-        """[sequences, heads, positions, head_dim]: full blocks, those of longer sequences, then the open ones."""
-        blocks = (positions - 1) // KV_BLOCK
-        if not blocks:
+        """[sequences, heads, positions, head_dim]: full pages, those of longer sequences, then the open ones."""
+        pages = (positions - 1) // PAGE_TOKENS
+        if not pages:
             return self._open
-        codes = unpack_codes(self._codes[:, :, :blocks], self._bits)[..., : self._width]
-        sealed = restore(codes, self._wide(self._scales[:, :, :blocks]), self._wide(self._minimums[:, :, :blocks]))
+        codes = unpack_codes(self._codes[:, :, :pages], self._bits)[..., : self._width]
+        sealed = restore(codes, self._wide(self._scales[:, :, :pages]), self._wide(self._minimums[:, :, :pages]))
         return torch.cat([sealed.flatten(2, 3).to(self._dtype), self._open], dim=2)
 
     def _wide(self, scales: Tensor) -> Tensor:
@@ -293,8 +293,8 @@ class SplitKv:
         out.copy_(attended[step.where].flatten(1))
         for half in (keys, values):
             for row, position in zip(step.rows, step.positions, strict=True):
-                if (position + 1) % KV_BLOCK == 0:
-                    half.seal([row], position // KV_BLOCK)
+                if (position + 1) % PAGE_TOKENS == 0:
+                    half.seal([row], position // PAGE_TOKENS)
 
     def _valid(self, lengths: Tensor, longest: int, columns: int) -> Tensor:
         """[sequences, columns]: which columns of `all` are positions of a sequence."""
@@ -302,10 +302,10 @@ class SplitKv:
         if not self._made.bits:
             return column < lengths[:, None]
         last = lengths[:, None] - 1
-        sealed = (longest - 1) // KV_BLOCK * KV_BLOCK  # columns of full blocks; the open block follows
+        sealed = (longest - 1) // PAGE_TOKENS * PAGE_TOKENS  # columns of full pages; the open page follows
         is_sealed = column < sealed
-        return (is_sealed & (column < last // KV_BLOCK * KV_BLOCK)) | (
-            ~is_sealed & (column - sealed <= last % KV_BLOCK)
+        return (is_sealed & (column < last // PAGE_TOKENS * PAGE_TOKENS)) | (
+            ~is_sealed & (column - sealed <= last % PAGE_TOKENS)
         )
 
     def _attend_sparsely(self, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor, step: _Step) -> Tensor:

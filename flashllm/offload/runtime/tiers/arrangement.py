@@ -1,20 +1,20 @@
-"""Places of the sequences of one run: in which batch, on which tier, and in which slots their KV blocks. No tensors.
+"""Places of the sequences of one run: in which batch, on which tier, and in which slots their pages. No tensors.
 
-A KV block is KV_BLOCK positions of a sequence in a layer. It is open (plain) while it fills; a full one is sealed:
+A page is PAGE_TOKENS positions of a sequence in a layer. It is open (plain) while it fills; a full one is sealed:
 packed where the cache is compressed, and moved to its tier. A sequence whose cache stays plain and in memory keeps all
-its blocks open, so nothing of it ever moves. The open block of any other sequence, its tail, stays in memory.
+its pages open, so nothing of it ever moves. The open page of any other sequence, its tail, stays in memory.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flashllm._core import KV_BLOCK
+from flashllm._core import PAGE_TOKENS
 from flashllm.offload.policy import Policy
 
 
-def blocks_of(positions: int) -> int:
-    """Blocks that `positions` cached positions take, the last perhaps not full."""
-    return -(-positions // KV_BLOCK)
+def pages_of(positions: int) -> int:
+    """Pages that `positions` cached positions take, the last perhaps not full."""
+    return -(-positions // PAGE_TOKENS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,19 +25,19 @@ class Place:
     hidden_tier: str  # of its activations
     prompt: int  # tokens
     positions: int  # cached at most
-    moves: bool  # full blocks are sealed and leave the open ones
-    open_slot: int  # of all its blocks, or of its tail
-    sealed_slot: int  # on disk: in the file; else in the memory of sealed blocks
+    moves: bool  # full pages are sealed and leave the open ones
+    open_slot: int  # of all its pages, or of its tail
+    sealed_slot: int  # on disk: in the file; else in the memory of sealed pages
     staged_slot: int  # on disk: in the buffer that loads fill
-    prompt_slot: int  # where it moves: in the buffer that a prompt's blocks are written to
+    prompt_slot: int  # where it moves: in the buffer that a prompt's pages are written to
 
     @property
     def on_disk(self) -> bool:
         return self.tier == "d"
 
     @property
-    def sealed_blocks(self) -> int:
-        return self.positions // KV_BLOCK
+    def sealed_pages(self) -> int:
+        return self.positions // PAGE_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,14 +86,14 @@ def arrange(sequences: Sequence[tuple[int, int]], policy: Policy, *, tiers_of: s
                 prompt_slot=prompts,
             )
             places.append(place)
-            open_slots += 1 if moves else blocks_of(positions)
+            open_slots += 1 if moves else pages_of(positions)
             if moves:
-                prompts += blocks_of(prompt)
+                prompts += pages_of(prompt)
             if tier == "d":
-                disk_slots += place.sealed_blocks
-                staged += place.sealed_blocks
+                disk_slots += place.sealed_pages
+                staged += place.sealed_pages
             elif moves:
-                sealed_slots += place.sealed_blocks
+                sealed_slots += place.sealed_pages
         batches.append(tuple(places))
         most_staged, most_prompt = max(most_staged, staged), max(most_prompt, prompts)
     return Arrangement(

@@ -1,7 +1,7 @@
-"""The KV cache of a run: blocks of positions in memory and on disk, and attention over them where they lie.
+"""The KV cache of a run: pages in memory and on disk, and attention over them where they lie.
 
-`arrangement.py` says where a sequence's blocks are. A computation appends keys and values and attends; what it leaves
-to be moved, `store` moves: full blocks are sealed (packed where the cache is compressed) and go to their tier.
+`arrangement.py` says where a sequence's pages are. A computation appends keys and values and attends; what it leaves
+to be moved, `store` moves: full pages are sealed (packed where the cache is compressed) and go to their tier.
 """
 
 import itertools
@@ -13,15 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
-from flashllm._core import KV_BLOCK
+from flashllm._core import PAGE_TOKENS
 from flashllm.offload.runtime.ops import Projected
 from flashllm.offload.runtime.tasks import BUFFERS, Task
-from flashllm.offload.runtime.tiers.arrangement import Arrangement, Place, blocks_of
+from flashllm.offload.runtime.tiers.arrangement import Arrangement, Place, pages_of
 from flashllm.offload.runtime.tiers.scratch import ScratchFile
 
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
-Written = list[tuple[int, Array]]  # (offset in the file, blocks), to be written
+Written = list[tuple[int, Array]]  # (offset in the file, pages), to be written
 Attentions = Sequence[_core.BatchAttention | None]  # of each layer; None: it keeps no keys and values
 _OPEN, _SEALED, _STAGED = range(3)  # arenas, as tables name them
 
@@ -32,7 +32,7 @@ class _Step:
 
     rows: tuple[int, ...]  # places of the batch that take part
     positions: NDArray[np.int32]
-    table: NDArray[np.int32]  # [blocks, 2]: arena of the layer, slot
+    table: NDArray[np.int32]  # [pages, 2]: arena of the layer, slot
     offsets: NDArray[np.int64]
 
 
@@ -43,32 +43,32 @@ class KvCache:
         self, attention: Attentions, arrangement: Arrangement, *, disk: ScratchFile | None, share: float = 1.0
     ) -> None:
         """`share` of the values is read in decoding: the likeliest positions (top-k sparse
-        attention, section 5). `disk` holds `arrangement.disk_slots` sealed blocks a layer; None where there are none.
+        attention, section 5). `disk` holds `arrangement.disk_slots` sealed pages a layer; None where there are none.
         """
         self._attention, self._arrangement, self._disk, self._share = attention, arrangement, disk, share
-        blocks, sealed = _block_sizes(attention)
+        pages, sealed = _page_sizes(attention)
         disk_nbytes = [arrangement.disk_slots * each for each in sealed]
-        self._disk_first = [0, *itertools.accumulate(disk_nbytes)]  # byte of each layer's blocks
-        self._open = _arenas(arrangement.open_slots, blocks)
+        self._disk_first = [0, *itertools.accumulate(disk_nbytes)]  # byte of each layer's pages
+        self._open = _arenas(arrangement.open_slots, pages)
         self._sealed = _arenas(arrangement.sealed_slots, sealed)
         # Layers take turns in these.
         self._staged = [_shared(arrangement.staged_slots, sealed) for _ in range(BUFFERS)]
-        self._prompt = [_shared(arrangement.prompt_slots, blocks) for _ in range(BUFFERS)]
+        self._prompt = [_shared(arrangement.prompt_slots, pages) for _ in range(BUFFERS)]
         self._outbox = _shared(arrangement.prompt_slots if arrangement.disk_slots else 0, sealed)  # of `store` alone
         self._steps: dict[tuple[int, int], _Step] = {}  # (batch, token) -> where the batch is
 
     @staticmethod
     def nbytes(attention: Attentions, arrangement: Arrangement) -> int:
         """Bytes of memory that a cache of this arrangement takes."""
-        blocks, sealed_ones = _block_sizes(attention)
-        arenas = arrangement.open_slots * sum(blocks) + arrangement.sealed_slots * sum(sealed_ones)
-        block, sealed = max(blocks), max(sealed_ones)
-        buffers = BUFFERS * (arrangement.staged_slots * sealed + arrangement.prompt_slots * block)
+        pages, sealed_ones = _page_sizes(attention)
+        arenas = arrangement.open_slots * sum(pages) + arrangement.sealed_slots * sum(sealed_ones)
+        page, sealed = max(pages), max(sealed_ones)
+        buffers = BUFFERS * (arrangement.staged_slots * sealed + arrangement.prompt_slots * page)
         return arenas + buffers + (arrangement.prompt_slots * sealed if arrangement.disk_slots else 0)
 
     @staticmethod
     def disk_nbytes(attention: Attentions, arrangement: Arrangement) -> int:
-        return arrangement.disk_slots * sum(_block_sizes(attention)[1])
+        return arrangement.disk_slots * sum(_page_sizes(attention)[1])
 
     # A prompt ------------------------------------------------------------------------------------------------------
 
@@ -78,16 +78,16 @@ class KvCache:
         values of the model's dtype; out: [tokens, heads * head_dim]. `sinks` [heads]: scores of no position."""
         self.keep_prompt(task, made.keys, made.values, first)
         for place, rows, positions in self._pieces(task, first, len(out)):
-            arena, slot = self._prompt_blocks(task, place)
+            arena, slot = self._prompt_pages(task, place)
             attention = self._of(task.step.layer)
             attention.prompt(made.queries[rows], arena, slot, int(positions[0]), out[rows], sinks)
 
     def keep_prompt(self, task: Task, keys: Array, values: Array, first: int = 0) -> None:
         """Keep what `prompt` keeps, where something else attends: keys and values [tokens, kv_heads * head_dim]."""
         for place, rows, positions in self._pieces(task, first, len(keys)):
-            arena, slot = self._prompt_blocks(task, place)
+            arena, slot = self._prompt_pages(task, place)
             attention = self._of(task.step.layer)
-            attention.write(keys[rows], values[rows], arena, slot + positions // KV_BLOCK, positions)
+            attention.write(keys[rows], values[rows], arena, slot + positions // PAGE_TOKENS, positions)
 
     def _pieces(self, task: Task, first: int, count: int) -> Iterator[tuple[Place, slice, NDArray[np.int32]]]:
         """The sequences of which a batch's tokens [first, first + count) are: rows of these, and their positions."""
@@ -98,21 +98,21 @@ class KvCache:
                 yield place, slice(low - first, high - first), np.arange(low - begin, high - begin, dtype=np.int32)
             begin += place.prompt
 
-    def _prompt_blocks(self, task: Task, place: Place) -> tuple[Bytes, int]:
-        """The arena that a prompt's blocks are written to, and the first one's slot."""
+    def _prompt_pages(self, task: Task, place: Place) -> tuple[Bytes, int]:
+        """The arena that a prompt's pages are written to, and the first one's slot."""
         if place.moves:
             return self._prompt[task.square][task.step.layer], place.prompt_slot
         return self._open[task.step.layer], place.open_slot
 
     def store_prompt(self, task: Task) -> None:
-        """Move what `prompt` left in the buffer: full blocks to their tier, the rest to the tail."""
+        """Move what `prompt` left in the buffer: full pages to their tier, the rest to the tail."""
         written: Written = []
         layer = task.step.layer
         arena = self._prompt[task.square][layer]
         for place in self._arrangement.batches[task.step.batch]:
             if not place.moves:
                 continue
-            full, tail = divmod(place.prompt, KV_BLOCK)
+            full, tail = divmod(place.prompt, PAGE_TOKENS)
             slots = range(place.prompt_slot, place.prompt_slot + full)
             if full:
                 self._seal(layer, place, arena, slots, first=0, written=written)
@@ -135,10 +135,10 @@ class KvCache:
             if place.moves:
                 arena = _STAGED if place.on_disk else _SEALED
                 first = place.staged_slot if place.on_disk else place.sealed_slot
-                table += [(arena, first + block) for block in range(position // KV_BLOCK)]
+                table += [(arena, first + page) for page in range(position // PAGE_TOKENS)]
                 table.append((_OPEN, place.open_slot))
             else:
-                table += [(_OPEN, place.open_slot + block) for block in range(blocks_of(position + 1))]
+                table += [(_OPEN, place.open_slot + page) for page in range(pages_of(position + 1))]
             offsets.append(len(table))
         self._steps[batch, token] = _Step(
             tuple(rows),
@@ -148,14 +148,14 @@ class KvCache:
         )
 
     def load(self, task: Task, positions: Sequence[int | None]) -> None:
-        """Read a batch's blocks on disk into the buffer, those before the window left out. `positions` of its places;
+        """Read a batch's pages on disk into the buffer, those before the window left out. `positions` of its places;
         None: not needed any more."""
         runs: list[tuple[int, Array]] = []
         places, window = self._arrangement.batches[task.step.batch], self._of(task.step.layer).window
         for place, position in zip(places, positions, strict=True):
             if not place.on_disk or position is None:
                 continue
-            first, end = max(0, position + 1 - window) // KV_BLOCK if window else 0, position // KV_BLOCK
+            first, end = max(0, position + 1 - window) // PAGE_TOKENS if window else 0, position // PAGE_TOKENS
             if first < end:
                 staged = self._staged[task.square][task.step.layer]
                 staged = staged[place.staged_slot + first : place.staged_slot + end]
@@ -171,7 +171,7 @@ class KvCache:
         positions, rows = step.positions[few], step.rows[few]
         tails = np.array([places[row].open_slot for row in rows], np.int32)
         moves = np.array([places[row].moves for row in rows])
-        slots = tails + np.where(moves, 0, positions // KV_BLOCK)
+        slots = tails + np.where(moves, 0, positions // PAGE_TOKENS)
         attention = self._of(layer)
         attention.write(made.keys, made.values, self._open[layer], slots.astype(np.int32), positions)
         attention.decode(
@@ -192,8 +192,8 @@ class KvCache:
         written: Written = []
         for row, position in zip(step.rows, step.positions.tolist(), strict=True):
             place = self._arrangement.batches[batch][row]
-            if place.moves and (position + 1) % KV_BLOCK == 0:
-                first = position // KV_BLOCK
+            if place.moves and (position + 1) % PAGE_TOKENS == 0:
+                first = position // PAGE_TOKENS
                 self._seal(layer, place, self._open[layer], [place.open_slot], first=first, written=written)
         if written:
             self._on_disk().write(written)
@@ -201,17 +201,17 @@ class KvCache:
     def _seal(
         self, layer: int, place: Place, arena: Bytes, slots: Sequence[int], *, first: int, written: Written
     ) -> None:
-        """Seal the full blocks in these slots, the sequence's from number `first` on: into their place in memory, or
+        """Seal the full pages in these slots, the sequence's from number `first` on: into their place in memory, or
         into the outbox, behind what `written` has of it, to which they are added."""
         attention, begin, to = self._of(layer), place.sealed_slot + first, self._sealed[layer]
         if place.on_disk:
-            begin, to = sum(len(blocks) for _, blocks in written), self._outbox[layer]
+            begin, to = sum(len(pages) for _, pages in written), self._outbox[layer]
             written.append((self._disk_offset(place, layer, first), to[begin : begin + len(slots)]))
         homes = np.arange(begin, begin + len(slots), dtype=np.int32)
         attention.seal(arena, np.array(slots, np.int32), to, homes)
 
-    def _disk_offset(self, place: Place, layer: int, block: int) -> int:
-        return self._disk_first[layer] + (place.sealed_slot + block) * self._of(layer).sealed_nbytes
+    def _disk_offset(self, place: Place, layer: int, page: int) -> int:
+        return self._disk_first[layer] + (place.sealed_slot + page) * self._of(layer).sealed_nbytes
 
     def _of(self, layer: int) -> _core.BatchAttention:
         attention = self._attention[layer]
@@ -221,18 +221,18 @@ class KvCache:
 
     def _on_disk(self) -> ScratchFile:
         if self._disk is None:
-            raise ValueError("this arrangement has blocks on disk, and there is no file for them")
+            raise ValueError("this arrangement has pages on disk, and there is no file for them")
         return self._disk
 
 
-def _block_sizes(attention: Attentions) -> tuple[list[int], list[int]]:
-    """Bytes of a plain and of a sealed block in each layer."""
-    plain = [0 if one is None else one.block_nbytes for one in attention]
+def _page_sizes(attention: Attentions) -> tuple[list[int], list[int]]:
+    """Bytes of a plain and of a sealed page in each layer."""
+    plain = [0 if one is None else one.page_nbytes for one in attention]
     return plain, [0 if one is None else one.sealed_nbytes for one in attention]
 
 
 def _arenas(slots: int, nbytes: Sequence[int]) -> list[Bytes]:
-    """[slots, bytes of a block] of each layer, one behind the other in one piece of memory."""
+    """[slots, bytes of a page] of each layer, one behind the other in one piece of memory."""
     parts = np.split(_core.allocate(slots * sum(nbytes)), np.cumsum(nbytes)[:-1] * slots)
     return [part.reshape(slots, each) for part, each in zip(parts, nbytes, strict=True)]
 
