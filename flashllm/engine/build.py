@@ -93,7 +93,7 @@ class _Builder:
             table=table,
             pool=self._pool,
             counters=self._counters,
-            block_tokens=self._plan.memory.prompt_tokens,
+            part_tokens=self._plan.memory.prompt_tokens,
             fill_tokens=self._plan.memory.window if self._sparse or self._model.block.experts else 0,
             prefetch=self._plan.prefetch,
             loads=self._plan.loads,

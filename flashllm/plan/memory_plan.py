@@ -97,7 +97,7 @@ class MemoryPlan:
         return max(self.context_pages, free) * self.page_nbytes
 
     def least_limit_nbytes(self, pages: int) -> int:
-        """The lowest limit that the loaded model keeps to while `pages` pages are in use."""
+        """The lowest limit that the loaded model keeps to while `pages` are in use."""
         return self._levels_nbytes - (self.max_pages - pages) * self.page_nbytes
 
     def pages_withheld(self, limit_nbytes: int) -> int:
@@ -112,7 +112,7 @@ class MemoryPlan:
         return min(self.limit_nbytes, last + self.page_nbytes)
 
     def cache_rows_at(self, pages: int) -> tuple[int, ...]:
-        """Rows of each layer's cache while `pages` pages are in use. ValueError beyond `max_pages`."""
+        """Rows of each layer's cache while `pages` are in use. ValueError beyond `max_pages`."""
         if not 0 <= pages <= self.max_pages:
             raise ValueError(f"the plan holds 0 to {self.max_pages} pages, not {pages}")
         return tuple(self.levels[max(0, pages - self.level_pages)].tolist())
@@ -152,7 +152,7 @@ class MemoryPlan:
         return sum(map(mul, rows, self.layer_row_nbytes))
 
     def neuron_cache_nbytes(self, pages: int) -> int:
-        """Bytes of all layers' caches and of the bypass rows while `pages` pages are in use."""
+        """Bytes of all layers' caches and of the bypass rows while `pages` are in use."""
         return self.rows_nbytes(self.cache_rows_at(pages)) + self.bypass_rows * self.row_nbytes
 
     @property

@@ -85,7 +85,7 @@ struct Block {
 struct Settings {
   int threads = 1;
   std::int32_t capacity = 12;
-  std::size_t block_tokens = 256;
+  std::size_t part_tokens = 256;
   bool rotary = false;  // and RMS norms, post-norm
   int io_threads = 3;   // of the stream
 };
@@ -101,7 +101,7 @@ struct Whole {
     spec.block.d_model = kWidth;
     spec.vocab = kVocab;
     spec.embed_dim = kWidth;
-    spec.block_tokens = settings.block_tokens;
+    spec.part_tokens = settings.part_tokens;
     spec.fill_tokens = 3;
     ModelWeights weights;
     weights.embedding = weights.head = embedding.weights;

@@ -68,14 +68,14 @@ class PyModel {
           std::shared_ptr<RowStream> stream, std::shared_ptr<NeuronSource> source,
           const std::vector<FileRows>& layers, const std::vector<std::optional<LayerCache>>& caches,
           std::shared_ptr<TokenTable> table, std::shared_ptr<ThreadPool> pool,
-          std::shared_ptr<FfnCounters> counters, std::size_t block_tokens, std::size_t fill_tokens,
+          std::shared_ptr<FfnCounters> counters, std::size_t part_tokens, std::size_t fill_tokens,
           bool prefetch, bool loads)
       : parts_{std::move(tensors), std::move(source), std::move(pool), std::move(counters)},
         stream_(std::move(stream)),
         table_(std::move(table)) {
     Architecture of = read_architecture(block, parts_.tensors->dtype());
     ModelSpec& spec = of.model;
-    spec.block_tokens = block_tokens;
+    spec.part_tokens = part_tokens;
     spec.fill_tokens = fill_tokens;
     spec.prefetch = prefetch;
     spec.loads = loads;
@@ -94,7 +94,7 @@ class PyModel {
   Model& model() { return *model_; }
   std::size_t d_model() const { return d_model_; }
 
-  // states [tokens, d_model] that enter the first block
+  // states [tokens, d_model] that enter the first layer
   void embed(const std::vector<Entry>& entries, const States& states) {
     const std::vector<Token> tokens = tokens_of(entries);
     require_rows(states, tokens.size(), d_model_, "states");
@@ -102,7 +102,7 @@ class PyModel {
     model_->embed(tokens.data(), tokens.size(), states.data());
   }
 
-  // The states after block `layer`, in the place of those before; the sequences hold one layer's keys and
+  // The states after layer `layer`, in the place of those before; the sequences hold one layer's keys and
   // values.
   void run_block(std::size_t layer, const std::vector<std::tuple<SequenceState*, std::size_t>>& entries,
                  const States& states, nb::object observer) {
@@ -130,7 +130,7 @@ class PyModel {
     return tokens;
   }
 
-  // From any thread: until it is taken back, a prompt's pass ends between two blocks.
+  // From any thread: until it is taken back, a prompt's pass ends between two layers.
   void cancel(bool on) { cancelled_.store(on, std::memory_order_relaxed); }
   bool is_cancelled() const { return cancelled_.load(std::memory_order_relaxed); }
 
@@ -246,7 +246,7 @@ void init_model(nb::module_& m) {
                     std::shared_ptr<ThreadPool>, std::shared_ptr<FfnCounters>, std::size_t, std::size_t, bool,
                     bool>(),
            nb::kw_only(), "block"_a, "tensors"_a, "row_formats"_a, "stream"_a, "source"_a, "layers"_a,
-           "caches"_a, "table"_a.none(), "pool"_a, "counters"_a, "block_tokens"_a, "fill_tokens"_a,
+           "caches"_a, "table"_a.none(), "pool"_a, "counters"_a, "part_tokens"_a, "fill_tokens"_a,
            "prefetch"_a, "loads"_a)
       .def_prop_ro("ffns", &PyModel::ffns)
       .def(

@@ -1,4 +1,4 @@
-// What a decoder layer, or block, is made of: the options that an architecture chooses (flashllm/arch), and a
+// What a decoder layer is made of: the options that an architecture chooses (flashllm/arch), and a
 // layer's weights.
 //
 // A layer is h += f(h) for f the mixer and then the FFN, or, parallel, for the sum of both of the same h.

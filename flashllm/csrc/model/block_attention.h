@@ -23,7 +23,7 @@ class BlockAttention {
         latent_(spec, arithmetic, memory),
         rotary_(rotary.begin(), rotary.end()) {}
 
-  // The positions of a part's tokens, or of a stretch's, which hold for all blocks.
+  // The positions of a part's tokens, or of a stretch's, which hold for all layers.
   void set_positions(const Part& part);
   // What they are turned by: kept while other passes come, and put back.
   std::vector<RotaryTable>& positions() { return rotary_; }

@@ -205,7 +205,7 @@ void FeedForward::run_every(const FfnTurn& turn) {
 FfnStretch FeedForward::new_stretch() const {
   const SimdLevel level = arithmetic_.level();
   return {DenseFfn(spec_.block.dtype, arithmetic_.pool(), level),
-          ExpertFfn(spec_.block.dtype, spec_.block_tokens, arithmetic_.pool(), level)};
+          ExpertFfn(spec_.block.dtype, spec_.part_tokens, arithmetic_.pool(), level)};
 }
 
 void FeedForward::take(FfnStretch& stretch, const FfnTurn& turn) {

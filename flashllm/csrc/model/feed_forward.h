@@ -1,4 +1,4 @@
-// A block's FFN in a pass of any kind: which neurons are computed for its tokens, and where their rows come
+// A layer's FFN in a pass of any kind: which neurons are computed for its tokens, and where their rows come
 // from.
 //
 //   sparse: what the predictor names, from each layer's neuron cache and flash (ffn/ffn_layer.h)

@@ -53,7 +53,7 @@ class Layer {
 
   // The same in two halves, so that all parts of a stretch may pass the first one before the second. The
   // first returns what goes into the FFN, which holds until the next half; `attended`: the attention's
-  // outputs wait there, of parallel blocks alone.
+  // outputs wait there, of parallel layers alone.
   const float* attend(std::size_t layer, const BlockWeights& weights, const Part& part, float* states,
                       float* attended);
   // The FFN's outputs are in outputs(). `input`: what the first half returned, where that still holds.

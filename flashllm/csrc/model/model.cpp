@@ -24,7 +24,7 @@ Model::Model(const ModelSpec& spec, const ModelWeights& weights, RowStream& stre
       memory_(pool, level),
       ffn_(spec_, weights_.blocks, stream, counters, watch_, arithmetic_),
       layer_(spec_.block, spec_.rotary, arithmetic_, memory_, ffn_) {
-  require(spec_.block_tokens != 0, "a prompt's parts need a token");
+  require(spec_.part_tokens != 0, "a prompt's parts need a token");
   for (const BlockWeights& each : weights_.blocks) {
     require(each.format.d_model == spec_.block.d_model, "rows are as wide as the model");
     require(!each.neuron_norm.cuts_gates ||
@@ -98,7 +98,7 @@ RunningPass::RunningPass(Model& model, std::vector<Token> tokens, Pass pass, std
       expanded_heads_(expanded) {
   const bool is_prompt = pass == Pass::prompt;
   require(tap == nullptr || is_prompt, "only a prompt's pass can be observed");
-  const std::size_t most = std::max<std::size_t>(1, model.spec_.block_tokens);
+  const std::size_t most = std::max<std::size_t>(1, model.spec_.part_tokens);
   require(drafted == 0 ||
               (!is_prompt && drafted < tokens_.size() && tokens_.size() <= std::min(most, FfnTokens::kMost)),
           "a pass cannot have so many drafted tokens");

@@ -1,6 +1,6 @@
 // A token's way through the whole model, in one call:
 //
-//   embedding -> for each block: norm, q k v, rotary, KV cache, attention, out, norm, FFN -> norm -> head ->
+//   embedding -> for each layer: norm, q k v, rotary, KV cache, attention, out, norm, FFN -> norm -> head ->
 //   logits
 //
 // A pass takes new tokens of several sequences. Its kind is decided once, before it starts, and says how the
@@ -145,7 +145,7 @@ class RunningPass {
   std::size_t layer_ = 0, part_ = 0, next_wanted_ = 0;
   Phase phase_ = Phase::start;
   bool is_over_ = false;
-  // Of a stretch, [tokens, d_model]: states; what the attention of a parallel block adds to them.
+  // Of a stretch, [tokens, d_model]: states; what the attention of a parallel layer adds to them.
   std::vector<float> hidden_, attended_;
   std::vector<float> rows_;             // the same of per-layer embeddings, [tokens, layers, per_layer]
   std::optional<FfnStretch> ffn_;       // of a prompt

@@ -1,4 +1,4 @@
-// A pass through the model: its kind, its tokens, and the part of them that goes through the blocks together.
+// A pass through the model: its kind, its tokens, and the part of them that goes through the layers together.
 #pragma once
 
 #include <cstddef>
@@ -47,8 +47,8 @@ struct Tap {
                            std::size_t stride) = 0;
 };
 
-// Tokens of a pass that go through the blocks together. A prompt's go in stretches of several parts: a
-// layer's rows are read once for all of them. By default they are all of a pass, at one block.
+// Tokens of a pass that go through the layers together. A prompt's go in stretches of several parts: a
+// layer's rows are read once for all of them. By default they are all of a pass, at one layer.
 struct Part {
   const Token* tokens = nullptr;
   std::size_t count = 0;

@@ -21,7 +21,7 @@ struct ModelSpec {
   bool rounded_logits = true;      // to the model's dtype
   float logit_softcap = 0.0F;      // logits are cap * tanh(logit / cap); 0: as they are
   std::vector<Rotary> rotary;      // that layers choose from
-  std::size_t block_tokens = 256;  // of a prompt that go through the blocks together, at most
+  std::size_t part_tokens = 256;  // of a prompt that go through the layers together, at most
   std::size_t fill_tokens =
       0;                 // the last tokens of a prompt, from which the neuron caches are filled; 0: never
   bool prefetch = true;  // the rows of the next layer are read before its turn

@@ -94,11 +94,11 @@ def host_limits(model: HostCostModel) -> list[tuple[str, Linear, int]]:
     hardware, shape = model.hardware, model.shape
     kept, starting = weights(model)
     kept += SPARE
-    pages = cache(model)
+    cached = cache(model)
     rows = [("device", kept + starting, hardware.device_usable)] if starting else []
     for tokens in (model.workload.prompt_len, 1):
         batch = model.method.gpu_batch
-        peak = kept + pages + states(model, tokens) + working(shape, batch * tokens, batch)
+        peak = kept + cached + states(model, tokens) + working(shape, batch * tokens, batch)
         rows.append(("device", peak, hardware.device_usable))
     on_disk = CD * (model.sequences * shape.kept_layers * sealed_pages(model) * model.sealed_bytes)
     on_disk += HD * (model.sequences * model.workload.prompt_len * shape.activation_token_bytes)
