@@ -18,9 +18,9 @@ struct ModelSpec {
   std::size_t position_offset = 0;  // of the first row of the position embedding that is used
   float embedding_scale = 1.0F;     // is rounded to the model's dtype
   float logit_scale = 1.0F;
-  bool rounded_logits = true;      // to the model's dtype
-  float logit_softcap = 0.0F;      // logits are cap * tanh(logit / cap); 0: as they are
-  std::vector<Rotary> rotary;      // that layers choose from
+  bool rounded_logits = true;     // to the model's dtype
+  float logit_softcap = 0.0F;     // logits are cap * tanh(logit / cap); 0: as they are
+  std::vector<Rotary> rotary;     // that layers choose from
   std::size_t part_tokens = 256;  // of a prompt that go through the layers together, at most
   std::size_t fill_tokens =
       0;                 // the last tokens of a prompt, from which the neuron caches are filled; 0: never
