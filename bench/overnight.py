@@ -58,6 +58,11 @@ def _whole(model: str, results: str, limits: str, prompt: int = 512, more: str =
     return Row(f"whole-{paths[0].removeprefix('peer/results/whole_').removesuffix('.json')}", paths, (model,), command)
 
 
+def _on(document: str, machines: str) -> str:
+    """A document's names: the first machine's, and those of others."""
+    return " ".join((document, *(f"{document}_{machine}" for machine in machines.split())))
+
+
 def _widths(model: str, limits: str) -> str:
     more = "--plan --tokens 24 --prompt 16 --cgroup --read-first"
     return f"python bench/engine/memory_curve.py --model {model} --limits {limits} {more}"
@@ -65,6 +70,11 @@ def _widths(model: str, limits: str) -> str:
 
 def _batches(more: str) -> str:
     return f"python bench/offload/offload_run.py opt67-8 {more} --peers llama:32 --gguf llama7b-8.gguf"
+
+
+def _job(memory: str, compress: str, peer: str, gguf: str) -> str:
+    shape = f"--sequences 64 --prompt 32 --new 16 --memory {memory}"
+    return f"python bench/offload/offload_run.py opt67-32 {shape} --runs --jobs {compress} --peers {peer} --gguf {gguf}"
 
 
 def _scores(model: str, more: str) -> str:
@@ -85,8 +95,10 @@ MODELS: Mapping[str, tuple[float, str]] = {
     "opt67-q4": (4, f"{_OPT} opt67-q4 --shape opt-6.7b {_4_BITS} --predictor-bits 4"),
     "opt67-4": (3, _LAYERS.format(4)),
     "opt67-8": (5, _LAYERS.format(8)),
+    "opt67-32": (18, _LAYERS.format(32)),  # with a job's scratch files
     "llama7b-8.gguf": (4, f"{_GGUF} llama-2-7b llama7b-8.gguf --layers 8 --type f16"),
     "llama7b.gguf": (27, f"{_GGUF} llama-2-7b llama7b.gguf --type f16"),
+    "llama7b-q4.gguf": (4, f"{_GGUF} llama-2-7b llama7b-q4.gguf --type q4_0"),
     "olmoe.gguf": (9, f"{_GGUF} olmoe-1b-7b olmoe.gguf"),
     "llama-tq2.gguf": (2, f"{_GGUF} llama-2-7b llama-tq2.gguf --type tq2_0"),
     "olmoe-q2.gguf": (4, f"{_GGUF} olmoe-1b-7b olmoe-q2.gguf --type q2_k"),
@@ -97,6 +109,7 @@ MODELS: Mapping[str, tuple[float, str]] = {
     "gemma-e4b.gguf": (10, f"{_GGUF} gemma-4-e4b gemma-e4b.gguf"),
     "gpt-oss.gguf": (25, f"{_GGUF} gpt-oss-20b gpt-oss.gguf --type mxfp4"),
     "q36.gguf": (23, f"{_GGUF} qwen3.6-35b-a3b q36.gguf"),
+    "q30.gguf": (21, f"{_GGUF} qwen3-30b-a3b q30.gguf"),
     "qwen8": (12, f"{_SYNTHETIC}experts.py qwen8 --shape qwen3-30b-a3b --layers 8"),
     "qwen8.gguf": (23, f"{_GGUF} qwen3-30b-a3b qwen8.gguf --layers 8 --type bf16"),
     "olmoe16": (14, f"{_SYNTHETIC}experts.py olmoe16 --shape olmoe"),
@@ -115,8 +128,9 @@ MODELS: Mapping[str, tuple[float, str]] = {
 _SMOLLM2 = ("smol32", "SMOLLM2")
 _WIDTHS = ("engine/results/memory_opt-6.7b_widths_zen4.json",)
 _PEERS = ("offload/results/offload_peers_2.json",)
+_JOBS = ("offload/results/offload_run_whole.json",)
 _LLAMA = ("peer/results/report_llama-2-7b.json",)
-_OLMOES = ("", "_avx2", "_avx2_2", *(f"_avx2_8gb{again}" for again in ("", "_2", "_3", "_4")), "_avx512", "_avx512_8gb")
+_OLMOES = _on("olmoe-1b-7b_512", "avx2 avx2_2 avx2_8gb avx2_8gb_2 avx2_8gb_3 avx2_8gb_4 avx512 avx512_8gb zen5")
 _QWEN8 = ("engine/results/breakdown_qwen3_30b_a3b_8layers.json",)
 _BOOKS, _WIKI, _C4, _TASKS = "books4.jsonl.gz", "wiki.test.raw", "C4.txt", "TASKS"
 _TRAIN = (
@@ -134,7 +148,8 @@ _RELUFIED = "cache/results/predictors_smollm2_relufied"
 ROWS = (
     Row("opt-6.7b", ("engine/results/breakdown_opt-6.7b.json",), ("opt67",),
         _breakdown("opt67", "7.0GB", "--engines naive,hybrid,paper,flashllm --tokens 60 --dense-tokens 3")),
-    Row("opt-6.7b-first-token", ("engine/results/first_token_opt-6.7b.json",), ("opt67",),
+    Row("opt-6.7b-first-token",
+        (*(f"engine/results/first_token_opt-6.7b{machine}.json" for machine in ("", "_zen5")),), ("opt67",),
         "python bench/engine/first_token.py --model opt67 --memory 7.0GB --cgroup"),
     Row("opt-6.7b-ablation", ("engine/results/ablation_opt-6.7b.json",), ("opt67",),
         "python bench/engine/ablation.py --model opt67 --memory 7.0GB --cgroup --tokens 40 --dense-tokens 4"),
@@ -147,7 +162,8 @@ ROWS = (
     Row("opt-6.7b-8bit", _WIDTHS, ("opt67-i8",), _widths("opt67-i8", "4.0GB,5.5GB,7.0GB")),
     Row("opt-6.7b-4bit", _WIDTHS, ("opt67-q4",), _widths("opt67-q4", "2.4GB,4.0GB,5.5GB,7.0GB")),
     Row("opt-6.7b-4bit-breakdown",
-        (*(f"engine/results/breakdown_opt-6.7b_4bit_{machine}.json" for machine in ("zen4", "avx512")),), ("opt67-q4",),
+        (*(f"engine/results/breakdown_opt-6.7b_4bit_{machine}.json" for machine in ("zen4", "avx512", "zen5")),),
+        ("opt67-q4",),
         _breakdown("opt67-q4", "2.4GB")),
     Row("opt-6.7b-report", (*(f"engine/results/report_opt-6.7b_{number}.json" for number in (1, 2)),), ("opt67-q4",),
         "python bench/engine/traced.py protocol opt67-q4 --memory 2.4GB"),
@@ -161,24 +177,25 @@ ROWS = (
     Row("olmoe-report", (*(f"engine/results/report_olmoe_{number}.json" for number in (1, 2)),), ("olmoe.gguf",),
         "python bench/protocol.py olmoe.gguf --memory 2.4GB"),
     Row("gpt-oss", ("peer/results/report_gpt-oss-20b.json",), ("gpt-oss.gguf",), _both("gpt-oss.gguf", "6.3GB")),
-    _whole("q36.gguf", "qwen3.6-35b-a3b qwen3.6-35b-a3b_avx512", "8GB 12GB 16GB", 2048),
-    _whole("dsv2.gguf", "deepseek-v2-lite", "5GB 7.8GB", more=" --tokens 32"),
-    _whole("gemma-e4b.gguf", "gemma-4-e4b", "2.3GB 3.45GB", more=" --tokens 32"),
-    _whole("glm8.gguf", "glm-4.7-flash_8layers glm-4.7-flash_8layers_avx512",
-           "1.6GB 2.4GB", more=" --tokens 32 --rounds 2"),
-    _whole("nemotron8.gguf", "nemotron-3-nano_8layers nemotron-3-nano_8layers_avx512",
-           "1.95GB 2.92GB", more=" --tokens 32 --rounds 2"),
-    _whole("olmoe.gguf", " ".join(f"olmoe-1b-7b_512{more}" for more in _OLMOES), "2.4GB 8GB", more=" --rounds 2"),
-    _whole("olmoe.gguf", " ".join(f"olmoe-1b-7b_2048{more}" for more in ("", "_avx2", "_avx512", "_avx512_8gb")),
-           "2.4GB 8GB", 2048, " --rounds 2"),
-    _whole("olmoe.gguf", " ".join(f"olmoe-1b-7b_4000{more}" for more in ("", "_avx2", "_avx512")), "2.4GB", 4000,
+    _whole("q36.gguf", _on("qwen3.6-35b-a3b", "avx512"), "8GB 12GB 16GB", 2048),
+    _whole("dsv2.gguf", _on("deepseek-v2-lite", "zen5"), "5GB 7.8GB", more=" --tokens 32"),
+    _whole("gemma-e4b.gguf", _on("gemma-4-e4b", "zen5"), "2.3GB 3.45GB", more=" --tokens 32"),
+    _whole("glm8.gguf", _on("glm-4.7-flash_8layers", "avx512 zen5"), "1.6GB 2.4GB", more=" --tokens 32 --rounds 2"),
+    _whole("nemotron8.gguf", _on("nemotron-3-nano_8layers", "avx512 zen5"), "1.95GB 2.92GB",
+           more=" --tokens 32 --rounds 2"),
+    _whole("olmoe.gguf", _OLMOES, "2.4GB 8GB", more=" --rounds 2"),
+    _whole("olmoe.gguf", _on("olmoe-1b-7b_2048", "avx2 avx512 avx512_8gb zen5"), "2.4GB 8GB", 2048, " --rounds 2"),
+    _whole("olmoe.gguf", _on("olmoe-1b-7b_4000", "avx2 avx512"), "2.4GB", 4000,
            " --rounds 2"),
     _whole("llama-tq2.gguf", "llama-2-7b_tq2_0_avx512", "4GB", 128, " --tokens 32 --rounds 2"),
     _whole("olmoe-q2.gguf", "olmoe-1b-7b_q2_k_512", "1.6GB", more=" --rounds 3"),
-    _whole("qwen8-q4.gguf", "qwen3-30b-a3b_8layers_8192", "1.7GB", 8192, " --tokens 8 --peer micro_batch=2048"),
-    _whole("qwen8-q4.gguf", "qwen3-30b-a3b_8layers_11000 qwen3-30b-a3b_8layers_11000_avx512", "1.7GB", 11000,
+    _whole("q30.gguf", "qwen3-30b-a3b_zen5", "6GB 12GB", more=" --tokens 16"),
+    _whole("qwen8-q4.gguf", _on("qwen3-30b-a3b_8layers_8192", "zen5"), "1.7GB", 8192,
            " --tokens 8 --peer micro_batch=2048"),
-    Row("qwen3-30b", _QWEN8, ("qwen8",), _breakdown("qwen8", "5.4GB")),
+    _whole("qwen8-q4.gguf", _on("qwen3-30b-a3b_8layers_11000", "avx512 zen5"), "1.7GB", 11000,
+           " --tokens 8 --peer micro_batch=2048"),
+    Row("qwen3-30b", (*_QWEN8, "engine/results/breakdown_qwen3_30b_a3b_8layers_zen5.json"), ("qwen8",),
+        _breakdown("qwen8", "5.4GB")),
     Row("qwen3-30b-llama", _QWEN8, ("qwen8.gguf",), _both("qwen8.gguf", "5.4GB")),
     Row("olmoe-16bit", ("engine/results/breakdown_olmoe.json",), ("olmoe16",), _breakdown("olmoe16", "7.2GB")),
     Row("olmoe-16bit-llama", ("peer/results/peer_olmoe.json",), ("olmoe16.gguf",), _both("olmoe16.gguf", "7.2GB")),
@@ -188,14 +205,21 @@ ROWS = (
         _breakdown("llama-relu", "8.8GB")),
     Row("llama-relu", ("engine/results/breakdown_llama7b_relu_half.json",), ("llama-rows",),
         _breakdown("llama-rows", "6.75GB")),
-    Row("batches-4-layers", ("offload/results/offload_run.json",), ("opt67-4",),
-        "python bench/offload/offload_run.py opt67-4 --batch 64 --prompt 32 --new 16 --memory 2.6GB --runs '16 bit'"),
+    Row("batches-4-layers", ("offload/results/offload_run.json", "offload/results/offload_run_zen5.json"), ("opt67-4",),
+        "python bench/offload/offload_run.py opt67-4 --batch 64 --prompt 32 --new 16 --memory 2.6GB "
+        "--runs '16 bit' '4-bit weights and cache'"),
     Row("batches-long", _PEERS, ("opt67-8", "llama7b-8.gguf"),
         _batches("--batch 64 --prompt 128 --new 32 --memory 3.0GB --runs '16 bit'")),
     Row("batches", _PEERS, ("opt67-8", "llama7b-8.gguf"),
         _batches("--batch 64 --prompt 32 --new 8 --memory 2.2GB --runs '16 bit'")),
     Row("batches-4bit", ("offload/results/offload_run_4bit.json",), ("opt67-8", "llama7b-8.gguf"),
         _batches("--sequences 128 --batch 128 --prompt 16 --new 8 --memory 2.6GB --runs '4-bit weights and cache'")),
+    Row("batches-whole", _JOBS, ("opt67-32", "llama7b.gguf"), _job("7.0GB", "none", "llama:32", "llama7b.gguf")),
+    Row("batches-whole-4bit", _JOBS, ("opt67-32", "llama7b-q4.gguf"),
+        _job("2.6GB", "weights,cache", "llama:16", "llama7b-q4.gguf")),
+    Row("batches-olmoe", ("offload/results/offload_run_olmoe.json",), ("olmoe.gguf",),
+        "python bench/offload/offload_run.py olmoe.gguf --sequences 64 --prompt 32 --new 16 --memory 2.4GB --layers 16 "
+        "--runs --jobs none --peers llama:64 llama:32 --gguf olmoe.gguf"),
     Row("planner", ("offload/results/run_accuracy.json",), ("opt67-4",),
         "python bench/offload/run_accuracy.py opt67-4"),
     Row("reader", ("io/results/reader_curve.json",), ("reads.bin",),

@@ -241,16 +241,28 @@ def whole_models() -> str:
 
 def batches() -> str:
     rows = []
-    for path in ("offload_run", "offload_peers_2", "offload_run_4bit"):
+    for path in (
+        "offload_run",
+        "offload_run_zen5",
+        "offload_peers_2",
+        "offload_run_4bit",
+        "offload_run_whole",
+        "offload_run_olmoe",
+    ):
         document = load(f"offload/results/{path}.json")
         for run in document.get("runs", [document]):
+            file = run["model"].endswith(".gguf")  # which both run
+            bits = "the same file" if file else "Q4_0" if "-q4.gguf" in run.get("command", "") else "16 bits"
+            layers = f"{run['layers_of_shape']} of {run['model']}" if file else run["model"].split("-")[1]
             for one in run["rows"]:
+                if "failed" in one:  # a batch that was too large
+                    continue
                 peer = one.get("peer") == "llama"
                 rows.append(
                     [
-                        "llama.cpp, 16 bits" if peer else f"flashllm, {one['run']}",
-                        f"{run['model'].split('-')[1]}; {run['prompt']} and {run['new']}",
-                        str(one["batch"] if peer else run["batch"]),
+                        f"llama.cpp, {bits}" if peer else f"flashllm, {one['run']}",
+                        f"{layers}; {run['prompt']} and {run['new']}",
+                        str(one.get("batch", run["batch"])),
                         gigabytes(one["group_bytes"]),
                         f"{one['throughput']:.1f}",
                         f"{one['decode_throughput']:.1f}",

@@ -9,18 +9,22 @@ shape has are fine: `projected_throughput` scales a run's time by the layers, th
 low; the rest is measured. Roofs are taken in the same minutes: `prefill` and `decode` of the
 products alone, over the weights of one layer in memory, and the bytes a step reads over the drive's sequential rate.
 `of_roof` is the roof over the whole run, `decode_of_roof` the larger of disk and products over decoding. `--peers` runs
-others (workers/peer.py) in the same limit, each at the batches given: name:batch. The last line is one JSON document.
+others (workers/peer.py) in the same limit, each at the batches given: name:batch. `--jobs` runs `flashllm offload run`
+over all sequences as it plans them itself, once for each of its --compress, with the planner's `error`. The last line
+is one JSON document.
 """
 
 import argparse
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import numpy as np
 from memory_group import document_of
 
 from flashllm.base.units import parse_size
@@ -121,6 +125,36 @@ def worker(script: Path, settings: dict[str, Any], memory: int | None) -> dict[s
     return found if memory is None else found | {"group_bytes": memory}
 
 
+def job(args: argparse.Namespace, compress: str) -> dict[str, Any]:
+    """`flashllm offload run` over random prompts of all sequences, by its own plan; whole seconds predicted over those
+    measured, less one, are its `error`."""
+    prompts = np.random.default_rng(1).integers(10, 1000, (args.sequences, args.prompt)).tolist()
+    lines = [{"prompt": ids, "max_tokens": args.new, "ignore_eos": True} for ids in prompts]
+    limit = [] if args.memory is None else ["--memory", str(args.memory)]
+    with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
+        asked, answers = (Path(folder, name) for name in ("in.jsonl", "out.jsonl"))
+        asked.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        command = ["-m", "flashllm", "offload", "run", str(args.model), "-i", str(asked), "-o", str(answers), "--json"]
+        found = document_of([sys.executable, *command, "--compress", compress, *limit], args.memory)
+    row = {"run": "planned" if compress == "none" else f"planned, {compress} in 4 bits", "group_bytes": args.memory}
+    if "failed" in found:
+        return row | found
+    measured, predicted, policy = (found[key] for key in ("measured", "predicted", "policy"))
+    whole = [each["prefill_s"] + each["decode_s"] for each in (predicted, measured)]
+    return (
+        row
+        | measured
+        | {
+            "policy": policy,
+            "batch": policy["gpu_batch"] * policy["num_batches"],
+            "decode_throughput": args.sequences * (args.new - 1) / measured["decode_s"],
+            "predicted": predicted,
+            "error": whole[0] / whole[1] - 1,
+            "group_peak_bytes": found.get("group_peak_bytes"),
+        }
+    )
+
+
 def compared(run: dict[str, Any], roof: dict[str, Any], steps: int) -> dict[str, Any]:
     """`run` with its shares of the roofs. A prompt's pass reads the weights once, as each of `steps` does."""
     read_s = run["bytes_read"] / roof["read_bytes_per_s"]
@@ -147,6 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--new", type=int, default=32)
     parser.add_argument("--memory", type=parse_size, help="limit of a control group for every run")
     parser.add_argument("--runs", nargs="*", default=list(RUNS), choices=list(RUNS))
+    parser.add_argument("--jobs", nargs="*", default=[], metavar="COMPRESS", help="none weights,cache ...")
     parser.add_argument("--peers", nargs="*", default=[], metavar="NAME:BATCH", help="accelerate:32 llama:64 ...")
     parser.add_argument("--gguf", type=Path, help="file of llama.cpp's runs")
     parser.add_argument("--layers", type=int, default=32, help="of the whole shape, for the projection")
@@ -166,6 +201,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             row["projected_throughput"] = row["throughput"] * num_layers(args.model) / args.layers
         rows.append(row)
         print(json.dumps(row), file=sys.stderr, flush=True)
+    for compress in args.jobs:
+        rows.append(job(args, compress))
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     for peer in args.peers:
         rows.append({"run": peer, **worker(PEER, peer_settings(args, peer), args.memory)})
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)

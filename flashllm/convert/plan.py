@@ -95,13 +95,13 @@ class ConversionPlan(Storage):
 
     @property
     def kept_line(self) -> str | None:
-        """A line for the user on a quantised checkpoint whose bits are kept, or on experts that were to stay where they
-        are; None of others."""
+        """A line for the user on a quantised checkpoint whose bits are kept, or on what was to stay where it
+        is; None of others."""
         name, rows, where = self.checkpoint.path.name, self.layout, ""
         if self.in_place is not None:
             where = f"{format_size(self.lying_nbytes)} of experts stay in it and are read there"
         elif self.not_in_place is not None:
-            where = f"experts are copied, as {self.not_in_place}"
+            where = f"{'experts' if self.architecture.experts else 'neurons'} are copied, as {self.not_in_place}"
         if self.kept is None:
             return f"{name}: {where}" if where else None
         nbytes = sum(entry.nbytes for entry in self.resident if entry.plane)
