@@ -185,6 +185,8 @@ ROWS = (
            more=" --tokens 32 --rounds 2"),
     _whole("olmoe.gguf", _OLMOES, "2.4GB 8GB", more=" --rounds 2"),
     _whole("olmoe.gguf", _on("olmoe-1b-7b_2048", "avx2 avx512 avx512_8gb zen5"), "2.4GB 8GB", 2048, " --rounds 2"),
+    _whole("olmoe.gguf", "olmoe-1b-7b_2048_zen5_best", "8GB", 2048,
+           " --peer micro_batch=512 micro_batch=2048 repack,micro_batch=2048"),
     _whole("olmoe.gguf", _on("olmoe-1b-7b_4000", "avx2 avx512"), "2.4GB", 4000,
            " --rounds 2"),
     _whole("llama-tq2.gguf", "llama-2-7b_tq2_0_avx512", "4GB", 128, " --tokens 32 --rounds 2"),
