@@ -251,9 +251,9 @@ def batches() -> str:
     ):
         document = load(f"offload/results/{path}.json")
         for run in document.get("runs", [document]):
-            file = run["model"].endswith(".gguf")  # which both run
-            bits = "the same file" if file else "Q4_0" if "-q4.gguf" in run.get("command", "") else "16 bits"
-            layers = f"{run['layers_of_shape']} of {run['model']}" if file else run["model"].split("-")[1]
+            is_file = run["model"].endswith(".gguf")  # which both run
+            bits = "the same file" if is_file else "Q4_0" if "-q4.gguf" in run.get("command", "") else "16 bits"
+            layers = f"{run['layers_of_shape']} of {run['model']}" if is_file else run["model"].split("-")[1]
             for one in run["rows"]:
                 if "failed" in one:  # a batch that was too large
                     continue

@@ -101,7 +101,7 @@ class ConversionPlan(Storage):
         if self.in_place is not None:
             where = f"{format_size(self.lying_nbytes)} of experts stay in it and are read there"
         elif self.not_in_place is not None:
-            where = f"{'experts' if self.architecture.experts else 'neurons'} are copied, as {self.not_in_place}"
+            where = f"{'experts' if self.architecture.experts else 'rows'} are copied, as {self.not_in_place}"
         if self.kept is None:
             return f"{name}: {where}" if where else None
         nbytes = sum(entry.nbytes for entry in self.resident if entry.plane)

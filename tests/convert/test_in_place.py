@@ -165,7 +165,7 @@ def test_a_file_that_changed_or_is_gone_is_named(tmp_path):
 
 def test_what_does_not_lie_so_is_copied_and_said(quantised, tmp_path, capsys):
     assert main(["convert", str(quantised("Q4_K").path), str(tmp_path / "dense"), "--in-place"]) == 0
-    assert "neurons are copied, as they are read one by one" in capsys.readouterr().err
+    assert "rows are copied, as its neurons are read one by one" in capsys.readouterr().err
     assert Manifest.load(tmp_path / "dense").in_place is None
 
 

@@ -36,7 +36,7 @@ def choose_in_place(
     """
     size = architecture.unit_rows
     if size == 1:
-        return "their neurons are read one by one" if architecture.experts else "they are read one by one"
+        return "its neurons are read one by one"
     if kept is not None and kept.has_scales_apart:
         return "its experts' matrices have scales that lie apart from them"
     if size % PIECE_ROWS or architecture.d_model % PIECE_ROWS:
