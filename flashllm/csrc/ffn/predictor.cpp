@@ -38,6 +38,19 @@ float negative_peak(Activation activation) {
   return 0.5F * (low + high);
 }
 
+// The neurons that `fires` holds for, ascending. Few fire, and at random: a branch for each would be
+// mispredicted.
+template <typename Fires>
+void list_where(std::size_t neurons, const Fires& fires, std::vector<std::int32_t>& active) {
+  active.resize(neurons);
+  std::size_t count = 0;
+  for (std::size_t neuron = 0; neuron < neurons; ++neuron) {
+    active[count] = static_cast<std::int32_t>(neuron);
+    count += fires(neuron) ? 1 : 0;
+  }
+  active.resize(count);
+}
+
 }  // namespace
 
 FiringRange firing_range(Activation activation) {
@@ -74,12 +87,11 @@ CodedGatePredictor::CodedGatePredictor(const RowMatrix& gate, Activation activat
 void CodedGatePredictor::predict(const float* x, std::size_t /*token*/, ThreadPool& pool, SimdLevel level,
                                  std::vector<std::int32_t>& active) {
   dot_all(gate_, x, products_.data(), pool, level);
-  active.clear();
-  for (std::size_t neuron = 0; neuron < products_.size(); ++neuron) {
+  const auto fires = [this](std::size_t neuron) {
     const float product = products_[neuron];
-    if (product > named_.above || (product > named_.low && product < named_.high))
-      active.push_back(static_cast<std::int32_t>(neuron));
-  }
+    return (product > named_.above) | ((product > named_.low) & (product < named_.high));
+  };
+  list_where(products_.size(), fires, active);
 }
 
 LowRankPredictor::LowRankPredictor(const RowMatrix& a, const RowMatrix& b, float threshold, bool relu)
@@ -91,10 +103,12 @@ void LowRankPredictor::predict(const float* x, std::size_t /*token*/, ThreadPool
   if (relu_)
     for (float& value : projected_) value = std::max(value, 0.0F);
   dot_all(b_, projected_.data(), logits_.data(), pool, level);
-  active.clear();
-  for (std::size_t neuron = 0; neuron < logits_.size(); ++neuron)
-    if (logits_[neuron] > threshold_ || (relu_ && logits_[neuron] == threshold_))
-      active.push_back(static_cast<std::int32_t>(neuron));
+  const auto above = [this](std::size_t neuron) { return logits_[neuron] > threshold_; };
+  const auto reaches = [this](std::size_t neuron) { return logits_[neuron] >= threshold_; };
+  if (relu_)
+    list_where(logits_.size(), reaches, active);
+  else
+    list_where(logits_.size(), above, active);
 }
 
 void GatePredictor::predict(const float* x, std::size_t token, ThreadPool& pool, SimdLevel level,
@@ -106,9 +120,7 @@ void GatePredictor::predict(const float* x, std::size_t token, ThreadPool& pool,
   pool.parallel_for(values.size(), kActivationGrain, [&](std::size_t begin, std::size_t end) {
     activate(activation_, 0.0F, values.data() + begin, end - begin, level);
   });
-  active.clear();
-  for (std::size_t neuron = 0; neuron < values.size(); ++neuron)
-    if (values[neuron] != 0.0F) active.push_back(static_cast<std::int32_t>(neuron));
+  list_where(values.size(), [&values](std::size_t neuron) { return values[neuron] != 0.0F; }, active);
 }
 
 }  // namespace flashllm

@@ -330,7 +330,9 @@ struct Lanes : Vec {
     __m512 s = _mm512_add_ps(v, _mm512_permute_ps(v, 0xEE));
     s = _mm512_add_ps(s, _mm512_movehdup_ps(s));
     const __m512i firsts = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
-    _mm512_mask_storeu_ps(to, static_cast<__mmask16>((1U << rows) - 1), _mm512_permutexvar_ps(firsts, s));
+    const __m128 sums = _mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, s));
+    if (rows == kTileOfDot) return _mm_storeu_ps(to, sums);  // by a mask, what loads them would wait
+    _mm_mask_storeu_ps(to, static_cast<__mmask8>((1U << rows) - 1), sums);
   }
 };
 inline Lanes fma(const Lanes& a, const Lanes& b, const Lanes& c) {

@@ -72,24 +72,23 @@ struct CodedDot {
     }
   };
 
-  // The codes of a window, of which a row has kUnits units; at[r]: row r's.
+  // The codes of a window, of which a row has kUnits units, the last one `last` bytes on; at[r]: row r's.
   template <std::size_t kUnits, std::size_t... J>
-  __attribute__((always_inline)) static void load_codes(const std::uint8_t* const* at, Ints* to,
-                                                        std::index_sequence<J...>) {
+  __attribute__((always_inline)) static void load_codes(const std::uint8_t* const* at, std::size_t last,
+                                                        Ints* to, std::index_sequence<J...>) {
     Ints words[kBits];
+    const auto unit = [=](std::size_t i) { return i + 1 == kUnits ? last : i * kUnitNbytes; };
     constexpr std::size_t kPieces = kBits / 4;  // of 16 bytes, of a unit
     for (std::size_t piece = 0; piece < kPieces; ++piece) {
       for (std::size_t i = 0; i < kWindow; ++i)
-        words[4 * piece + i] =
-            i < kUnits ? Ints::pieces([=](std::size_t r) { return at[r] + i * kUnitNbytes + 16 * piece; })
-                       : Ints::set(0);
+        words[4 * piece + i] = i < kUnits
+                                   ? Ints::pieces([=](std::size_t r) { return at[r] + unit(i) + 16 * piece; })
+                                   : Ints::set(0);
       Ints::transpose(words + 4 * piece);
     }
     constexpr std::size_t kLeft = kBits - 4 * kPieces;  // words
     const auto rest = [=](std::size_t byte) {
-      return [=](std::size_t r, std::size_t i) {
-        return at[r] + i % kUnits * kUnitNbytes + 16 * kPieces + byte;
-      };
+      return [=](std::size_t r, std::size_t i) { return at[r] + unit(i % kUnits) + 16 * kPieces + byte; };
     };
     if constexpr (kLeft >= 2) Ints::eights(rest(0), words + 4 * kPieces);
     if constexpr (kLeft % 2 == 1) words[kBits - 1] = Ints::fours(rest(4 * (kLeft - 1)));
@@ -119,11 +118,12 @@ struct CodedDot {
 
   // The terms of a window from unit u on, for each token.
   template <std::size_t kUnits>
-  __attribute__((always_inline)) static void add_window(const std::uint8_t* const* at, const CodedInputs* x,
-                                                        std::size_t tokens, const Lanes* scales,
-                                                        const Lanes* minimums, std::size_t u, Lanes* sum) {
+  __attribute__((always_inline)) static void add_window(const std::uint8_t* const* at, std::size_t last,
+                                                        const CodedInputs* x, std::size_t tokens,
+                                                        const Lanes* scales, const Lanes* minimums,
+                                                        std::size_t u, Lanes* sum) {
     Ints codes[kUnitWords];
-    load_codes<kUnits>(at, codes, std::make_index_sequence<kUnitWords>());
+    load_codes<kUnits>(at, last, codes, std::make_index_sequence<kUnitWords>());
     for (std::size_t t = 0; t < tokens; ++t) {
       const auto* inputs = static_cast<const std::int8_t*>(x[t].codes) + u * kCodeUnit * sizeof(Input);
       const Lanes by = Lanes::each_row(x[t].scales + u);
@@ -156,25 +156,19 @@ struct CodedDot {
       const Scales scales(row, u, left);
       for (std::size_t w = 0; w * kWindow < left; ++w) {
         const std::size_t here = left - w * kWindow, first = (u + w * kWindow) * kUnitNbytes;
-        const auto add = [&](const std::uint8_t* const* codes, auto units) {
-          add_window<units>(codes, x, tokens, scales.of + w * kScales,
-                            scales.minimums + (Units::kMinimums ? w * kScales : 0), u + w * kWindow, sum);
-        };
         const std::uint8_t* codes[kTileOfDot];
         for (std::size_t r = 0; r < kTileOfDot; ++r) codes[r] = row[r].codes + first;
-        // Two units that a row has left, as many widths do, are read where they lie, one or three copied.
-        std::uint8_t padded[kTileOfDot][kWindow * kUnitNbytes];
-        if (here == 2) {
-          add(codes, std::integral_constant<std::size_t, 2>());
-          continue;
-        }
-        for (std::size_t r = 0; r < kTileOfDot && here < kWindow; ++r) {
-          __builtin_memset(padded[r], 0, sizeof padded[r]);
-          for (std::size_t i = 0; i < here; ++i)  // copies of a known size are no calls
-            __builtin_memcpy(padded[r] + i * kUnitNbytes, codes[r] + i * kUnitNbytes, kUnitNbytes);
-          codes[r] = padded[r];
-        }
-        add(codes, std::integral_constant<std::size_t, kWindow>());
+        // Of a row's end, an even number of units is loaded: where one is missing, the last once more, whose
+        // inputs are zeros then.
+        const auto add = [&](auto units) {
+          add_window<units>(codes, ((here < units ? here : units) - 1) * kUnitNbytes, x, tokens,
+                            scales.of + w * kScales, scales.minimums + (Units::kMinimums ? w * kScales : 0),
+                            u + w * kWindow, sum);
+        };
+        if (here > kWindow / 2)
+          add(std::integral_constant<std::size_t, kWindow>());
+        else
+          add(std::integral_constant<std::size_t, kWindow / 2>());
       }
     }
     for (std::size_t t = 0; t < tokens; ++t) sum[t].put_sums(rows, out + t * out_stride);
@@ -188,7 +182,8 @@ struct CodedDot {
                                                      std::size_t u, Lanes* sum) {
     Ints codes[2][kUnitWords];
     for (std::size_t i = 0; i < 2; ++i)
-      load_codes<kUnits>(at + i * kTileOfDot, codes[i], std::make_index_sequence<kUnitWords>());
+      load_codes<kUnits>(at + i * kTileOfDot, (kUnits - 1) * kUnitNbytes, codes[i],
+                         std::make_index_sequence<kUnitWords>());
     for (std::size_t t = 0; t < tokens; ++t) {
       const auto* inputs = static_cast<const std::int8_t*>(x[t].codes) + u * kCodeUnit * sizeof(Input);
       const Lanes by = Lanes::each_row(x[t].scales + u);
