@@ -209,7 +209,7 @@ class _Task:
         sizes = job.sizes
         if sizes:
             if self.profiles and ring is None:
-                profile_drive(self.model.path, self.model.shape, self.options, say=say)
+                profile_drive(self.model.path, self.model.shape, sizes, self.options, say=say)
             self._launch = prepare(self.model.path, self.model.shape, sizes, self.options, stages=stages, report=say)
         job.answer_problems()
         if (launch := self._launch) is not None:

@@ -120,17 +120,21 @@ def memory_limits(options: LaunchOptions) -> tuple[int, int]:
     return limit, memory
 
 
-def profile_drive(model: Path, shape: ModelShape, options: LaunchOptions, *, say: Callable[[str], None]) -> None:
-    """Take a quick profile of the drive, where the weights do not fit memory, so that the job will read them, and its
-    policy is to be planned for a CPU. Not of a drive other than the model's: its files are what is read."""
+def profile_drive(
+    model: Path, shape: ModelShape, sizes: Sequence[Size], options: LaunchOptions, *, say: Callable[[str], None]
+) -> None:
+    """Take a quick profile of the drive, where the weights and what the sequences leave do not fit memory, so that a
+    plan has to choose what is read, and one is to be made for a CPU. Not of a drive other than the model's: its files
+    are what is read."""
     weights = shape.layers * shape.packed_bytes(options.packed_bits, 0)[0] + shape.embedding_bytes
+    cache = sum(held for _, held in sizes) * shape.kv_token_bytes * shape.kept_layers + len(sizes) * shape.state_bytes
     folder = options.scratch_folder
     files = sorted(model.glob("*.safetensors"), key=lambda file: file.stat().st_size)
     if options.policy is not None or not files or find_accelerator(options) is not None or shape.dtype is None:
         return
     memory, dtype, file = memory_limits(options)[1], shape.dtype, files[-1]
     if (
-        not _LEAST_TO_MEASURE <= memory < weights
+        not _LEAST_TO_MEASURE <= memory < weights + cache
         or file.stat().st_size < WORTH_NBYTES
         or device_of(folder) != device_of(file)
     ):

@@ -159,15 +159,23 @@ def test_a_run_that_reads_nothing_takes_none(model, tmp_path, more):
 
 
 @pytest.mark.parametrize(
-    ("changes", "memory"), [({}, 1000), ({"device": "cpu"}, 1000), ({}, 1 << 40), ({"policy": policy_of()}, 1000)]
-)
-def test_a_job_takes_one_where_its_weights_do_not_fit(tiny, tmp_path, monkeypatch, changes, memory):
+    ("changes", "memory_and_positions"),
+    [
+        ({}, (1000, 1)), ({"device": "cpu"}, (1000, 1)), ({}, (1 << 40, 1)), ({}, (1 << 40, 1 << 40)),
+        ({"policy": policy_of()}, (1000, 1)),
+    ],
+)  # fmt: skip
+def test_a_job_takes_one_where_its_weights_and_sequences_do_not_fit(
+    tiny, tmp_path, monkeypatch, changes, memory_and_positions
+):
+    memory, positions = memory_and_positions
     monkeypatch.setattr(launch, "WORTH_NBYTES", 0)
     monkeypatch.setattr(launch, "_LEAST_TO_MEASURE", 0)
     monkeypatch.setattr(launch, "memory_limits", lambda options: (memory, memory))
     monkeypatch.setattr(launch, "take_quick_profile", lambda file, **named: taken.append((file.name, named)))
     model = shutil.copytree(tiny("float16").source, tmp_path / "model")
     scratch, taken = tmp_path / "scratch", []
-    launch.profile_drive(model, load_shape(str(model)), LaunchOptions(scratch=scratch, **changes), say=print)
+    options = LaunchOptions(scratch=scratch, **changes)
+    launch.profile_drive(model, load_shape(str(model)), [(1, positions)], options, say=print)
     wanted = {"room": memory, "say": print, "dtype": "float16", "writes_in": scratch}
-    assert taken == [("model.safetensors", wanted)] * (memory == 1000 and "policy" not in changes)
+    assert taken == [("model.safetensors", wanted)] * ("policy" not in changes and memory_and_positions != (1 << 40, 1))

@@ -282,13 +282,15 @@ void linear_by_columns(const RowMatrix& matrix, const std::byte* x, std::size_t 
   const KernelTable &wide = kernel_table(level, dtype), &narrow = kernel_table(level, out_dtype);
   // A cache line apart from a power of two, of whose multiples few fit a cache together.
   const bool few = tokens <= kFewTokens && level != SimdLevel::scalar;  // which rounds a vector's end once
-  const std::size_t stride = few ? width : round_up(width, kColumnPad) + kColumnPad;
-  std::vector<float> scales(inputs * tokens), sums(tokens * stride);
+  const auto apart = [few](std::size_t n) { return few ? n : round_up(n, kColumnPad) + kColumnPad; };
+  const std::size_t stride = apart(width), padded = apart(tokens);
+  const Scratch<float> scales(inputs * padded);
+  std::vector<float> sums(tokens * stride);
   if (few) {
     std::vector<const void*> vectors(inputs);
     for (std::size_t i = 0; i < inputs; ++i) vectors[i] = matrix.data + i * matrix.stride;
-    wide.to_f32(x, scales.size(), scales.data());
-    sum_scattered({vectors.data(), inputs, width, matrix.codec}, scales.data(), inputs, tokens, sums.data(),
+    wide.to_f32(x, inputs * tokens, scales.get());
+    sum_scattered({vectors.data(), inputs, width, matrix.codec}, scales.get(), inputs, tokens, sums.data(),
                   pool, level);
   } else {
     pool.parallel_for(inputs, kSummed, [&](std::size_t begin, std::size_t end) {
@@ -297,11 +299,11 @@ void linear_by_columns(const RowMatrix& matrix, const std::byte* x, std::size_t 
         const std::size_t n = std::min(kSummed, end - first);
         for (std::size_t m = 0; m < tokens; ++m) {
           wide.to_f32(x + m * row + first * dtype_nbytes(dtype), n, values);
-          for (std::size_t i = 0; i < n; ++i) scales[(first + i) * tokens + m] = values[i];
+          for (std::size_t i = 0; i < n; ++i) scales.get()[(first + i) * padded + m] = values[i];
         }
       }
     });
-    add_rows(matrix, scales.data(), tokens, tokens, sums.data(), stride, pool, level);
+    add_rows(matrix, scales.get(), padded, tokens, sums.data(), stride, pool, level);
   }
   pool.parallel_for(tokens, 1, [&](std::size_t begin, std::size_t end) {
     for (std::size_t m = begin; m < end; ++m) {
