@@ -155,7 +155,7 @@ class _Task:
     batch: "BatchFile"
     results: "Results"
     ring: "Ring | None"
-    profiles: bool  # measures the drive before, where that pays
+    profiles: bool  # measures the drive before, where the job reads from it
     _stop: Callable[[], None] = lambda: None
     _job: "Job | None" = None
     _launch: "Launch | None" = None
@@ -201,16 +201,17 @@ class _Task:
     def _answer(self) -> None:
         from flashllm.base.machine import peak_process_nbytes
         from flashllm.offload.jobs.job import Job
-        from flashllm.offload.launch import prepare, profile_drive
+        from flashllm.offload.launch import prepare
         from flashllm.offload.runtime.run import Runner
 
         ring, stages = self.ring, 1 if self.ring is None else self.ring.place.world
         job = Job(self.batch, self.results, model=self.model.name, token_text=self.model.token_text)
         sizes = job.sizes
         if sizes:
-            if self.profiles and ring is None:
-                profile_drive(self.model.path, self.model.shape, sizes, self.options, say=say)
-            self._launch = prepare(self.model.path, self.model.shape, sizes, self.options, stages=stages, report=say)
+            model, profiles = self.model, self.profiles and ring is None
+            self._launch = prepare(
+                model.path, model.shape, sizes, self.options, stages=stages, profiles=profiles, report=say
+            )
         job.answer_problems()
         if (launch := self._launch) is not None:
             with (

@@ -120,27 +120,21 @@ def memory_limits(options: LaunchOptions) -> tuple[int, int]:
     return limit, memory
 
 
-def profile_drive(
-    model: Path, shape: ModelShape, sizes: Sequence[Size], options: LaunchOptions, *, say: Callable[[str], None]
-) -> None:
-    """Take a quick profile of the drive, where the weights and what the sequences leave do not fit memory, so that a
-    plan has to choose what is read, and one is to be made for a CPU. Not of a drive other than the model's: its files
-    are what is read."""
-    weights = shape.layers * shape.packed_bytes(options.packed_bits, 0)[0] + shape.embedding_bytes
-    cache = sum(held for _, held in sizes) * shape.kv_token_bytes * shape.kept_layers + len(sizes) * shape.state_bytes
-    folder = options.scratch_folder
+def profile_drive(model: Path, launch: "Launch", dtype: str | None, *, say: Callable[[str], None]) -> None:
+    """Take a quick profile of the drive, where the policy reads from it, so that it can be planned by what the drive
+    and products reach. Not of a drive other than the model's: its files are what is read."""
+    folder, memory = launch.options.scratch, launch.options.memory or 0
     files = sorted(model.glob("*.safetensors"), key=lambda file: file.stat().st_size)
-    if options.policy is not None or not files or find_accelerator(options) is not None or shape.dtype is None:
-        return
-    memory, dtype, file = memory_limits(options)[1], shape.dtype, files[-1]
     if (
-        not _LEAST_TO_MEASURE <= memory < weights + cache
-        or file.stat().st_size < WORTH_NBYTES
-        or device_of(folder) != device_of(file)
+        not launch.policy.uses_disk
+        or not files
+        or dtype is None
+        or memory < _LEAST_TO_MEASURE
+        or files[-1].stat().st_size < WORTH_NBYTES
+        or device_of(folder) != device_of(files[-1])
     ):
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    if failure := take_quick_profile(file, room=memory, say=say, dtype=dtype, writes_in=folder):
+    if failure := take_quick_profile(files[-1], room=memory, say=say, dtype=dtype, writes_in=folder):
         say(failure)
 
 
@@ -151,14 +145,16 @@ def prepare(
     options: LaunchOptions,
     *,
     stages: int = 1,
+    profiles: bool = False,
     report: Callable[[str], None] = lambda line: None,
 ) -> Launch:
     """The policy for sequences of these `sizes`, the longest first: the given one, or a planned one; and their blocks.
 
     Whichever it is, every block is counted as the runtime will, and keeps to the limits: longer sequences come in
     smaller blocks. For a pipeline of `stages` the policy is every stage's, for its share of the layers, with as many
-    blocks in flight. `report` gets a line on where a planned policy comes from. BudgetError where the limits cannot
-    hold the job.
+    blocks in flight. With `profiles` the drive of a planned policy that reads is measured, where it has no fresh
+    profile, and the policy planned again. `report` gets lines on where a planned policy comes from. BudgetError where
+    the limits cannot hold the job.
     """
     if options.policy is None:
         load_search()
@@ -174,6 +170,11 @@ def prepare(
     if options.policy is not None:
         return job.given(options.policy, stages)
     launch = job.planned() if stages == 1 else job.pipeline(stages)
+    if profiles and stages == 1 and accelerator is None:
+        known = local_hardware(shape, run)
+        profile_drive(model, launch, shape.dtype, say=report)
+        if local_hardware(shape, run) != known:
+            launch = job.planned()
     counts = "-".join(str(count) for count in sorted({min(launch.blocks), max(launch.blocks)}))
     blocks = f"the job's {len(sizes)} sequences in blocks of {counts}"
     report(f"planned a policy from {local_hardware(shape, run).source}: {describe(launch.policy)}; {blocks}")

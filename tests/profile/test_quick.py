@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 from datetime import UTC, datetime
+from types import SimpleNamespace
 
 import pytest
 from offload_host import policy_of
@@ -159,23 +160,20 @@ def test_a_run_that_reads_nothing_takes_none(model, tmp_path, more):
 
 
 @pytest.mark.parametrize(
-    ("changes", "memory_and_positions"),
-    [
-        ({}, (1000, 1)), ({"device": "cpu"}, (1000, 1)), ({}, (1 << 40, 1)), ({}, (1 << 40, 1 << 40)),
-        ({"policy": policy_of()}, (1000, 1)),
-    ],
-)  # fmt: skip
-def test_a_job_takes_one_where_its_weights_and_sequences_do_not_fit(
-    tiny, tmp_path, monkeypatch, changes, memory_and_positions
-):
-    memory, positions = memory_and_positions
+    ("planned", "changes"), [("disk", {}), ("device", {}), ("disk", {"policy": policy_of("disk")})]
+)
+def test_a_job_takes_one_where_its_plan_reads(tiny, tmp_path, monkeypatch, planned, changes):
+    """And is planned again by it."""
     monkeypatch.setattr(launch, "WORTH_NBYTES", 0)
-    monkeypatch.setattr(launch, "_LEAST_TO_MEASURE", 0)
-    monkeypatch.setattr(launch, "memory_limits", lambda options: (memory, memory))
+    plans, taken, said = [], [], []
+    monkeypatch.setattr(launch, "plan_policy", lambda *job, **sizes: plans.append(sizes) or policy_of(planned))
+    monkeypatch.setattr(launch, "predict_job", lambda *job: {"prefill_s": 1, "decode_s": 1})
     monkeypatch.setattr(launch, "take_quick_profile", lambda file, **named: taken.append((file.name, named)))
+    monkeypatch.setattr(launch, "local_hardware", lambda *job: SimpleNamespace(source=len(taken)))
     model = shutil.copytree(tiny("float16").source, tmp_path / "model")
-    scratch, taken = tmp_path / "scratch", []
-    options = LaunchOptions(scratch=scratch, **changes)
-    launch.profile_drive(model, load_shape(str(model)), [(1, positions)], options, say=print)
-    wanted = {"room": memory, "say": print, "dtype": "float16", "writes_in": scratch}
-    assert taken == [("model.safetensors", wanted)] * ("policy" not in changes and memory_and_positions != (1 << 40, 1))
+    options = LaunchOptions(scratch=tmp_path / "scratch", device="cpu", memory=4 * 10**9, **changes)
+    made = launch.prepare(model, load_shape(str(model)), [(8, 12)], options, profiles=True, report=said.append)
+    measured = planned == "disk" and not changes
+    wanted = {"room": made.options.memory, "say": said.append, "dtype": "float16", "writes_in": tmp_path / "scratch"}
+    assert taken == [("model.safetensors", wanted)] * measured
+    assert len(plans) == (0 if changes else 2 if measured else 1)

@@ -86,10 +86,15 @@ def test_a_conversion_shows_its_progress(tmp_path, capsys):
 
 @pytest.mark.parametrize("more", [(), ("--no-profile",)])
 def test_the_drive_may_be_left_unmeasured(tiny, tmp_path, monkeypatch, more):
-    asked = []
-    monkeypatch.setattr(launch, "profile_drive", lambda *given, **named: asked.append(given))
+    asked, prepare = [], launch.prepare
+
+    def asked_to_prepare(*given, **named):
+        asked.append(named["profiles"])
+        return prepare(*given, **named)
+
+    monkeypatch.setattr(launch, "prepare", asked_to_prepare)
     assert main(arguments(tiny, batch_file(tmp_path / "in.jsonl", 1), tmp_path / "out.jsonl", *more)) == 0
-    assert bool(asked) == (not more)
+    assert asked == [not more]
 
 
 def test_packed_by_other_rules_a_job_is_not_resumed(tiny, tmp_path, capsys, monkeypatch):
