@@ -30,6 +30,18 @@ __attribute__((always_inline)) inline void sum_code_products(const typename Form
   ((to[I] = end(to[I], sum[I])), ...);
 }
 
+// The same of the codes of 16 bits that share a scale. Of a number of words that it knows, a compiler unrolls
+// the loop; else it copies every sum at every step.
+template <std::size_t V, std::size_t... I>
+__attribute__((always_inline)) inline void sum_unit(const std::int16_t* codes, const std::uint32_t* columns,
+                                                    std::size_t row, std::size_t unit, Ints* to,
+                                                    std::index_sequence<I...> each) {
+  if (unit == kCodeUnit)
+    sum_code_products<Words, V>(codes, columns, row, kCodeUnit / 2, to, each);
+  else
+    sum_code_products<Words, V>(codes, columns, row, kCodeUnit / 4, to, each);
+}
+
 // A tile of rows by V vectors.
 template <std::size_t V, std::size_t... I>
 __attribute__((noinline)) void multiply_code_tile(const CodeRows& a, const CodeColumns& b, std::size_t terms,
@@ -44,7 +56,7 @@ __attribute__((noinline)) void multiply_code_tile(const CodeRows& a, const CodeC
   for (std::size_t first = 0, u = 0; first < terms; first += a.unit, ++u) {
     Ints sum[sizeof...(I)];
     ((sum[I] = Ints::zero()), ...);
-    sum_code_products<Words, V>(a.codes + first, b.pairs + first / 2 * b.row, b.row, a.unit / 2, sum, each);
+    sum_unit<V>(a.codes + first, b.pairs + first / 2 * b.row, b.row, a.unit, sum, each);
     (add(I, sum[I].floats(), a.scales + I / V * kScales + u), ...);
   }
   const auto put = [&](std::size_t i) {
@@ -172,8 +184,7 @@ __attribute__((noinline)) void add_code_tile(const CodeTokens& a, const CodeWeig
     for (std::size_t first = w * 32; first < w * 32 + 32; first += unit, scales += kCodeColumns) {
       Ints sum[sizeof...(I)];
       ((sum[I] = Ints::zero()), ...);
-      sum_code_products<Words, V>(a.codes + first, b.pairs + first / 2 * kCodeColumns + n, kCodeColumns,
-                                  unit / 2, sum, each);
+      sum_unit<V>(a.codes + first, b.pairs + first / 2 * kCodeColumns + n, kCodeColumns, unit, sum, each);
       (add(I, sum[I].floats() * Vec::load_f32(scales + I % V * kWidth), a.scales, w), ...);
     }
   }
@@ -248,7 +259,7 @@ void unpack_codes(const void* vector, std::size_t k, std::size_t first, std::siz
   auto* words = static_cast<std::int16_t*>(codes);
   // Of the terms that come next, behind those of other rows.
   for (std::size_t line = 0; line < kCodeTerms * Units::kBits / 8; line += kCacheLine)
-    __builtin_prefetch(from + kCodeTerms * Units::kBits / 8 + line, 0, 2);
+    __builtin_prefetch(from + kCodeTerms * Units::kBits / 8 + line, 0, 3);
   for (std::size_t i = 0; i < units; ++i, from += kCodeUnit * Units::kBits / 8) {
     if constexpr (kBytes && Units::kFactorsAlong) {
       const std::int8_t* factors = row.factors + 2 * (u + i);
