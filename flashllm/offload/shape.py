@@ -322,7 +322,7 @@ def load_shape(model: str) -> ModelShape:
         shape = shape_from_config(dict(plan.checkpoint.config), name=path.stem, assembled=True)
         scales = plan.kept.down_scales if plan.kept is not None else ()
         stored = plan.dtype.name, plan.resident_encoding, plan.layout.encoding, plan.other_encodings
-        return _in_codes(shape, plan.layout, lambda name: resident_encoding(name, *stored), scales)
+        return _as_stored(shape, plan.dtype.name, plan.layout, lambda name: resident_encoding(name, *stored), scales)
     name = path.parent.name if path.name == CONFIG else path.stem
     config = read_json_object(path)
     text = text_config(config, path.parent)
@@ -332,19 +332,19 @@ def load_shape(model: str) -> ModelShape:
 
 
 def shape_in(folder: Path, config: dict[str, Any], *, name: str) -> ModelShape:
-    """The shape of the model in a folder, with the codes that a model directory has its matrices in."""
+    """The shape of the model in a folder, with the dtype and the codes that a model directory has its matrices in."""
     assembled = is_assembled(folder)
     shape = shape_from_config(config, name=name, assembled=assembled)
     if not assembled:
         return shape
     of = Manifest.load(folder, check_files=False)
-    return _in_codes(shape, of.rows, of.encoding_of, of.down_scales)
+    return _as_stored(shape, of.dtype, of.rows, of.encoding_of, of.down_scales)
 
 
-def _in_codes(
-    shape: ModelShape, rows: RowLayout, resident: Callable[[str], RowEncoding], down_scales: Sequence[str]
+def _as_stored(
+    shape: ModelShape, dtype: str, rows: RowLayout, resident: Callable[[str], RowEncoding], down_scales: Sequence[str]
 ) -> ModelShape:
-    """With the codes that the first layer's matrices are in, and the bytes of scales beside them."""
+    """With the model's dtype, the codes that the first layer's matrices are in, and the bytes of scales beside them."""
     stored = {
         matrix: rows.encoding_of(matrix)
         if matrix in (*rows.matrices, "gate")
@@ -357,7 +357,8 @@ def _in_codes(
         parts = plane_shapes(form, shape.largest.ffn, shape.hidden).values()
         scales = sum(prod(size) * ITEMSIZES[dtype] for dtype, size in parts)
     codes = tuple((matrix, one.name) for matrix, one in stored.items() if one.name in CODES)
-    return dataclasses.replace(shape, stored=codes, scale_bytes=scales)
+    size = WEIGHT_DTYPES[dtype].itemsize
+    return dataclasses.replace(shape, stored=codes, scale_bytes=scales, dtype=dtype, dtype_bytes=size)
 
 
 def is_assembled(folder: Path) -> bool:
