@@ -130,7 +130,7 @@ _WIDTHS = ("engine/results/memory_opt-6.7b_widths_zen4.json",)
 _PEERS = ("offload/results/offload_peers_2.json",)
 _JOBS = ("offload/results/offload_run_whole.json",)
 _LLAMA = ("peer/results/report_llama-2-7b.json",)
-_OLMOES = _on("olmoe-1b-7b_512", "avx2 avx2_2 avx2_8gb avx2_8gb_2 avx2_8gb_3 avx2_8gb_4 avx512 avx512_8gb zen5")
+_OLMOES = _on("olmoe-1b-7b_512", "avx2 avx2_2 avx2_8gb avx2_8gb_2 avx2_8gb_3 avx2_8gb_4 avx512 avx512_8gb zen4 zen5")
 _QWEN8 = ("engine/results/breakdown_qwen3_30b_a3b_8layers.json",)
 _BOOKS, _WIKI, _C4, _TASKS = "books4.jsonl.gz", "wiki.test.raw", "C4.txt", "TASKS"
 _TRAIN = (
@@ -184,7 +184,7 @@ ROWS = (
     _whole("nemotron8.gguf", _on("nemotron-3-nano_8layers", "avx512 zen5"), "1.95GB 2.92GB",
            more=" --tokens 32 --rounds 2"),
     _whole("olmoe.gguf", _OLMOES, "2.4GB 8GB", more=" --rounds 2"),
-    _whole("olmoe.gguf", _on("olmoe-1b-7b_2048", "avx2 avx512 avx512_8gb zen5"), "2.4GB 8GB", 2048, " --rounds 2"),
+    _whole("olmoe.gguf", _on("olmoe-1b-7b_2048", "avx2 avx512 avx512_8gb zen4 zen5"), "2.4GB 8GB", 2048, " --rounds 2"),
     _whole("olmoe.gguf", "olmoe-1b-7b_2048_zen5_best", "8GB", 2048,
            " --peer micro_batch=512 micro_batch=2048 repack,micro_batch=2048"),
     _whole("olmoe.gguf", _on("olmoe-1b-7b_4000", "avx2 avx512"), "2.4GB", 4000,
