@@ -9,6 +9,7 @@ namespace flashllm {
 namespace {
 
 constexpr std::size_t kActivationGrain = 1 << 10;  // neurons a thread takes at a time
+constexpr std::size_t kListed = 512;               // neurons looked at together
 constexpr float kFarOut = 64.0F;                   // below its negative every activation is zero, or tiny
 constexpr int kHalvings = 60;                      // of an interval, by when nothing is left to halve
 
@@ -42,13 +43,16 @@ float negative_peak(Activation activation) {
 // mispredicted.
 template <typename Fires>
 void list_where(std::size_t neurons, const Fires& fires, std::vector<std::int32_t>& active) {
-  active.resize(neurons);
-  std::size_t count = 0;
-  for (std::size_t neuron = 0; neuron < neurons; ++neuron) {
-    active[count] = static_cast<std::int32_t>(neuron);
-    count += fires(neuron) ? 1 : 0;
+  active.clear();
+  std::int32_t found[kListed];
+  for (std::size_t first = 0; first < neurons; first += kListed) {
+    std::size_t count = 0;
+    for (std::size_t neuron = first; neuron < std::min(first + kListed, neurons); ++neuron) {
+      found[count] = static_cast<std::int32_t>(neuron);
+      count += fires(neuron) ? 1 : 0;
+    }
+    active.insert(active.end(), found, found + count);  // no more memory than those that fire
   }
-  active.resize(count);
 }
 
 }  // namespace
