@@ -355,10 +355,11 @@ def _as_stored(
     if rows.has_plane:
         form = SCALE_FORMS[next(filter(None, down_scales))]
         parts = plane_shapes(form, shape.largest.ffn, shape.hidden).values()
-        scales = sum(prod(size) * ITEMSIZES[dtype] for dtype, size in parts)
+        scales = sum(prod(size) * ITEMSIZES[kind] for kind, size in parts)
     codes = tuple((matrix, one.name) for matrix, one in stored.items() if one.name in CODES)
-    size = WEIGHT_DTYPES[dtype].itemsize
-    return dataclasses.replace(shape, stored=codes, scale_bytes=scales, dtype=dtype, dtype_bytes=size)
+    return dataclasses.replace(
+        shape, stored=codes, scale_bytes=scales, dtype=dtype, dtype_bytes=WEIGHT_DTYPES[dtype].itemsize
+    )
 
 
 def is_assembled(folder: Path) -> bool:

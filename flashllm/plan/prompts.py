@@ -12,7 +12,7 @@ _READ_AHEAD = 6  # streaming blocks in flight while one is used: they last throu
 # Where memory is short for neurons: fewer blocks in flight, then prompts in shorter parts, which take longer for each
 # token: their weights are decoded more often (bench/log, "Forty megabytes more for neurons").
 _LEAST_AHEAD, _SHORT_PART = 3, 128
-_COLUMN_PADS = 32  # floats: two kColumnPad (csrc/kernels/packed_tokens.h)
+COLUMN_PADS = 32  # floats: two kColumnPad (csrc/kernels/packed_tokens.h)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def _part_nbytes(manifest: Manifest, block: BlockSpec) -> int:
     if manifest.planes:  # the values again as codes of 16 bits, 32 of which have a scale and a sum (TokenCodes)
         floats += -(-9 * manifest.stream_block_rows // 16)
     if manifest.architecture.experts:  # an expert's tokens, as they are gathered and packed, and their sums
-        floats += 3 * block.d_model + _COLUMN_PADS
+        floats += 3 * block.d_model + COLUMN_PADS
     floats += block.waiting  # in a pass of few tokens a sequence
     if block.streams:  # what is added to each, and of the maps around the mixer
         floats += (block.streams + 1) * block.d_model + block.laurel
@@ -121,14 +121,14 @@ def _stretch_nbytes(manifest: Manifest, block: BlockSpec) -> int:
     expert_ffn.h)."""
     experts = block.experts
     # Packed inputs of the FFN, and sums; where values wait for each other, these.
-    dense = 2 * block.d_model + _COLUMN_PADS + block.waiting
+    dense = 2 * block.d_model + COLUMN_PADS + block.waiting
     # Inputs and sums of a mixture, and its experts' weights. Of experts whose rows come in several blocks, all tokens
     # that go to one wait for the last.
     mixture = 0
     if experts is not None:
         mixture = 2 * block.d_model + 4 * (experts.chosen + 1)
         if max(experts.size, experts.shared) > manifest.stream_block_rows:
-            mixture += 2 * block.d_model + _COLUMN_PADS
+            mixture += 2 * block.d_model + COLUMN_PADS
     floats = block.state_width + (block.d_model if any(layer.parallel for layer in block.layers) else 0)
     floats += block.token_row
     floats += sum(

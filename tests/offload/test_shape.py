@@ -7,6 +7,7 @@ import pytest
 from arch_models import Variant, make_checkpoint
 from gguf_files import write_gguf
 
+from flashllm.convert.run import convert
 from flashllm.errors import FormatError, UnsupportedModelError, UsageError
 from flashllm.offload.shape import load_shape, shape_from_config
 
@@ -92,7 +93,9 @@ def test_known_models_and_gguf_files_are_planned_by_what_they_say(tmp_path):
         load_shape("gemma-4-e4b")
     folder = make_checkpoint(tmp_path / "tiny", Variant("llama", {"hidden_act": "silu"}))
     file = write_gguf(folder, tmp_path / "tiny.gguf", tokenizer=False)
-    assert load_shape(str(file)).dtype == "float32"  # which a config may not say, and rates differ by
+    convert(file, tmp_path / "converted")
+    for each in (file, tmp_path / "converted"):
+        assert load_shape(str(each)).dtype == "float32"  # which a config may not say, and rates differ by
     ours, theirs = (dataclasses.replace(load_shape(str(each)), dtype_bytes=2) for each in (file, folder))
     assert ours == dataclasses.replace(theirs, assembled=True)  # it is converted first
 

@@ -13,6 +13,7 @@ from flashllm.offload.runtime.tasks import BUFFERS
 from flashllm.offload.runtime.tiers.scratch import ALIGNMENT, round_up
 from flashllm.offload.runtime.tiers.weight_plan import GATHERED_ROWS
 from flashllm.offload.shape import ModelShape
+from flashllm.plan.prompts import COLUMN_PADS
 
 SPARE = 24 << 20  # stacks, readers' bounce buffers, what an allocator holds back
 
@@ -82,7 +83,8 @@ def working(shape: ModelShape, rows: int, sequences: int) -> int:
     # Queries, keys, values, what is made of them.
     attention = part * (2 * (shape.query_dim + shape.kv_dim) + shape.mixer_values) * wide
     widest = max(shape.ffn_active, shape.hidden, shape.query_dim)
-    products = part * widest * (wide + 3 * item)  # inputs in fp32 and in the dtype, results, what is rounded
+    # Inputs in fp32, some columns apart, and in the dtype, results, what is rounded.
+    products = (part + COLUMN_PADS) * widest * wide + part * widest * 3 * item
     layer = states + attention + products + part * shape.ffn_active * (1 + shape.gated) * wide
     head = sequences * (shape.vocab + 2 * shape.hidden) * wide + sequences * 2 * shape.hidden * item
     # A batch's own states come on top where they are not among those kept; the first layer's are always new.
