@@ -219,7 +219,8 @@ ROWS = (
     Row("batches-whole", _JOBS, ("opt67-32", "llama7b.gguf"), _job("7.0GB", "none", "llama:32", "llama7b.gguf")),
     Row("batches-whole-4bit", _JOBS, ("opt67-32", "llama7b-q4.gguf"),
         _job("2.6GB", "weights,cache", "llama:16", "llama7b-q4.gguf")),
-    Row("batches-olmoe", ("offload/results/offload_run_olmoe.json",), ("olmoe.gguf",),
+    Row("batches-olmoe",
+        (*(f"offload/results/offload_run_olmoe{machine}.json" for machine in ("", "_zen4")),), ("olmoe.gguf",),
         "python bench/offload/offload_run.py olmoe.gguf --sequences 64 --prompt 32 --new 16 --memory 2.4GB --layers 16 "
         "--runs --jobs none --peers llama:64 llama:32 --gguf olmoe.gguf"),
     Row("planner", ("offload/results/run_accuracy.json",), ("opt67-4",),

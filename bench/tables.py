@@ -248,6 +248,7 @@ def batches() -> str:
         "offload_run_4bit",
         "offload_run_whole",
         "offload_run_olmoe",
+        "offload_run_olmoe_zen4",
     ):
         document = load(f"offload/results/{path}.json")
         for run in document.get("runs", [document]):
