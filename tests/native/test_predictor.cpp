@@ -1,5 +1,6 @@
 // Predictors over coded factors and gates: the neurons their products name, the same for any number of
 // threads.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <random>
@@ -24,26 +25,31 @@ struct Codes {
   RowMatrix weights;
 };
 
-void check_predictor(RowCodec codec, SimdLevel level) {
+// The threshold is a neuron's own logit, which only the rule with `relu` lets fire.
+void check_predictor(RowCodec codec, bool relu, SimdLevel level) {
   std::mt19937 random(12);
-  constexpr std::size_t d_model = 40, rank = 12, d_ff = 300;
+  constexpr std::size_t d_model = 40, rank = 12, d_ff = 1100, at_threshold = 600;
   Codes a(codec, rank, d_model, random), b(codec, d_ff, rank, random);
   const std::vector<float> x = random_floats(d_model, random), bias = random_floats(d_ff, random);
   a.weights.inputs = b.weights.inputs = inputs_of(codec, InputForm::int16);
   b.weights.bias = bias.data();
-  std::vector<std::int32_t> one, many;
   ThreadPool single(1), pool(3);
-  LowRankPredictor predictor(a.weights, b.weights, 0.25F);
+  std::vector<float> projected(rank), logits(d_ff);
+  dot_all(a.weights, x.data(), projected.data(), single, level);
+  if (relu)
+    for (float& value : projected) value = std::max(value, 0.0F);
+  dot_all(b.weights, projected.data(), logits.data(), single, level);
+  const float threshold = logits[at_threshold];
+  std::vector<std::int32_t> one, many;
+  LowRankPredictor predictor(a.weights, b.weights, threshold, relu);
   predictor.predict(x.data(), 0, single, level, one);
   predictor.predict(x.data(), 0, pool, level, many);
   CHECK(one == many);
   CHECK(!one.empty() && one.size() < d_ff);
-  std::vector<float> projected(rank), logits(d_ff);
-  dot_all(a.weights, x.data(), projected.data(), single, level);
-  dot_all(b.weights, projected.data(), logits.data(), single, level);
   std::size_t next = 0;
   for (std::size_t neuron = 0; neuron < d_ff; ++neuron)
-    if (logits[neuron] > 0.25F) CHECK(next < one.size() && one[next++] == static_cast<std::int32_t>(neuron));
+    if (logits[neuron] > threshold || (relu && neuron == at_threshold))
+      CHECK(next < one.size() && one[next++] == static_cast<std::int32_t>(neuron));
   CHECK(next == one.size());
 }
 
@@ -85,7 +91,8 @@ void check_gates(std::size_t rows, std::size_t columns, SimdLevel level) {
 
 void test_predictor(int scale) {
   for (const SimdLevel level : simd_levels()) {
-    for (const RowCodec codec : {RowCodec::int8_32, RowCodec::int4_32}) check_predictor(codec, level);
+    for (const RowCodec codec : {RowCodec::int8_32, RowCodec::int4_32})
+      for (const bool relu : {false, true}) check_predictor(codec, relu, level);
     for (const std::size_t columns : {1, 31, 32, 33, 63, 64, 65, 130, 192})
       for (const std::size_t rows : {1, 65, 130 * scale}) check_gates(rows, columns, level);
   }
